@@ -1,0 +1,89 @@
+"""The ``madpipe`` keys of a DeepSpeed configuration, which are ``MadPipeStrategy``'s arguments too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user may say about planning; everything has a default.
+
+    Raises:
+        ValueError: a value that is not what its key needs.
+    """
+
+    memory: int | None = None
+    """Bytes of each device; also ``"16GB"``. None: the device's own; on a CPU the machine's memory
+    divided by its local ranks."""
+    bandwidth: float | None = None
+    """Bytes per second between neighbours; also ``"12GB/s"``. None: measured."""
+    latency_seconds: float | None = None
+    """None: measured."""
+    weight_copies: float | None = None
+    """None: from the optimizer and the precision, (weights + gradients + master copy + states) / weights."""
+    algorithm: str | tuple[int, ...] = "madpipe"
+    warmup_steps: int = 0
+    """Accepted; for now the plan is made before the first optimizer step."""
+    plan: str | None = None
+    """A saved plan: it is run as it is, without measuring."""
+    save_plan: str | None = None
+    """Where rank 0 saves the plan it makes."""
+    time_limit_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        readers = {
+            "memory": parse_size, "bandwidth": parse_bandwidth, "latency_seconds": parse_seconds,
+            "weight_copies": _positive, "time_limit_seconds": _positive, "warmup_steps": _count,
+        }  # fmt: skip
+        for key, read in readers.items():
+            value = getattr(self, key)
+            if value is None:
+                continue
+            try:
+                object.__setattr__(self, key, read(value))
+            except (TypeError, ValueError) as flaw:
+                raise ValueError(f"madpipe option {key!r}: {flaw}") from None
+        if self.memory == 0:
+            raise ValueError("madpipe option 'memory': it is more than 0")
+        for key in ("plan", "save_plan"):
+            value = getattr(self, key)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ValueError(f"madpipe option {key!r} is {value!r}, not a path")
+        if isinstance(self.algorithm, list | tuple):
+            if not all(isinstance(cut, int) and not isinstance(cut, bool) for cut in self.algorithm):
+                raise ValueError(f"madpipe option 'algorithm' is {self.algorithm!r}: boundaries are integers")
+            object.__setattr__(self, "algorithm", tuple(self.algorithm))
+        elif not isinstance(self.algorithm, str):
+            raise ValueError(f"madpipe option 'algorithm' is {self.algorithm!r}, not a name or boundaries")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Options:
+        """Read the ``madpipe`` object of a configuration.
+
+        Raises:
+            ValueError: an unknown key, with the known ones; a malformed value.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"the madpipe options are {mapping!r}, not a mapping of names to values")
+        known = [field.name for field in fields(cls)]
+        unknown = [str(key) for key in mapping if key not in known]
+        if unknown:
+            raise ValueError(f"unknown madpipe option {', '.join(unknown)}: known are {', '.join(known)}")
+        return cls(**mapping)
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise ValueError(f"{value!r} is not a number more than 0")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number of at least 0")
+    return value

@@ -1,0 +1,102 @@
+"""What is decided about where: the cut of the chain into stages, and the device of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from deepspeed_partition.planner.problem import Chain
+
+Rematerialize = bool | tuple[tuple[int, int], ...]
+"""False, True (the whole stage as one block), or the ranges of layers that are recomputed block by block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Consecutive layers that run together on one device.
+
+    Raises:
+        ValueError: no layers, or a range to recompute that is not within the stage.
+    """
+
+    layers: tuple[int, int]
+    """Half-open: the first layer, and the first layer of what follows."""
+    device: int
+    rematerialize: Rematerialize = False
+
+    def __post_init__(self) -> None:
+        start, stop = self.layers
+        if not 0 <= start < stop:
+            raise ValueError(f"layers {start} to {stop} are no stage: it has at least one layer")
+        if self.device < 0:
+            raise ValueError(f"device {self.device} of layers {start} to {stop} is negative")
+        end = start
+        for first, last in self.blocks:
+            if not end <= first < last <= stop:
+                raise ValueError(
+                    f"rematerialize range [{first}, {last}] is not within layers [{start}, {stop}] "
+                    "in order and without overlap"
+                )
+            end = last
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of layers that are recomputed, each as one block."""
+        if isinstance(self.rematerialize, bool):
+            return (self.layers,) if self.rematerialize else ()
+        return self.rematerialize
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Stages in the order of the chain, each on a device.
+
+    Raises:
+        ValueError: the stages do not follow one another from layer 0.
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for index, stage in enumerate(self.stages):
+            if stage.layers[0] != end:
+                raise ValueError(f"stage {index} begins at layer {stage.layers[0]}, not at {end}")
+            end = stage.layers[1]
+        if not self.stages:
+            raise ValueError("an allocation has at least one stage")
+
+    @classmethod
+    def contiguous(cls, boundaries: Sequence[int]) -> Allocation:
+        """One stage per device, in order: ``[0, 3, 8]`` is layers 0 to 3 on device 0, 3 to 8 on device 1."""
+        return cls(tuple(Stage(layers=cut, device=device) for device, cut in enumerate(pairwise(boundaries))))
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Where stages begin, and the number of layers: ``parts`` of DeepSpeed."""
+        return (0, *(stage.layers[1] for stage in self.stages))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """One stage per device, in the order of the devices."""
+        return all(stage.device == index for index, stage in enumerate(self.stages))
+
+    def crossing(self, cut: int) -> bool:
+        """Whether the tensor between stage ``cut`` and the next one travels to another device."""
+        return self.stages[cut].device != self.stages[cut + 1].device
+
+
+def check_boundaries(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:
+    """Boundaries as a user writes them, or one sentence about what is wrong with them.
+
+    Raises:
+        ValueError: not increasing from 0 to the number of layers.
+    """
+    cuts = tuple(boundaries)
+    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in cuts):
+        raise ValueError(f"boundaries {list(cuts)} are not whole numbers")
+    rising = all(left < right for left, right in pairwise(cuts))
+    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != chain.num_layers or not rising:
+        raise ValueError(f"boundaries {list(cuts)} do not rise from 0 to {chain.num_layers}, the number of layers")
+    return cuts

@@ -1,0 +1,99 @@
+"""Time as integers, so that sums are exact and no answer depends on the order of additions.
+
+A period is the sum of some layers' times, and the question is always whether another sum fits into it.
+In floats 0.1 + 0.2 three times is 0.9000000000000001 or 0.8999999999999999; in ticks it is one number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.problem import Chain, Platform
+
+Ticks = NDArray[np.int64]
+
+DIGITS = 15
+"""Decimal digits of the whole chain's time in ticks: as many as a float holds for certain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Ticks of ``10 ** exponent`` seconds: decimal, so that times written in decimals are whole ticks."""
+
+    exponent: int
+
+    @classmethod
+    def of(cls, chain: Chain, platform: Platform) -> Clock:
+        """Fine enough that one micro-batch, with transfers over every cut, takes ``DIGITS`` digits of ticks."""
+        total = sum((Fraction(layer.compute_seconds) for layer in chain.layers), Fraction(0))
+        total += 2 * sum((Fraction(seconds) for seconds in one_way_seconds(chain, platform)), Fraction(0))
+        if not total:
+            return cls(0)
+        digits = math.floor(math.log10(total))
+        return cls(digits + 1 - DIGITS)
+
+    def ticks(self, seconds: float) -> int:
+        """The nearest tick to the decimal number that ``seconds`` prints as."""
+        return round(Fraction(repr(seconds)) * Fraction(10) ** -self.exponent)
+
+    def seconds(self, ticks: int | Fraction) -> float:
+        """The float nearest to so many ticks."""
+        return float(Fraction(ticks) * Fraction(10) ** self.exponent)
+
+
+class TimedChain:
+    """The times of a chain on a platform, in ticks.
+
+    Raises:
+        ValueError: the chain takes no time at all, so that no period could be its answer.
+    """
+
+    def __init__(self, chain: Chain, platform: Platform) -> None:
+        self.chain = chain
+        self.platform = platform
+        if not any(layer.compute_seconds for layer in chain.layers):
+            raise ValueError(f"chain {chain.name!r}: every layer takes 0 seconds, there is nothing to plan")
+        one_way = one_way_seconds(chain, platform)
+        self.clock = Clock.of(chain, platform)
+        ticks = self.clock.ticks
+        self.forward: Ticks = _prefix([ticks(layer.forward_seconds) for layer in chain.layers])
+        """Entry l: the forwards of layers 0 to l."""
+        self.backward: Ticks = _prefix([ticks(layer.backward_seconds) for layer in chain.layers])
+        self.one_way: Ticks = np.array([ticks(seconds) for seconds in one_way], dtype=np.int64)
+        """Entry l: one tensor over the boundary before layer l; 0 at the ends of the chain."""
+
+    @cached_property
+    def compute(self) -> Ticks:
+        """Entry l: forwards and backwards of layers 0 to l."""
+        return self.forward + self.backward
+
+    @property
+    def round_trip(self) -> Ticks:
+        """C(l) of the paper: the activation there and the gradient back."""
+        return 2 * self.one_way
+
+    def forward_ticks(self, start: int, stop: int) -> int:
+        return int(self.forward[stop] - self.forward[start])
+
+    def backward_ticks(self, start: int, stop: int) -> int:
+        return int(self.backward[stop] - self.backward[start])
+
+    def compute_ticks(self, start: int, stop: int) -> int:
+        """U(k, l) of the paper."""
+        return int(self.compute[stop] - self.compute[start])
+
+
+def one_way_seconds(chain: Chain, platform: Platform) -> list[float]:
+    """Entry l: one tensor over the boundary before layer l; 0 at the ends of the chain."""
+    inner = [platform.transfer_seconds(chain.boundary_bytes(cut)) for cut in range(1, chain.num_layers)]
+    return [0.0, *inner, 0.0]
+
+
+def _prefix(values: list[int]) -> Ticks:
+    return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))]).astype(np.int64)

@@ -1,0 +1,158 @@
+"""Plans as text: the table of stages, and timelines."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed_partition.planner.plan import Plan, PlannedStage
+from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.planner.schedule import PlacedOperation
+from deepspeed_partition.planner.units import format_bytes, format_seconds
+
+FILL = {"F": "=", "B": "#", "S": "-"}
+"""What a forward, a backward and a transfer look like in a timeline; idle is a dot."""
+
+
+def summary(plan: Plan, width: int = 110) -> str:
+    """The promises of a plan and the table of its stages."""
+    return as_text([stage_table(plan)], width) + "\n".join(promises(plan)) + "\n"
+
+
+def as_text(renderables: Iterable[object], width: int = 110) -> str:
+    """What a terminal of ``width`` columns would show, without colours."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, no_color=True, force_terminal=False)
+    for renderable in renderables:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def promises(plan: Plan) -> Iterator[str]:
+    """One line each: period, bound, step."""
+    proof = f"proved best: {plan.proved_class}" if plan.proved else "not proved"
+    yield (
+        f"{plan.algorithm}: period {format_seconds(plan.period_seconds)} per micro-batch, "
+        f"lower bound {format_seconds(plan.lower_bound_seconds)} (gap {plan.gap:.1%}, {proof})"
+    )
+    if plan.step is not None:
+        blocking = plan.step.blocking_step_seconds
+        in_deepspeed = "" if blocking is None else f"{format_seconds(blocking)} in DeepSpeed's engine, "
+        yield (
+            f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
+            f"{format_seconds(plan.step.step_seconds)} if transfers overlap"
+        )
+
+
+def stage_table(plan: Plan) -> Table:
+    """A row for each stage."""
+    table = Table(
+        title=f"{plan.chain.name}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
+    )
+    for name in (
+        "stage",
+        "device",
+        "in flight",
+        "forward",
+        "backward",
+        "memory",
+        "of it weights",
+        "stash",
+        "buffers",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("layers", overflow="ellipsis", no_wrap=True)
+    durations = {operation.operation: operation.duration_seconds for operation in plan.operations}
+    for index, stage in enumerate(plan.stages):
+        use = plan.memory[stage.device]
+        table.add_row(
+            str(index),
+            str(stage.device),
+            str(stage.in_flight),
+            format_seconds(durations.get(f"F{index}", 0.0)),
+            format_seconds(durations.get(f"B{index}", 0.0)),
+            format_bytes(plan.peak_memory_bytes[stage.device]),
+            *(format_bytes(part) for part in (use.weights, use.stash, use.buffers)),
+            _layers(stage),
+        )
+    return table
+
+
+def _layers(stage: PlannedStage) -> str:
+    start, stop = stage.layers
+    if not stage.layer_names:
+        return f"{start}..{stop}"
+    first, last = stage.layer_names[0], stage.layer_names[-1]
+    return f"{start}..{stop} {first}" + (f" .. {last}" if stop - start > 1 else "")
+
+
+def chain_table(chain: Chain) -> Table:
+    """A row for each layer."""
+    table = Table(title=f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}")
+    for name in ("layer", "name", "type"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for name in ("forward", "backward", "weights", "output", "stash", "transient"):
+        table.add_column(name, justify="right")
+    for index, layer in enumerate(chain.layers):
+        table.add_row(
+            str(index),
+            layer.name,
+            layer.type or "",
+            format_seconds(layer.forward_seconds),
+            format_seconds(layer.backward_seconds),
+            *(
+                format_bytes(size)
+                for size in (
+                    layer.weight_bytes,
+                    layer.output_bytes,
+                    chain.stash(layer),
+                    layer.transient_bytes,
+                )
+            ),
+        )
+    return table
+
+
+def timeline(plan: Plan, width: int = 96) -> str:
+    """One period of the pattern: a row for each device and each link.
+
+    ``F1=====`` is the forward of stage 1; ``B0+2####`` the backward of stage 0 on the micro-batch that came in
+    two periods ago; what runs over the end of the period goes on at its beginning.
+    """
+    rows: dict[str, list[str]] = {}
+    for device in range(plan.platform.num_devices):
+        rows[f"device {device}"] = ["."] * width
+    for operation in plan.operations:
+        if operation.link is not None:
+            rows.setdefault("link {}-{}".format(*sorted(operation.link)), ["."] * width)
+    for operation in plan.operations:
+        place = f"device {operation.device}"
+        if operation.link is not None:
+            place = "link {}-{}".format(*sorted(operation.link))
+        _place(rows[place], operation, plan.period_seconds)
+    label = max(map(len, rows))
+    head = f"one period of {format_seconds(plan.period_seconds)}: = forward, # backward, - transfer, . idle"
+    return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
+
+
+def _place(row: list[str], operation: PlacedOperation, period: float) -> None:
+    width = len(row)
+    first = round(operation.start_seconds / period * width)
+    last = round((operation.start_seconds + operation.duration_seconds) / period * width)
+    name = operation.operation + (f"+{operation.shift}" if operation.shift else "")
+    cells = (name + FILL[operation.operation[0]] * width)[: last - first]
+    for offset, cell in enumerate(cells):
+        row[(first + offset) % width] = cell
+
+
+def step_order(plan: Plan, most: int = 16) -> str:
+    """The order of one step: a row for each device, ``F0.3`` the forward of stage 0 on micro-batch 3."""
+    assert plan.step is not None
+    rows = []
+    for device, order in enumerate(plan.step.order):
+        shown = [f"{operation}.{micro_batch}" for operation, micro_batch in order[:most]]
+        rows.append(f"device {device}  {' '.join(shown)}{' ...' if len(order) > most else ''}")
+    return "\n".join(["one step:", *rows]) + "\n"

@@ -1,0 +1,309 @@
+"""What is answered: a plan, with what it promises, and its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from deepspeed_partition.planner import files
+from deepspeed_partition.planner.allocation import Allocation, Stage
+from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
+from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation
+
+PLAN_FORMAT = "madpipe-plan/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainReference:
+    """The chain that a plan was made for."""
+
+    name: str
+    num_layers: int
+    digest: str
+
+    @classmethod
+    def of(cls, chain: Chain) -> ChainReference:
+        return cls(name=chain.name, num_layers=chain.num_layers, digest=chain.digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage(Stage):
+    """A stage with what the plan says of it."""
+
+    in_flight: int
+    """The most micro-batches forwarded and not yet through their backward."""
+    layer_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """The bytes of one device at its peak."""
+
+    weights: int
+    stash: int
+    buffers: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.stash + self.buffers + self.transient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One synchronous step of ``num_micro_batches``, after which the pipeline has drained."""
+
+    num_micro_batches: int
+    step_seconds: float
+    """In an engine that overlaps transfers with computation."""
+    blocking_step_seconds: float | None
+    """In DeepSpeed's own engine; None where it cannot run the allocation."""
+    order: tuple[Order, ...]
+    """For each device its forwards and backwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every layer runs and when, and what that promises."""
+
+    chain: ChainReference
+    platform: Platform
+    algorithm: str
+    period_seconds: float
+    """Per micro-batch in steady state."""
+    lower_bound_seconds: float
+    """No schedule of any allocation of these layers on this platform has a shorter period."""
+    gap: float
+    """``period_seconds / lower_bound_seconds - 1``."""
+    proved: bool
+    """Nothing better exists in ``proved_class``."""
+    proved_class: str | None = None
+    stages: tuple[PlannedStage, ...]
+    operations: tuple[PlacedOperation, ...]
+    memory: tuple[MemoryUse, ...]
+    """What each device's peak consists of; of the step where there is one."""
+    peak_memory_bytes: tuple[int, ...]
+    step: StepPlan | None = None
+    planning_seconds: float = 0.0
+
+    @property
+    def allocation(self) -> Allocation:
+        return Allocation(self.stages)
+
+    @property
+    def schedule(self) -> PeriodicSchedule:
+        return PeriodicSchedule(self.period_seconds, self.operations)
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Where stages begin, and the number of layers: ``parts`` of DeepSpeed."""
+        return list(self.allocation.boundaries)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """One stage per device, in the order of the devices."""
+        return self.allocation.is_contiguous
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        return self.step.num_micro_batches if self.step else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.step.step_seconds if self.step else None
+
+    @property
+    def blocking_step_seconds(self) -> float | None:
+        return self.step.blocking_step_seconds if self.step else None
+
+    def check_chain(self, chain: Chain) -> None:
+        """Refuse another model.
+
+        Raises:
+            PlanMismatchError: the plan was made for a chain with other layers, times or sizes.
+        """
+        if self.chain.num_layers != chain.num_layers:
+            raise PlanMismatchError(
+                f"the plan is for {self.chain.num_layers} layers ({self.chain.name!r}) and "
+                f"{chain.name!r} has {chain.num_layers}: plan again"
+            )
+        if self.chain.digest != chain.digest():
+            raise PlanMismatchError(
+                f"the plan is for another profile ({self.chain.name!r}, {self.chain.digest[:19]}...) than "
+                f"{chain.name!r} ({chain.digest()[:19]}...): plan again"
+            )
+
+    def summary(self) -> str:
+        """The table of stages and the promises, as text for a log."""
+        from deepspeed_partition.planner.draw import summary  # rich, which only drawing needs
+
+        return summary(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, ``madpipe-plan/1``."""
+        data: dict[str, Any] = {
+            "format": PLAN_FORMAT,
+            "chain": {
+                "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest,
+            },
+            "platform": self.platform.to_dict(),
+            "algorithm": self.algorithm,
+            "period_seconds": self.period_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "gap": self.gap,
+            "proved": self.proved,
+        }  # fmt: skip
+        if self.proved_class is not None:
+            data["proved_class"] = self.proved_class
+        data["stages"] = [_stage_to_dict(stage) for stage in self.stages]
+        data["operations"] = [_operation_to_dict(operation) for operation in self.operations]
+        data["peak_memory_bytes"] = list(self.peak_memory_bytes)
+        data["memory"] = [
+            {"weights": use.weights, "stash": use.stash, "buffers": use.buffers, "transient": use.transient}
+            for use in self.memory
+        ]
+        data["planning_seconds"] = self.planning_seconds
+        if self.step is not None:
+            data["num_micro_batches"] = self.step.num_micro_batches
+            data["step_seconds"] = self.step.step_seconds
+            if self.step.blocking_step_seconds is not None:
+                data["blocking_step_seconds"] = self.step.blocking_step_seconds
+            data["order"] = [[list(entry) for entry in order] for order in self.step.order]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: object, *, where: str = "plan") -> Plan:
+        """Read the JSON form; ``where`` (a file's name) begins the message of an error.
+
+        Raises:
+            PlanFormatError: naming the field's path.
+        """
+        mapping = files.validated(data, schema="plan", where=where, error=PlanFormatError)
+        try:
+            return cls(
+                chain=ChainReference(
+                    name=mapping["chain"]["name"],
+                    num_layers=int(mapping["chain"]["num_layers"]),
+                    digest=mapping["chain"]["digest"],
+                ),
+                platform=Platform.from_dict(mapping["platform"]),
+                algorithm=mapping["algorithm"],
+                period_seconds=float(mapping["period_seconds"]),
+                lower_bound_seconds=float(mapping["lower_bound_seconds"]),
+                gap=float(mapping["gap"]),
+                proved=mapping["proved"],
+                proved_class=mapping.get("proved_class"),
+                stages=tuple(_stage_from_dict(stage) for stage in mapping["stages"]),
+                operations=tuple(_operation_from_dict(operation) for operation in mapping["operations"]),
+                memory=tuple(
+                    MemoryUse(**{key: int(use[key]) for key in MemoryUse.__dataclass_fields__})
+                    for use in mapping["memory"]
+                ),
+                peak_memory_bytes=tuple(int(peak) for peak in mapping["peak_memory_bytes"]),
+                step=_step_from_dict(mapping, where),
+                planning_seconds=float(mapping.get("planning_seconds", 0.0)),
+            )
+        except PlanFormatError:
+            raise
+        except ValueError as flaw:
+            raise PlanFormatError(f"{where}: {flaw}") from None
+
+    def __post_init__(self) -> None:
+        boundaries = self.allocation.boundaries  # raises where the stages do not follow one another
+        if boundaries[-1] != self.chain.num_layers:
+            raise ValueError(f"the stages end at layer {boundaries[-1]} of {self.chain.num_layers}")
+        devices = self.platform.num_devices
+        for index, stage in enumerate(self.stages):
+            if stage.device >= devices:
+                raise ValueError(f"stages[{index}].device is {stage.device} of {devices} devices")
+        for key, values in (("peak_memory_bytes", self.peak_memory_bytes), ("memory", self.memory)):
+            if len(values) != devices:
+                raise ValueError(f"{key} has {len(values)} entries for {devices} devices")
+        if self.step is not None and len(self.step.order) != devices:
+            raise ValueError(f"order has {len(self.step.order)} entries for {devices} devices")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            PlanFormatError: not a plan file; the message names the file and the field.
+        """
+        return cls.from_dict(files.read_json(path, error=PlanFormatError), where=str(path))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a plan file, whole or not at all; ``Plan.load(path) == plan``.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        files.write_json(path, self.to_dict())
+
+
+def _stage_to_dict(stage: PlannedStage) -> dict[str, Any]:
+    blocks = stage.rematerialize
+    return {
+        "layers": list(stage.layers),
+        "layer_names": list(stage.layer_names),
+        "device": stage.device,
+        "rematerialize": blocks if isinstance(blocks, bool) else [list(block) for block in blocks],
+        "in_flight": stage.in_flight,
+    }
+
+
+def _stage_from_dict(data: Mapping[str, Any]) -> PlannedStage:
+    blocks = data.get("rematerialize", False)
+    return PlannedStage(
+        layers=(int(data["layers"][0]), int(data["layers"][1])),
+        layer_names=tuple(data.get("layer_names", ())),
+        device=int(data["device"]),
+        rematerialize=blocks if isinstance(blocks, bool) else tuple((int(a), int(b)) for a, b in blocks),
+        in_flight=int(data["in_flight"]),
+    )
+
+
+def _operation_to_dict(operation: PlacedOperation) -> dict[str, Any]:
+    if operation.link is None:
+        place: dict[str, Any] = {"device": operation.device}
+    else:
+        place = {"link": list(operation.link)}
+    return {
+        "operation": operation.operation,
+        **place,
+        "start_seconds": operation.start_seconds,
+        "duration_seconds": operation.duration_seconds,
+        "shift": operation.shift,
+    }
+
+
+def _operation_from_dict(data: Mapping[str, Any]) -> PlacedOperation:
+    name = data["operation"]
+    place = "link" if name.startswith("S") else "device"
+    if place not in data:
+        raise ValueError(f"operation {name} has no {place}")
+    return PlacedOperation(
+        operation=name,
+        device=int(data["device"]) if place == "device" else None,
+        link=(int(data["link"][0]), int(data["link"][1])) if place == "link" else None,
+        start_seconds=float(data["start_seconds"]),
+        duration_seconds=float(data["duration_seconds"]),
+        shift=int(data["shift"]),
+    )
+
+
+def _step_from_dict(mapping: Mapping[str, Any], where: str) -> StepPlan | None:
+    if "num_micro_batches" not in mapping:
+        return None
+    for key in ("step_seconds", "order"):
+        if key not in mapping:
+            raise PlanFormatError(f"{where}: {key} is missing, which num_micro_batches needs")
+    blocking = mapping.get("blocking_step_seconds")
+    return StepPlan(
+        num_micro_batches=int(mapping["num_micro_batches"]),
+        step_seconds=float(mapping["step_seconds"]),
+        blocking_step_seconds=None if blocking is None else float(blocking),
+        order=tuple(tuple((name, int(number)) for name, number in order) for order in mapping["order"]),
+    )

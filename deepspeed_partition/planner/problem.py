@@ -1,0 +1,299 @@
+"""What is given: the layers of a model and the devices to run them on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from os import PathLike
+from typing import Any
+
+from deepspeed_partition.planner import files
+from deepspeed_partition.planner.errors import ChainFormatError
+
+CHAIN_FORMAT = "madpipe-chain/1"
+LONGEST_SECONDS = 1e9
+"""No layer and no transfer lasts longer (31 years): sums stay exact in the planner's integer clock."""
+LARGEST_BYTES = 2**53
+"""No single size is larger (9 PB): an integer that a float holds exactly."""
+
+
+def _seconds(where: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where} is {value!r}, not a number of seconds")
+    if not 0 <= value <= LONGEST_SECONDS:  # false for NaN, too
+        raise ValueError(f"{where} is {value!r}: seconds are finite, from 0 to {LONGEST_SECONDS:g}")
+    return float(value)
+
+
+def _whole(where: str, value: object, smallest: int, largest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where} is {value!r}, not a whole number")
+    if not smallest <= value <= largest or value != int(value):
+        raise ValueError(f"{where} is {value!r}: it is a whole number from {smallest} to {largest}")
+    return int(value)
+
+
+def _bytes(where: str, value: object) -> int:
+    return _whole(where, value, 0, LARGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """The cost of one layer for one micro-batch.
+
+    Raises:
+        ValueError: a number that is negative, not finite, or no number.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    weight_bytes: int
+    """The parameters alone; ``Platform.weight_copies`` multiplies them."""
+    output_bytes: int
+    """Sent to the next stage if the chain is cut after this layer; a gradient of this size comes back."""
+    stash_bytes: int | None = None
+    """Kept from the forward for the backward: paid once per micro-batch in flight.
+    None: the bytes of the layer's input, as in the paper; a ``Chain`` fills it in."""
+    transient_bytes: int = 0
+    """Needed only while the layer runs, on top of the rest."""
+    type: str | None = None
+    """The class of the layer, matched by ``type:REGEX``. None: its name; a ``Chain`` fills it in."""
+    num_trainable_parameters: int | None = None
+    """What ``parameters`` balances. None: ``weight_bytes`` stands for it; a ``Chain`` fills it in."""
+    forward_spread_seconds: float | None = field(default=None, compare=False)
+    """Interquartile range of the measured forwards; says how far to trust them, never planned with."""
+    backward_spread_seconds: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"the name of a layer is a string, not {self.name!r}")
+        if self.type is not None and not isinstance(self.type, str):
+            raise ValueError(f"layer {self.name!r}: type is a string, not {self.type!r}")
+        for key in (
+            "forward_seconds",
+            "backward_seconds",
+            "forward_spread_seconds",
+            "backward_spread_seconds",
+        ):
+            value = getattr(self, key)
+            if value is not None or not key.endswith("spread_seconds"):
+                object.__setattr__(self, key, _seconds(f"layer {self.name!r}: {key}", value))
+        for key in (
+            "weight_bytes", "output_bytes", "stash_bytes", "transient_bytes", "num_trainable_parameters",
+        ):  # fmt: skip
+            value = getattr(self, key)
+            if value is not None or key in ("weight_bytes", "output_bytes", "transient_bytes"):
+                object.__setattr__(self, key, _bytes(f"layer {self.name!r}: {key}", value))
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A model as a chain of layers, each reading only the output of the one before it.
+
+    Equal to another chain where everything that a plan depends on is equal.
+
+    Raises:
+        ValueError: no layers, or a malformed number.
+    """
+
+    input_bytes: int
+    layers: tuple[LayerProfile, ...]
+    """With every optional field filled in."""
+    name: str = "chain"
+    micro_batch_size: int | None = None
+    """Samples per micro-batch, for which times and sizes were measured."""
+    hardware: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_bytes", _bytes("input_bytes", self.input_bytes))
+        if not self.layers:
+            raise ValueError("layers is empty: a chain has at least one layer")
+        if not isinstance(self.name, str):
+            raise ValueError(f"the name of a chain is a string, not {self.name!r}")
+        filled = []
+        for index, layer in enumerate(self.layers):
+            stash = layer.stash_bytes
+            trainable = layer.num_trainable_parameters
+            filled.append(
+                replace(
+                    layer,
+                    stash_bytes=(self.layers[index - 1].output_bytes if index else self.input_bytes)
+                    if stash is None
+                    else stash,
+                    type=layer.name if layer.type is None else layer.type,
+                    num_trainable_parameters=layer.weight_bytes if trainable is None else trainable,
+                )
+            )
+        object.__setattr__(self, "layers", tuple(filled))
+        total = self.input_bytes + sum(
+            layer.weight_bytes + layer.output_bytes + self.stash(layer) + layer.transient_bytes
+            for layer in self.layers
+        )
+        if total > 2**58:
+            raise ValueError(f"the sizes of the layers add up to {total} bytes, more than 2**58")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward of the whole chain, for one micro-batch: U(1, L) of the paper."""
+        return math.fsum(layer.compute_seconds for layer in self.layers)
+
+    def boundary_bytes(self, boundary: int) -> int:
+        """The tensor that crosses ``boundary``: a_l of the paper for l = boundary, the input for 0."""
+        return self.layers[boundary - 1].output_bytes if boundary else self.input_bytes
+
+    @staticmethod
+    def stash(layer: LayerProfile) -> int:
+        """``stash_bytes`` of a layer of a chain, where it is always known."""
+        assert layer.stash_bytes is not None
+        return layer.stash_bytes
+
+    def digest(self) -> str:
+        """``sha256:...`` over everything that a plan depends on; names do not count."""
+        layers = []
+        for layer in self.layers:
+            layers.append({
+                "forward_seconds": layer.forward_seconds,
+                "backward_seconds": layer.backward_seconds,
+                "weight_bytes": layer.weight_bytes,
+                "output_bytes": layer.output_bytes,
+                "stash_bytes": layer.stash_bytes,
+                "transient_bytes": layer.transient_bytes,
+                "type": layer.type,
+                "num_trainable_parameters": layer.num_trainable_parameters,
+            })  # fmt: skip
+        text = json.dumps(
+            {"input_bytes": self.input_bytes, "layers": layers}, sort_keys=True, separators=(",", ":")
+        )
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, ``madpipe-chain/1``."""
+        head: dict[str, Any] = {"format": CHAIN_FORMAT, "name": self.name}
+        if self.micro_batch_size is not None:
+            head["micro_batch_size"] = self.micro_batch_size
+        if self.hardware is not None:
+            head["hardware"] = self.hardware
+        keys = (
+            "name", "forward_seconds", "backward_seconds", "weight_bytes", "output_bytes", "stash_bytes",
+            "transient_bytes", "type", "num_trainable_parameters", "forward_spread_seconds",
+            "backward_spread_seconds",
+        )  # fmt: skip
+        layers = [
+            {key: getattr(layer, key) for key in keys if getattr(layer, key) is not None} for layer in self.layers
+        ]
+        return head | {"input_bytes": self.input_bytes, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, data: object, *, where: str = "chain") -> Chain:
+        """Read the JSON form; ``where`` (a file's name) begins the message of an error.
+
+        Raises:
+            ChainFormatError: naming the field's path.
+        """
+        mapping = files.validated(data, schema="chain", where=where, error=ChainFormatError)
+        known = LayerProfile.__dataclass_fields__
+        try:
+            return cls(
+                name=mapping.get("name", "chain"),
+                micro_batch_size=mapping.get("micro_batch_size"),
+                hardware=mapping.get("hardware"),
+                input_bytes=mapping["input_bytes"],
+                layers=tuple(
+                    LayerProfile(**{key: value for key, value in layer.items() if key in known})
+                    for layer in mapping["layers"]
+                ),
+            )
+        except ValueError as error:
+            raise ChainFormatError(f"{where}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Chain:
+        """Read a chain file.
+
+        Raises:
+            ChainFormatError: not a chain file; the message names the file and the field.
+        """
+        return cls.from_dict(files.read_json(path, error=ChainFormatError), where=str(path))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a chain file, whole or not at all."""
+        files.write_json(path, self.to_dict())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """The devices of one pipeline, and the links between any two of them.
+
+    Raises:
+        ValueError: a number that is not positive, or not finite.
+    """
+
+    num_devices: int
+    memory_bytes: int
+    """Of each device."""
+    bandwidth: float
+    """Bytes per second of the link between any two devices; one transfer at a time."""
+    latency_seconds: float = 0.0
+    weight_copies: float = 3
+    """Multiplies the parameters: two versions and one gradient in the paper; may be a fraction."""
+    comm_buffers: int = 2
+    """Tensors reserved at each end of a cut: one activation and one gradient in the paper."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_devices", _whole("num_devices", self.num_devices, 1, 2**20))
+        memory = self.memory_bytes
+        if isinstance(memory, bool) or not isinstance(memory, int | float):
+            raise ValueError(f"memory_bytes is {memory!r}, not a number of bytes")
+        if not 0 < memory <= 2**60:
+            raise ValueError(f"memory_bytes is {memory!r}: a device has more than 0 and at most 2**60 bytes")
+        object.__setattr__(self, "memory_bytes", int(memory))
+        for key in ("bandwidth", "latency_seconds", "weight_copies"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{key} is {value!r}, not a finite number")
+        if self.bandwidth <= 0:
+            raise ValueError(f"bandwidth is {self.bandwidth!r} bytes per second: it is more than 0")
+        if not 0 <= self.latency_seconds <= LONGEST_SECONDS:
+            raise ValueError(f"latency_seconds is {self.latency_seconds!r}: it is not negative")
+        if not 0 <= self.weight_copies <= 1e6:
+            raise ValueError(f"weight_copies is {self.weight_copies!r}: it is from 0 to 1e6")
+        if self.weight_copies == int(self.weight_copies):
+            object.__setattr__(self, "weight_copies", int(self.weight_copies))
+        object.__setattr__(self, "bandwidth", float(self.bandwidth))
+        object.__setattr__(self, "latency_seconds", float(self.latency_seconds))
+        object.__setattr__(self, "comm_buffers", _whole("comm_buffers", self.comm_buffers, 0, 1000))
+
+    def transfer_seconds(self, num_bytes: int) -> float:
+        """One tensor over one link: latency + bytes / bandwidth."""
+        seconds = self.latency_seconds + num_bytes / self.bandwidth
+        if not seconds <= LONGEST_SECONDS:
+            raise ValueError(
+                f"bandwidth is {self.bandwidth:g} bytes per second: a tensor of {num_bytes} bytes would "
+                f"travel for {seconds:g} s, more than {LONGEST_SECONDS:g} s"
+            )
+        return seconds
+
+    def weights_bytes(self, num_bytes: int) -> int:
+        """What the parameters of one device take: ``weight_copies`` times, rounded up to a byte."""
+        # As a fraction of its decimal digits: 1.1 * 10 is 11, not 11.000000000000002.
+        return math.ceil(Fraction(str(self.weight_copies)) * num_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.__dataclass_fields__}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Platform:
+        return cls(**{key: data[key] for key in cls.__dataclass_fields__ if key in data})

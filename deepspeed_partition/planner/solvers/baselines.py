@@ -1,0 +1,123 @@
+"""DeepSpeed's own cuts, so that they can be planned, compared and explained without a process group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, bytes_needed, fits
+
+
+def uniform(chain: Chain, num_stages: int) -> Cuts:
+    """``partition_method="uniform"``: the same number of layers everywhere."""
+    return without_empty_stages(partition_uniform(chain.num_layers, num_stages))
+
+
+def parameters(chain: Chain, num_stages: int) -> Cuts:
+    """``partition_method="parameters"``, DeepSpeed's default: balances trainable parameters."""
+    weights = [float(layer.num_trainable_parameters or 0) for layer in chain.layers]
+    return without_empty_stages(partition_balanced(weights, num_stages))
+
+
+def by_type(chain: Chain, num_stages: int, pattern: str) -> Cuts:
+    """``partition_method="type:REGEX"``: balances the number of layers whose class matches, ignoring case.
+
+    Raises:
+        ValueError: REGEX is no regular expression, or matches nothing.
+    """
+    try:
+        matches = re.compile(pattern, re.IGNORECASE).search
+    except re.error as flaw:
+        raise ValueError(f"algorithm 'type:{pattern}': not a regular expression: {flaw}") from None
+    weights = [float(matches(layer.type or layer.name) is not None) for layer in chain.layers]
+    if not any(weights):
+        types = sorted({layer.type or layer.name for layer in chain.layers})
+        shown = ", ".join(types[:8]) + (", ..." if len(types) > 8 else "")
+        raise ValueError(f"algorithm 'type:{pattern}' matches none of the layer types: {shown}")
+    return without_empty_stages(partition_balanced(weights, num_stages))
+
+
+def without_empty_stages(parts: Sequence[int]) -> Cuts:
+    """Drop the stages that DeepSpeed leaves without a layer."""
+    return tuple(sorted(set(parts)))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """The boundaries of DeepSpeed's function of this name: the remainder goes to the last parts."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    size, rest = divmod(num_items, num_parts)
+    # DeepSpeed moves the i-th and all later boundaries by one, for i = 1..rest.
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """The boundaries of DeepSpeed's function of this name.
+
+    It makes the difference between the heaviest and the lightest part small, not the heaviest part light, and
+    builds on best prefixes although that difference has no such structure; the cut with the latest last
+    boundary wins a tie. All of this is copied, since it is what a user's run does.
+    """
+    n, m = len(weights), num_parts
+    if n <= m:
+        return partition_uniform(n, m)
+    total = np.concatenate([[0.0], np.cumsum(np.array(weights, dtype=float))])
+    heaviest = np.full((n + 1, m + 1), np.inf)
+    lightest = np.full((n + 1, m + 1), np.inf)
+    position = np.zeros((n + 1, m + 1), dtype=int)
+    heaviest[0, 0] = 0.0
+    for i in range(1, n + 1):
+        for j in range(1, min(i, m) + 1):
+            last_part = total[i] - total[:i]
+            most = np.maximum(heaviest[:i, j - 1], last_part)
+            least = np.minimum(lightest[:i, j - 1], last_part)
+            spread = most - least
+            k = i - 1 - int(np.argmin(spread[::-1]))  # the last of the best
+            heaviest[i, j], lightest[i, j], position[i, j] = most[k], least[k], k
+    parts = [n]
+    for j in reversed(range(1, m + 1)):
+        parts.append(int(position[parts[-1], j]))
+    return parts[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCut:
+    """One given cut: a baseline, or boundaries that a user wrote."""
+
+    name: str
+    cut: Callable[[Chain, int], Cuts]
+    """From the chain and the number of devices."""
+
+    def solve(self, problem: Problem) -> Answer:
+        cuts = self._cuts(problem)
+        return Answer((cuts,) if fits(problem, cuts) else ())
+
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
+        cuts = self._cuts(problem)
+        return cuts, max(bytes_needed(problem, cuts))
+
+    def _cuts(self, problem: Problem) -> Cuts:
+        constraints = problem.constraints
+        cuts = self.cut(problem.chain, constraints.max_stages)
+        num_stages = len(cuts) - 1
+        if num_stages > constraints.max_stages:
+            raise ValueError(
+                f"algorithm {self.name!r} makes {num_stages} stages for {constraints.max_stages} devices"
+            )
+        if constraints.exactly and num_stages < constraints.max_stages:
+            raise ValueError(
+                f"algorithm {self.name!r} makes {num_stages} stages and {constraints.max_stages} are needed"
+            )
+        allowed = constraints.allowed(problem.table)
+        for stage, (start, stop) in enumerate(pairwise(cuts)):
+            if not allowed[start, stop]:
+                raise ValueError(
+                    f"algorithm {self.name!r} gives stage {stage} layers {start} to {stop}, none of which has "
+                    "trainable parameters: an optimizer has nothing to do there"
+                )
+        return cuts

@@ -1,0 +1,170 @@
+"""The best contiguous allocation under memory: exact, for the period of 1F1B*.
+
+Decision at a period T: with D(q, k) the least delay above the cut before layer k, over all ways to split
+layers k..L into q stages that fit,
+
+    D(0, L) = nothing        D(q, k) = min over l of  (D(q - 1, l) (+) U(k, l)) (+) C(k)
+
+where a stage is allowed if U(k, l) <= T, C(k) <= T and its group fits into memory. ``(+)`` is monotone in the
+delay and memory only grows with it, so the least delay is all that must be remembered: P L^2 steps.
+
+The answer is found by bisection over T. Each cut found is snapped to its own least period, and a probe one tick
+below the best period proves that nothing shorter exists. Source: MadPipe paper, section 4.1; the recurrence is
+that of section 4.2.2 without the special processor, with delays as (group, fill) instead of a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
+from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
+
+NOTHING_FITS = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """One stage per device, in order.
+
+    Without a step: the cut of the shortest period, exactly. With one (``num_micro_batches``): the cut of the
+    shortest step under DeepSpeed's schedule among those that fit at its depth, which is a search and proves
+    nothing, but is never slower there than the cut of the shortest period.
+    """
+
+    name: str = "contiguous"
+
+    def solve(self, problem: Problem) -> Answer:
+        found = best_cut(problem.times, problem.table, problem.constraints)
+        if found is None:
+            return Answer(())
+        cuts, period = found
+        if problem.num_micro_batches is None:
+            return Answer((cuts,), period)
+        return Answer(tuple(synchronous.best_cuts(problem, cuts)), period)
+
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
+        table = problem.table
+
+        def need(from_end: int) -> NDArray[np.int64]:
+            return table.fixed + problem.depth(from_end) * table.stash
+
+        cuts = min_max_cuts(problem, need)
+        return min(cuts, key=lambda found: found[1]) if cuts else None
+
+
+def best_cut(times: TimedChain, table: StageTable, constraints: Constraints) -> tuple[Cuts, int] | None:
+    """The boundaries of the shortest period that fits, and that period in ticks; None where none fits.
+
+    Times and costs of all layers in O(P L^2) for each of about a dozen decisions, for P stages and L layers.
+    """
+    search = _Search(times, table, constraints)
+    relaxed = int(times.compute[-1] + times.round_trip.sum())  # at this period every stage has one in flight
+    cuts = search.decide(relaxed)
+    if cuts is None:
+        return None
+    period = search.snap(cuts)
+    bound = lower_bound_ticks(times, constraints.max_stages)
+    bisecting = 8
+    while bound < period:
+        # Halve while that is worth much; then ask for anything better at all, which proves the answer.
+        probe = (bound + period) // 2 if bisecting > 0 else period - 1
+        bisecting = bisecting - 1 if bisecting > 0 else 4
+        better = search.decide(probe)
+        if better is None:
+            bound = probe + 1
+        else:
+            cuts, period = better, search.snap(better)
+    return cuts, period
+
+
+def lower_bound_ticks(times: TimedChain, num_devices: int) -> int:
+    """No allocation is faster than the mean load of a device, or than the longest layer."""
+    longest = int(np.diff(times.compute).max())
+    return max(-(-int(times.compute[-1]) // num_devices), longest)
+
+
+class _Search:
+    def __init__(self, times: TimedChain, table: StageTable, constraints: Constraints) -> None:
+        self.times = times
+        self.table = table
+        self.constraints = constraints
+        self.loads = times.compute[None, :] - times.compute[:, None]
+        self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
+
+    def snap(self, cuts: Cuts) -> int:
+        """The least period of a cut that is known to fit."""
+        loads = one_f_one_b.pseudo_stage_loads(self.times, cuts)
+        room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
+        period = one_f_one_b.least_period(loads, room)
+        assert period is not None, "a cut that a decision found does not fit"
+        return period
+
+    def decide(self, period: int) -> Cuts | None:
+        """Some allowed cut that fits at ``period``, or None where there is none."""
+        num_layers = self.times.chain.num_layers
+        counts = self.constraints.counts(num_layers)
+        base = period + 1  # a delay as one integer, group * base + fill, so that the least is found by min
+        delay = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
+        delay[num_layers] = base
+        choices: list[NDArray[np.intp]] = []
+        for count in range(1, max(counts, default=0) + 1):
+            group, fill = np.divmod(delay, base)
+            total = fill[None, :] + self.loads
+            opens = total > period
+            group_here = group[None, :] + opens
+            fits = (self.loads <= period) & (group_here <= self.room) & (delay < NOTHING_FITS)[None, :]
+            key = np.where(fits, group_here * base + np.where(opens, self.loads, total), NOTHING_FITS)
+            choices.append(key.argmin(axis=1))
+            delay = self._above_cuts(key.min(axis=1), period)
+            if count in counts and delay[0] < NOTHING_FITS:
+                return _trace(choices, num_layers)
+        return None
+
+    def _above_cuts(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
+        """Add the transfer over the cut before each layer."""
+        base = period + 1
+        transfer = self.times.round_trip[: len(delay)]
+        group, fill = np.divmod(delay, base)
+        above = np.where(fill + transfer > period, (group + 1) * base + transfer, delay + transfer)
+        return np.where((delay < NOTHING_FITS) & (transfer <= period), above, NOTHING_FITS)
+
+
+def _trace(choices: list[NDArray[np.intp]], num_layers: int) -> Cuts:
+    cuts = [0]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    assert cuts[-1] == num_layers
+    return tuple(cuts)
+
+
+def min_max_cuts(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> list[tuple[Cuts, int]]:
+    """For each number of stages the cut whose costliest stage is cheapest, and that cost.
+
+    With q stages for layers k and on, ``cost(q)[k, l]`` the cost of layers k to l as the q-th stage from the end::
+
+        T(q, k) = min over l of max(cost(q)[k, l], T(q - 1, l))
+
+    A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any cut are left out.
+    """
+    allowed = problem.constraints.allowed(problem.table)
+    num_layers = problem.chain.num_layers
+    counts = problem.constraints.counts(num_layers)
+    worst = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
+    worst[num_layers] = 0
+    choices: list[NDArray[np.intp]] = []
+    found = []
+    for count in range(1, max(counts, default=0) + 1):
+        key = np.where(allowed, np.maximum(cost(count), worst[None, :]), NOTHING_FITS)
+        choices.append(key.argmin(axis=1))
+        worst = key.min(axis=1)
+        if count in counts and worst[0] < NOTHING_FITS:
+            found.append((_trace(choices, num_layers), int(worst[0])))
+    return found

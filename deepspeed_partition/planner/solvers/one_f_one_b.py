@@ -1,0 +1,108 @@
+"""1F1B*: the periodic schedule of a contiguous cut that needs the least memory (MadPipe paper, section 4.1).
+
+A delay, from the start of a stage's forward to the end of its backward on the same micro-batch, is held as
+(group, fill), never as a multiple of the period in floats:
+
+    delay = (group - 1) * period + fill,    0 <= fill <= period
+
+The group of a stage is the number of its micro-batches in flight. A transfer over a cut counts as a stage of
+its own between the two that it connects (section 4.1, last paragraph): a *pseudo-stage*.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
+
+Delay = tuple[int, int]
+
+
+def add(delay: Delay, load: int, period: int) -> Delay:
+    """``x (+) y`` of the paper: the delay one pseudo-stage further up, a new group where it does not fit."""
+    group, fill = delay
+    return (group, fill + load) if fill + load <= period else (group + 1, load)
+
+
+def pseudo_stage_loads(times: TimedChain, boundaries: Sequence[int]) -> list[int]:
+    """Ticks per micro-batch of stage 0, cut 0, stage 1, cut 1, ..., the last stage."""
+    loads: list[int] = []
+    for start, stop in pairwise(boundaries):
+        if start:
+            loads.append(int(times.round_trip[start]))
+        loads.append(times.compute_ticks(start, stop))
+    return loads
+
+
+def delays(loads: Sequence[int], period: int) -> list[Delay]:
+    """The delay of each pseudo-stage, itself included; in flight is the group.
+
+    Every load fits into the period.
+    """
+    delay: Delay = (1, 0)
+    result = []
+    for load in reversed(loads):
+        delay = add(delay, load, period)
+        result.append(delay)
+    return result[::-1]
+
+
+def in_flight(loads: Sequence[int], period: int) -> list[int]:
+    """Micro-batches in flight of each stage: the groups of the even pseudo-stages."""
+    return [group for group, _ in delays(loads, period)[::2]]
+
+
+def least_period(loads: Sequence[int], max_in_flight: Sequence[int]) -> int | None:
+    """The shortest period at which no stage has more micro-batches in flight than fit; None where none has room.
+
+    Groups shrink as the period grows, and change only where it passes a sum of consecutive loads; so a binary
+    search over those sums is exact.
+    """
+    if min(max_in_flight) < 1:
+        return None
+    shortest = max(loads)
+    sums = {total for first in range(len(loads)) for total in accumulate(loads[first:]) if total >= shortest}
+    candidates = sorted(sums)
+
+    def fits(period: int) -> bool:
+        return all(need <= room for need, room in zip(in_flight(loads, period), max_in_flight, strict=True))
+
+    return candidates[bisect_left(candidates, True, key=fits)]
+
+
+def schedule(times: TimedChain, boundaries: Sequence[int], period: int) -> PeriodicSchedule:
+    """The 1F1B* pattern of a contiguous cut at a period of so many ticks.
+
+    All forwards and their transfers run back to back; the backward of a stage ends ``delay`` after its forward
+    began::
+
+        F0 SF0 F1 SF1 F2 B2 SB1 B1 SB0 B0           one group: everything on one micro-batch
+        F0 SF0 F1 B1' SB0' B0''                     more: B1' belongs to an earlier micro-batch
+    """
+    loads = pseudo_stage_loads(times, boundaries)
+    seconds = times.clock.seconds
+    operations = []
+    start = 0
+    for index, (load, (group, fill)) in enumerate(zip(loads, delays(loads, period), strict=True)):
+        number, is_cut = divmod(index, 2)
+        first, last = boundaries[number], boundaries[number + 1]
+        forward = int(times.one_way[last]) if is_cut else times.forward_ticks(first, last)
+        backward = load - forward
+        end_of_backward = start + (group - 1) * period + fill
+        for name, begin, duration in (("F", start, forward), ("B", end_of_backward - backward, backward)):
+            shift, at = divmod(begin, period)
+            operations.append(
+                PlacedOperation(
+                    operation=f"S{name}{number}" if is_cut else f"{name}{number}",
+                    device=None if is_cut else number,
+                    link=(number, number + 1) if is_cut else None,
+                    start_seconds=seconds(at),
+                    duration_seconds=seconds(duration),
+                    shift=shift,
+                )
+            )
+        start += forward
+    return PeriodicSchedule(seconds(period), tuple(operations))

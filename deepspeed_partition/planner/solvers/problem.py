@@ -1,0 +1,104 @@
+"""What every solver is given and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.problem import Chain, Platform
+
+Cuts = tuple[int, ...]
+"""Boundaries: where stages begin, and the number of layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Which cuts are allowed, besides fitting into memory."""
+
+    max_stages: int
+    exactly: bool = False
+    """Exactly ``max_stages`` stages, as an engine with one stage per rank needs; otherwise at most."""
+    every_stage_trains: bool = False
+    """No stage without trainable parameters: an optimizer has nothing to do there."""
+
+    def allowed(self, table: StageTable) -> NDArray[np.bool_]:
+        """[k, l]: whether layers k to l may be a stage."""
+        return table.trains if self.every_stage_trains else table.is_stage
+
+    def counts(self, num_layers: int) -> range:
+        """The numbers of stages to consider."""
+        most = min(self.max_stages, num_layers)
+        return range(self.max_stages if self.exactly else 1, most + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A chain, a platform, and what the host needs."""
+
+    chain: Chain
+    platform: Platform
+    constraints: Constraints
+    times: TimedChain
+    table: StageTable
+    num_micro_batches: int | None = None
+    """Of one synchronous step; None: the pipeline never drains."""
+    time_limit_seconds: float = 60.0
+
+    def depth(self, from_end: int) -> int:
+        """Micro-batches that the ``from_end``-th stage from the end must be able to hold at the least.
+
+        Without a step one, since some period always allows that; with a step that of DeepSpeed's
+        ``TrainSchedule``.
+        """
+        return 1 if self.num_micro_batches is None else min(from_end, self.num_micro_batches)
+
+
+def bytes_needed(problem: Problem, cuts: Cuts) -> list[int]:
+    """Of each stage at ``problem.depth``: what it needs to be part of any plan."""
+    num_stages = len(cuts) - 1
+    table = problem.table
+    return [
+        int(table.fixed[start, stop] + problem.depth(num_stages - stage) * table.stash[start, stop])
+        for stage, (start, stop) in enumerate(pairwise(cuts))
+    ]
+
+
+def fits(problem: Problem, cuts: Cuts) -> bool:
+    """Whether every stage of the cut is allowed and has room at ``problem.depth``."""
+    allowed = problem.constraints.allowed(problem.table)
+    return all(allowed[stage] for stage in pairwise(cuts)) and (
+        max(bytes_needed(problem, cuts)) <= problem.platform.memory_bytes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Contiguous cuts, best first, and what is proved of the first."""
+
+    cuts: tuple[Cuts, ...]
+    """None where nothing fits; more than one where the next may have to stand in for the first."""
+    best_period: int | None = None
+    """In ticks: nothing in the class has a shorter period. None: nothing is proved."""
+
+
+class Solver(Protocol):
+    """Finds cuts. It touches nothing else: no printing, no files."""
+
+    @property
+    def name(self) -> str: ...
+
+    def solve(self, problem: Problem) -> Answer:
+        """Cuts that fit, none where none does.
+
+        Raises:
+            ValueError: the solver's own arguments do not suit the problem.
+        """
+
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
+        """The cut that needs least memory and the bytes of its largest stage; None where no cut is allowed."""

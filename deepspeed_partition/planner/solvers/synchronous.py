@@ -1,0 +1,83 @@
+"""Cuts for a synchronous step of m micro-batches under DeepSpeed's schedule.
+
+Its transfers block both neighbours, so a stage is as slow as its computation and the transfers over both its
+cuts together. For each number of stages the cut that balances this is a first guess; moving single boundaries
+by one layer while the simulated step gets shorter does the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.solvers import contiguous
+from deepspeed_partition.planner.solvers.problem import Cuts, Problem, fits
+from deepspeed_partition.planner.step import blocking_step
+
+
+def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
+    """Cuts that fit at DeepSpeed's depth, the shortest step first; ``steady`` is among the candidates."""
+    deadline = time.monotonic() + problem.time_limit_seconds
+    table, times = problem.table, problem.times
+    transfers = times.one_way[:, None] + times.one_way[None, :]
+    loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
+
+    def cost(from_end: int) -> NDArray[np.int64]:
+        return np.where(table.max_in_flight >= problem.depth(from_end), loads, contiguous.NOTHING_FITS)
+
+    starts = [cuts for cuts, _ in contiguous.min_max_cuts(problem, cost)]
+    if fits(problem, steady):
+        starts.append(steady)
+    known: dict[Cuts, float] = {}
+    for cuts in starts:
+        _descend(problem, cuts, known, deadline)
+    if not known:
+        return []
+    # The estimate is exact but for steps whose rhythm needs long to settle: let the full steps decide.
+    finalists = sorted(known, key=lambda cuts: (known[cuts], len(cuts)))[:4]
+    if fits(problem, steady) and steady not in finalists:
+        finalists.append(steady)
+    assert problem.num_micro_batches is not None
+    full = {cuts: blocking_step(times, cuts, problem.num_micro_batches) for cuts in finalists}
+    others = sorted(known.keys() - full.keys(), key=lambda cuts: (known[cuts], len(cuts), cuts))
+    return [*sorted(finalists, key=lambda cuts: (full[cuts], len(cuts))), *others]
+
+
+def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float], deadline: float) -> None:
+    """Move one boundary by one layer as long as that shortens the step."""
+    if cuts not in known:
+        known[cuts] = _step_estimate(problem, cuts)
+    improved = True
+    while improved:
+        improved = False
+        for neighbour in _neighbours(problem, cuts):
+            if neighbour in known or time.monotonic() > deadline:
+                continue
+            known[neighbour] = _step_estimate(problem, neighbour)
+            if known[neighbour] < known[cuts]:
+                cuts, improved = neighbour, True
+                break
+
+
+def _neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
+    for index in range(1, len(cuts) - 1):
+        for moved in (cuts[index] - 1, cuts[index] + 1):
+            neighbour = (*cuts[:index], moved, *cuts[index + 1 :])
+            if cuts[index - 1] < moved < cuts[index + 1] and fits(problem, neighbour):
+                yield neighbour
+
+
+def _step_estimate(problem: Problem, cuts: Cuts) -> float:
+    """The step's ticks; of a long one simulated until it repeats itself, then extended by its rhythm."""
+    num_micro_batches = problem.num_micro_batches
+    assert num_micro_batches is not None
+    num_stages = len(cuts) - 1
+    settled = 4 * num_stages + 8
+    if num_micro_batches <= settled + num_stages:
+        return blocking_step(problem.times, cuts, num_micro_batches)
+    shorter = blocking_step(problem.times, cuts, settled)
+    longer = blocking_step(problem.times, cuts, settled + num_stages)
+    return longer + (longer - shorter) / num_stages * (num_micro_batches - settled - num_stages)

@@ -1,0 +1,110 @@
+"""Chains and platforms for tests: by hand, at random, and from the file of solved cases."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from deepspeed_partition import Chain, LayerProfile, Platform
+
+FREE = 2.0**1000
+"""A bandwidth at which transfers take no time."""
+
+
+def chain(
+    forward: list[float],
+    backward: list[float],
+    *,
+    weights: list[int] | None = None,
+    outputs: list[int] | None = None,
+    input_bytes: int = 0,
+    stash: list[int] | None = None,
+    transient: list[int] | None = None,
+) -> Chain:
+    layers = []
+    for index, (f, b) in enumerate(zip(forward, backward, strict=True)):
+        layers.append(
+            LayerProfile(
+                name=f"layer{index}",
+                forward_seconds=f,
+                backward_seconds=b,
+                weight_bytes=weights[index] if weights else 0,
+                output_bytes=outputs[index] if outputs else 0,
+                stash_bytes=stash[index] if stash else None,
+                transient_bytes=transient[index] if transient else 0,
+            )
+        )
+    return Chain(input_bytes=input_bytes, layers=tuple(layers), name="test")
+
+
+def solved_cases(kind: str) -> list[dict]:
+    cases = json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]
+    return [case for case in cases if case["kind"] == kind]
+
+
+def of_case(case: dict, num_devices: int, memory: float) -> tuple[Chain, Platform]:
+    costs = case["chain"]
+    made = chain(
+        costs["uF"], costs["uB"], weights=costs["W"], input_bytes=int(costs["a"][0]),
+        outputs=[int(size) for size in costs["a"][1:]], stash=costs.get("stored"),
+    )  # fmt: skip
+    return made, Platform(num_devices=num_devices, memory_bytes=memory, bandwidth=costs["beta"] or FREE)
+
+
+def boundaries_of(stages: list[list[int]]) -> list[int]:
+    """Boundaries from the 1-based, closed stages of the case file."""
+    return [0, *(last for _, last in stages)]
+
+
+def random_instance(seed: int, most_layers: int = 7, most_devices: int = 4) -> tuple[Chain, Platform]:
+    """Small whole numbers, so that every answer is exact; zero times and tight memory included."""
+    pick = random.Random(seed)
+    size = pick.randint(1, most_layers)
+    made = chain(
+        [pick.choice([0, 1, 2, 3, 5, 8]) for _ in range(size - 1)] + [1],
+        [pick.choice([0, 1, 2, 4, 7]) for _ in range(size)],
+        weights=[pick.randint(0, 4) for _ in range(size)],
+        outputs=[pick.randint(0, 8) for _ in range(size)],
+        input_bytes=pick.randint(0, 8),
+        stash=[pick.randint(0, 9) for _ in range(size)] if pick.random() < 0.5 else None,
+        transient=[pick.choice([0, 0, 5]) for _ in range(size)],
+    )
+    platform = Platform(
+        num_devices=pick.randint(1, most_devices),
+        memory_bytes=pick.choice([15, 25, 40, 60, 90, 200]),
+        bandwidth=pick.choice([0.5, 1, 2, 4, FREE]),
+        latency_seconds=pick.choice([0, 0, 0.5]),
+        weight_copies=pick.choice([3, 1, 2.5]),
+        comm_buffers=pick.choice([2, 2, 3]),
+    )
+    return made, platform
+
+
+sizes = st.integers(0, 10**10)
+times = st.floats(0, 10, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[Chain, Platform]:
+    """Any floats and sizes; memory from far too little to plenty."""
+    size = draw(st.integers(1, 9))
+    made = chain(
+        [draw(times) for _ in range(size - 1)] + [draw(st.floats(1e-6, 10))],
+        [draw(times) for _ in range(size)],
+        weights=[draw(sizes) for _ in range(size)],
+        outputs=[draw(sizes) for _ in range(size)],
+        input_bytes=draw(sizes),
+        stash=[draw(sizes) for _ in range(size)],
+        transient=[draw(sizes) for _ in range(size)],
+    )
+    platform = Platform(
+        num_devices=draw(st.integers(1, 6)),
+        memory_bytes=draw(st.integers(10**9, 3 * 10**11)),
+        bandwidth=draw(st.floats(1e8, 1e12)),
+        latency_seconds=draw(st.sampled_from([0.0, 1e-5, 0.1])),
+        weight_copies=draw(st.sampled_from([3, 1, 2.5, 8])),
+    )
+    return made, platform
