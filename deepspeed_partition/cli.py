@@ -64,7 +64,6 @@ def profile(
     value the loss function.
     """
     _check_writable(output)
-    from deepspeed_partition.profiling import suspicious
     from deepspeed_partition.profiling.factory import profile_factory  # torch
 
     chain = profile_factory(
@@ -72,8 +71,6 @@ def profile(
     )
     chain.save(output)
     click.echo(draw.as_text([draw.chain_table(chain)], _width()), nl=False)
-    for sentence in suspicious(chain):
-        click.echo(f"warning: {sentence}", err=True)
     click.echo(f"saved {output}")
 
 
@@ -173,7 +170,7 @@ def show(plan: str) -> None:
 
 def _width() -> int:
     """Of the terminal; a pipe gets lines that need no wrapping."""
-    return min(160, os.get_terminal_size().columns) if sys.stdout.isatty() else 120
+    return min(160, os.get_terminal_size().columns) if sys.stdout.isatty() else 140
 
 
 def _check_writable(path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -17,12 +18,12 @@ FILL = {"F": "=", "B": "#", "S": "-"}
 """What a forward, a backward and a transfer look like in a timeline; idle is a dot."""
 
 
-def summary(plan: Plan, width: int = 110) -> str:
+def summary(plan: Plan, width: int = 140) -> str:
     """The promises of a plan and the table of its stages."""
     return as_text([stage_table(plan)], width) + "\n".join(promises(plan)) + "\n"
 
 
-def as_text(renderables: Iterable[object], width: int = 110) -> str:
+def as_text(renderables: Iterable[object], width: int = 140) -> str:
     """What a terminal of ``width`` columns would show, without colours."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=width, no_color=True, force_terminal=False)
@@ -48,22 +49,13 @@ def promises(plan: Plan) -> Iterator[str]:
 
 
 def stage_table(plan: Plan) -> Table:
-    """A row for each stage."""
-    table = Table(
-        title=f"{plan.chain.name}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
-    )
-    for name in (
-        "stage",
-        "device",
-        "in flight",
-        "forward",
-        "backward",
-        "memory",
-        "of it weights",
-        "stash",
-        "buffers",
-    ):
-        table.add_column(name, justify="right")
+    """A row for each stage; memory is that of its device."""
+    title = f"{plan.chain.name}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("stage", "device", "in flight", "forward", "backward"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("memory", "= weights", "+ stash", "+ buffers", "+ transient"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("layers", overflow="ellipsis", no_wrap=True)
     durations = {operation.operation: operation.duration_seconds for operation in plan.operations}
     for index, stage in enumerate(plan.stages):
@@ -75,7 +67,7 @@ def stage_table(plan: Plan) -> Table:
             format_seconds(durations.get(f"F{index}", 0.0)),
             format_seconds(durations.get(f"B{index}", 0.0)),
             format_bytes(plan.peak_memory_bytes[stage.device]),
-            *(format_bytes(part) for part in (use.weights, use.stash, use.buffers)),
+            *(format_bytes(part) for part in (use.weights, use.stash, use.buffers, use.transient)),
             _layers(stage),
         )
     return table
@@ -91,7 +83,8 @@ def _layers(stage: PlannedStage) -> str:
 
 def chain_table(chain: Chain) -> Table:
     """A row for each layer."""
-    table = Table(title=f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}")
+    title = f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("layer", "name", "type"):
         table.add_column(name, overflow="ellipsis", no_wrap=True)
     for name in ("forward", "backward", "weights", "output", "stash", "transient"):

@@ -1,0 +1,85 @@
+"""Measuring leaves no trace: parameters, gradients, buffers, modes and random numbers stay as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def stand_ins(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Let ``modules`` train on copies of their parameters and buffers, which lie on ``device``.
+
+    The originals are put back untouched, wherever they live: no gradient, no running statistic, and no
+    hook that an optimizer hung on a parameter has noticed anything. Sharing among parameters is kept.
+    """
+    originals: list[tuple[nn.Module, str, torch.Tensor]] = []
+    copies: dict[int, torch.Tensor] = {}
+    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    modes = [(owner, owner.training) for owner in owners]
+    try:
+        for owner in owners:
+            for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                if tensor is None:
+                    continue
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = _copy(tensor, device)
+                originals.append((owner, name, tensor))
+                setattr(owner, name, copies[id(tensor)])
+        for module in modules:
+            module.train()
+        for owner in owners:
+            if isinstance(owner, nn.RNNBase):  # cuDNN wants the weights of an RNN side by side
+                owner.flatten_parameters()
+        yield
+    finally:
+        for owner, name, tensor in originals:
+            setattr(owner, name, tensor)
+        for owner, mode in modes:
+            owner.training = mode
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    copy = tensor.detach().to(device, copy=True)
+    if not isinstance(tensor, nn.Parameter):
+        return copy
+    parameter = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)  # marks such as Megatron's tensor_model_parallel
+    return parameter
+
+
+@contextmanager
+def training_conditions(device: torch.device) -> Iterator[None]:
+    """Gradients on and autocast off, whatever the caller is in; random numbers as before afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def gradients_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let the gradients of ``parameters`` begin from nothing, and put the old ones back afterwards."""
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient

@@ -1,0 +1,212 @@
+"""Measures the layers of a model, one at a time, and makes a chain of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from deepspeed_partition.planner.problem import Chain, LayerProfile
+from deepspeed_partition.profiling.boundaries import (
+    Boundary,
+    bytes_of,
+    describe,
+    is_boundary,
+    tensors_of,
+    to_device,
+    with_grad,
+)
+from deepspeed_partition.profiling.devices import hardware_name
+from deepspeed_partition.profiling.isolation import training_conditions
+from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers, run_layers
+from deepspeed_partition.profiling.readings import suspicious
+from deepspeed_partition.profiling.run import Conditions
+from deepspeed_partition.profiling.sharing import measure_shared, share_of
+from deepspeed_partition.profiling.sources import layer_sources
+from deepspeed_partition.profiling.stash import layer_profiles
+
+logger = logging.getLogger(__name__)
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def profile_chain(
+    layers: Iterable[Any],
+    sample: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    device: torch.device | str | None = None,
+    name: str = "chain",
+    warm_up: int = 2,
+    repeats: int = 5,
+    autocast_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: bool = True,
+) -> Chain:
+    """Measure what each layer of a model costs for one micro-batch.
+
+    Layers run as DeepSpeed's pipeline runs them: each is called with the one value, a tensor or a tuple of
+    tensors, that the layer before it returned; in training mode; a backward also computes the gradient of
+    what was received. One layer at a time is on the device, so the model may be larger than it. Nothing is
+    changed: parameters, gradients, buffers, training or evaluation mode and random numbers are afterwards
+    as before.
+
+    Times are in seconds, the device synchronized before and after: the median of ``repeats`` runs after
+    ``warm_up`` runs, with their interquartile range. The backward adds to gradients that exist, as it does
+    from the second micro-batch on. Where nothing needs a gradient, it takes 0 s.
+
+    Sizes are in bytes. ``weight_bytes``: the parameters; a ``TiedLayerSpec`` counts wherever it appears, as in
+    DeepSpeed, so that a stage with both of its ends is charged twice. ``stash_bytes``: what autograd keeps
+    from the forward to the backward, each storage once, without parameters and buffers; what several layers
+    keep, such as the output of a ReLU that the next layer keeps as its input, is charged to the last of
+    them. ``transient_bytes``: the most in use while the layer runs, beyond its weights and their gradients,
+    its input, stash and output.
+
+    Where ``torch.distributed`` is initialized, every rank of ``group`` must call this: the ranks share the
+    layers, and all get the same chain.
+
+    Args:
+        layers: modules, DeepSpeed's ``LayerSpec`` and ``TiedLayerSpec``, or functions; or an ``nn.Sequential``.
+        sample: one micro-batch: ``(inputs, labels)`` with a ``loss_fn``, the inputs alone without one.
+        loss_fn: called with the last output and the labels; the last stage runs it, so that its time and
+            stash are part of the last layer. Without it that layer's backward starts from ones.
+        device: where to measure; by default the current GPU, or the CPU where there is none.
+        name: of the chain.
+        autocast_dtype: run under ``torch.autocast`` with this type; by default under the caller's, if any.
+        group: the ranks that share the work; by default all of them.
+        progress: show a bar on standard error, on the first rank, where that is a terminal.
+
+    Raises:
+        ValueError: layers or sample that cannot run; the message names the layer and the shapes.
+        MemoryError: a layer that the device is too small for, alone.
+    """
+    conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
+    sources = layer_sources(layers)
+    shared = dist.is_initialized() and dist.get_world_size(group) > 1
+    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if shared else (0, 1)
+    inputs, labels = _split(sample, loss_fn)
+    with training_conditions(conditions.device):
+        boundary = with_grad(to_device(inputs, conditions.device), False)
+        finish = _finish(loss_fn, labels, conditions)
+        start, stop = share_of(len(sources), rank, num_ranks)
+        silent = None if progress and rank == 0 else True  # None is tqdm's word for all but a terminal
+        with tqdm(total=stop - start, desc=name, unit="layer", disable=silent) as bar:
+            if shared:
+                measured = measure_shared(sources, boundary, conditions, finish, group, on_layer=bar.update)
+            else:
+                measured, _ = measure_layers(sources, boundary, conditions, finish, on_layer=bar.update)
+    first = tensors_of(inputs)[0]
+    chain = Chain(
+        name=name,
+        input_bytes=bytes_of(inputs),
+        layers=tuple(layer_profiles(measured)),
+        micro_batch_size=first.shape[0] if first.dim() else None,
+        hardware=hardware_name(conditions.device),
+    )
+    if rank == 0:
+        for sentence in suspicious(chain):
+            logger.warning(sentence)
+    return chain
+
+
+def profile_stage(
+    layers: Iterable[Any],
+    inputs: Any,
+    labels: Any = None,
+    loss_fn: LossFunction | None = None,
+    **how: Any,
+) -> tuple[list[LayerProfile], Boundary]:
+    """``measure_stage`` with the layers' costs joined: what each adds to a stage that begins here."""
+    measured, outputs = measure_stage(layers, inputs, labels, loss_fn, **how)
+    return layer_profiles(measured), outputs
+
+
+def measure_stage(
+    layers: Iterable[Any],
+    inputs: Any,
+    labels: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    device: torch.device | str | None = None,
+    first_stage: bool = True,
+    first_index: int = 0,
+    names: Sequence[str] | None = None,
+    warm_up: int = 2,
+    repeats: int = 5,
+    autocast_dtype: torch.dtype | None = None,
+    on_layer: Callable[[], object] | None = None,
+) -> tuple[list[MeasuredLayer], Boundary]:
+    """Measure consecutive layers that this process has, alone and without talking to other ranks.
+
+    As ``profile_chain``, which says more. ``layer_profiles`` of all stages' lists, one after the other, makes
+    the layers of a ``Chain`` that does not depend on how the stages were cut.
+
+    Args:
+        inputs: what the first of these layers is called with.
+        first_stage: these layers begin the chain: nothing asks for a gradient of ``inputs``. Otherwise
+            all of their floating tensors get one, as those that DeepSpeed receives.
+        first_index: the place of the first of these layers in the chain, for their names.
+        names: instead of ``"<index>.<type>"``.
+        on_layer: called after each layer.
+
+    Returns:
+        The measurements, and the output of the last layer, detached; ``requires_grad`` is kept on the
+        tensors that have a gradient to receive.
+    """
+    conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
+    sources = layer_sources(layers, names=names, first_index=first_index)
+    inputs, _ = _split(inputs, None)
+    with training_conditions(conditions.device):
+        boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
+        finish = _finish(loss_fn, labels, conditions)
+        return measure_layers(sources, boundary, conditions, finish, on_layer=on_layer)
+
+
+def forward_stage(
+    layers: Iterable[Any],
+    inputs: Any,
+    *,
+    device: torch.device | str | None = None,
+    first_stage: bool = True,
+    first_index: int = 0,
+    autocast_dtype: torch.dtype | None = None,
+) -> Boundary:
+    """The output of consecutive layers, detached and nothing measured: what the next stage is measured on.
+
+    Changes nothing, as ``profile_chain``; raises what it raises.
+    """
+    conditions = Conditions.on(device, autocast_dtype=autocast_dtype)
+    sources = layer_sources(layers, first_index=first_index)
+    inputs, _ = _split(inputs, None)
+    with training_conditions(conditions.device):
+        boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
+        return run_layers(sources, boundary, conditions)
+
+
+def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
+    """The inputs and the labels of a sample."""
+    labels = None
+    inputs = sample
+    if loss_fn is not None:
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise ValueError(f"the sample is {describe(sample)}: with a loss_fn it is a pair (inputs, labels)")
+        inputs, labels = sample
+    if isinstance(inputs, list):  # as a DataLoader collates a tuple
+        inputs = tuple(inputs)
+    if not is_boundary(inputs):
+        raise ValueError(
+            f"the inputs of the sample are {describe(inputs)}: they are a tensor or a tuple of tensors"
+            + ("; labels belong to the sample only with a loss_fn" if loss_fn is None else "")
+        )
+    return inputs, labels
+
+
+def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Callable[[Any], Any] | None:
+    if loss_fn is None:
+        return None
+    labels = to_device(labels, conditions.device)
+    return lambda output: loss_fn(output, labels)

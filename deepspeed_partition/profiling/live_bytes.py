@@ -1,0 +1,112 @@
+"""Counts the bytes of the tensors that are alive: what the CPU, which has no such counter, lacks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of the storages that operators create inside the context, each once, until they are freed.
+
+    Works around a whole training step, backward included. What exists already counts only where it is
+    named in ``include``: parameters, optimizer state, a batch. Frees are still seen after the context has
+    ended, new tensors are not. What a kernel allocates for itself and frees before it returns is invisible
+    here; on CUDA ``torch.cuda.max_memory_allocated`` sees it, and is the better counter.
+
+    Args:
+        include: tensors that exist already and count, too.
+    """
+
+    def __init__(self, include: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._current_bytes = 0
+        self._peak_bytes = 0
+        for tensor in include:
+            for storage in storages_of(tensor):
+                self._count(storage)
+
+    @property
+    def current_bytes(self) -> int:
+        """Alive now."""
+        return self._current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once, since the beginning or the last ``reset_peak``."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Forget the peak: it starts again from what is alive now."""
+        self._peak_bytes = self._current_bytes
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What is alive now. Holding the list keeps it alive."""
+        storages = (reference() for reference, _ in list(self._live.values()))
+        return [storage for storage in storages if storage is not None]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # A view of, or a write into, a tensor from before the context creates nothing.
+        # Only lift_fresh, by which torch.tensor ends, is handed the new tensor itself.
+        given: set[int] | None = set() if func is torch.ops.aten.lift_fresh.default else None
+        for tensor in _tensors_in(result):
+            for storage in storages_of(tensor):
+                key = id(storage)
+                if key not in self._live:
+                    if given is None:
+                        given = {id(old) for t in _tensors_in((args, kwargs)) for old in storages_of(t)}
+                    if key in given:
+                        continue
+                self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        # A storage keeps its Python object, hence its id, for as long as any tensor uses it.
+        key, size = id(storage), storage.nbytes()
+        known = self._live.get(key)
+        if known is not None and known[1] == size:
+            return
+        reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known[0]
+        self._live[key] = (reference, size)  # a known one was resized
+        self._current_bytes += size - (known[1] if known else 0)
+        self._peak_bytes = max(self._peak_bytes, self._current_bytes)
+
+    def _forget(self, key: int) -> None:
+        _, size = self._live.pop(key)
+        self._current_bytes -= size
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The memory behind a tensor: one storage, two for a sparse one, none on the meta device."""
+    if tensor.device.type == "meta":
+        return []
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    try:
+        return [tensor.untyped_storage()]
+    except NotImplementedError:  # a wrapper subclass: the tensors that it wraps are seen by themselves
+        return []
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)

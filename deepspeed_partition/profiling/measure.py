@@ -1,0 +1,169 @@
+"""Time and memory of layers, each measured alone on a device."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
+from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
+from deepspeed_partition.profiling.memory import MemoryReading, measure_memory
+from deepspeed_partition.profiling.run import Conditions, LayerRun, gradients_for
+from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Repeated readings of one duration."""
+
+    median_seconds: float
+    interquartile_seconds: float
+
+    @classmethod
+    def of(cls, readings: Sequence[float]) -> Spread:
+        if len(readings) == 1:
+            return cls(median_seconds=readings[0], interquartile_seconds=0.0)
+        first, median, third = statistics.quantiles(readings, n=4, method="inclusive")
+        return cls(median_seconds=median, interquartile_seconds=third - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLayer:
+    """All that was measured of one layer by itself. ``layer_profiles`` joins layers to a chain."""
+
+    name: str
+    type: str
+    forward: Spread
+    backward: Spread
+    weight_bytes: int
+    num_trainable_parameters: int
+    input_tensor_bytes: tuple[int, ...]
+    output_bytes: int
+    memory: MemoryReading
+
+
+@contextmanager
+def _ready(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Iterator[BuiltLayer]:
+    """The layer, built and on the device."""
+    built = layer.build()
+    if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
+        raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
+    try:
+        with stand_ins(built.modules, conditions.device):
+            yield built
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        raise MemoryError(
+            f"layer {layer.name!r} with its input {describe(boundary)} does not fit on {conditions.device}, "
+            f"alone: {said(error)}"
+        ) from error
+
+
+def measure_layer(
+    layer: LayerSource,
+    boundary: Boundary,
+    conditions: Conditions,
+    finish: Callable[[Any], Any] | None = None,
+) -> tuple[MeasuredLayer, Boundary]:
+    """Measure one layer for the input ``boundary``; with its output, detached."""
+    with _ready(layer, boundary, conditions) as built:
+        run = LayerRun(layer.name, built.call, boundary, conditions, finish)
+        parameters = built.parameters()
+        with gradients_kept(_parameters_elsewhere(run, parameters)):
+            forward, backward, output = _time(run)
+            memory = measure_memory(run, [*parameters, *built.buffers()])
+    measured = MeasuredLayer(
+        name=layer.name,
+        type=layer.type,
+        forward=forward,
+        backward=backward,
+        weight_bytes=built.weight_bytes,
+        num_trainable_parameters=built.num_trainable_parameters,
+        input_tensor_bytes=tuple(bytes_of(tensor) for tensor in tensors_of(boundary)),
+        output_bytes=bytes_of(output),
+        memory=memory,
+    )
+    return measured, output
+
+
+def run_layer(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Boundary:
+    """The output of one layer, detached, and nothing measured."""
+    with _ready(layer, boundary, conditions) as built:
+        output, _ = LayerRun(layer.name, built.call, boundary, conditions).forward(receive(boundary)[0])
+    return detached(output)
+
+
+def measure_layers(
+    layers: Sequence[LayerSource],
+    boundary: Boundary,
+    conditions: Conditions,
+    finish: Callable[[Any], Any] | None = None,
+    *,
+    on_layer: Callable[[], object] | None = None,
+) -> tuple[list[MeasuredLayer], Boundary]:
+    """Measure consecutive layers, one at a time; with the output of the last one, detached.
+
+    Args:
+        finish: makes the loss of the last output; its cost is part of the last layer.
+        on_layer: called after each layer.
+    """
+    measured = []
+    for layer in layers:
+        one, boundary = measure_layer(layer, boundary, conditions, finish if layer is layers[-1] else None)
+        measured.append(one)
+        if on_layer is not None:
+            on_layer()
+    return measured, boundary
+
+
+def run_layers(layers: Sequence[LayerSource], boundary: Boundary, conditions: Conditions) -> Boundary:
+    """The output of consecutive layers, one at a time on the device, and nothing measured."""
+    for layer in layers:
+        boundary = run_layer(layer, boundary, conditions)
+    return boundary
+
+
+def _parameters_elsewhere(run: LayerRun, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters that the layer, a function say, uses without owning them: they get gradients, too."""
+    arguments, leaves = receive(run.boundary)
+    _, roots = run.forward(arguments)
+    known = {id(tensor) for tensor in (*parameters, *leaves)}
+    waiting = [root.grad_fn for root in roots]
+    seen = set(waiting)
+    found: dict[int, torch.Tensor] = {id(root): root for root in roots if root.is_leaf}
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None:
+            continue
+        if node.name().endswith("AccumulateGrad"):  # it adds to the gradient of a leaf
+            found[id(node.variable)] = node.variable
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return [tensor for key, tensor in found.items() if key not in known]
+
+
+def _time(run: LayerRun) -> tuple[Spread, Spread, Boundary]:
+    forward_seconds, backward_seconds = [], []
+    now = run.conditions.now
+    for _ in range(run.conditions.warm_up + run.conditions.repeats):
+        arguments, leaves = receive(run.boundary)
+        start = now()
+        output, roots = run.forward(arguments)
+        forward_seconds.append(now() - start)
+
+        gradients = gradients_for(roots)
+        start = now()
+        if roots:
+            run.backward(roots, gradients)
+        backward_seconds.append(now() - start if roots else 0.0)
+        output = detached(output)
+        del arguments, leaves, roots, gradients  # freed before the next forward, as in training
+    warm_up = run.conditions.warm_up
+    return Spread.of(forward_seconds[warm_up:]), Spread.of(backward_seconds[warm_up:]), output

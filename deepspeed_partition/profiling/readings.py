@@ -1,0 +1,33 @@
+"""Which measurements not to trust."""
+
+from __future__ import annotations
+
+from deepspeed_partition.planner.problem import Chain
+
+
+def suspicious(chain: Chain) -> list[str]:
+    """A sentence for each reading of a measured chain that is hard to believe; none where all is well.
+
+    Named are a forward of zero seconds, a backward of zero seconds of a layer that has trainable parameters,
+    and a spread (interquartile range) above half the median.
+    """
+    sentences = []
+    for layer in chain.layers:
+        where = f"layer {layer.name!r}"
+        if layer.forward_seconds == 0:
+            sentences.append(f"{where}: its forward took 0 s, less than the clock can tell")
+        if layer.backward_seconds == 0 and layer.num_trainable_parameters:
+            sentences.append(
+                f"{where}: its backward took 0 s, although it has {layer.num_trainable_parameters} trainable "
+                f"parameters: no gradient reaches them"
+            )
+        for direction, median, spread in (
+            ("forward", layer.forward_seconds, layer.forward_spread_seconds),
+            ("backward", layer.backward_seconds, layer.backward_spread_seconds),
+        ):
+            if spread is not None and spread > median / 2:
+                sentences.append(
+                    f"{where}: its {direction} took {median:.3g} s with a spread of {spread:.3g} s, more than "
+                    f"half of it: measure with more repeats, or on an idle machine"
+                )
+    return sentences

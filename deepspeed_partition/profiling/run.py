@@ -1,0 +1,131 @@
+"""Runs one layer, forward and backward, under the conditions of a measurement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from deepspeed_partition.profiling.boundaries import Boundary, describe, is_boundary, tensors_of
+from deepspeed_partition.profiling.devices import device_or_default
+from deepspeed_partition.profiling.sources import said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How layers are measured."""
+
+    device: torch.device
+    warm_up: int = 2
+    """Runs before those that count; the first of them allocates the gradients."""
+    repeats: int = 5
+    autocast_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for key, smallest in (("warm_up", 1), ("repeats", 1)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ValueError(f"{key} is {value!r}: it is a whole number of at least {smallest}")
+
+    @classmethod
+    def on(cls, device: torch.device | str | None, **how: Any) -> Conditions:
+        """On a device or the default one; under the autocast that the caller is under, unless told another.
+
+        Raises:
+            ValueError: no such device here, or a malformed number.
+        """
+        place = device_or_default(device)
+        if how.get("autocast_dtype") is None and torch.is_autocast_enabled(place.type):
+            how["autocast_dtype"] = torch.get_autocast_dtype(place.type)
+        return cls(device=place, **how)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        if self.autocast_dtype is None:
+            yield
+            return
+        with torch.autocast(self.device.type, dtype=self.autocast_dtype):
+            yield
+        # An outer autocast would keep the cast weights for the next run; training casts in every micro-batch.
+        torch.clear_autocast_cache()
+
+    def now(self) -> float:
+        """Seconds, once everything that was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class LayerRun:
+    """One layer, ready on its device, with its input; runs its forward and backward again and again.
+
+    Args:
+        finish: makes the scalar loss of the output, for the layer that ends the chain.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[Any], Any],
+        boundary: Boundary,
+        conditions: Conditions,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.conditions = conditions
+        self.boundary = boundary
+        self._call = call
+        self._finish = finish
+
+    def forward(self, arguments: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
+        """The output, and the tensors from which a backward starts: the loss, or the output's own.
+
+        Raises:
+            ValueError: the layer cannot take its input, or returns no boundary; it says which and what.
+            torch.cuda.OutOfMemoryError, MemoryError: as the layer raises it.
+        """
+        try:
+            with self.conditions.autocast():
+                output = self._call(arguments)
+        except Exception as error:
+            self._blame(error, f"cannot take its input {describe(self.boundary)}")
+        if not is_boundary(output):
+            raise ValueError(
+                f"layer {self.name!r} returns {describe(output)} for the input {describe(self.boundary)}: "
+                f"a layer of a pipeline returns a tensor or a tuple of tensors"
+            )
+        if self._finish is None:
+            return output, tuple(tensor for tensor in tensors_of(output) if tensor.requires_grad)
+        try:
+            with self.conditions.autocast():
+                loss = self._finish(output)
+        except Exception as error:
+            self._blame(error, f"gives {describe(output)}, which loss_fn cannot take")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError(f"loss_fn returns {describe(loss)}: the loss is a tensor of one number")
+        return output, (loss,) if loss.requires_grad else ()
+
+    def backward(self, roots: tuple[torch.Tensor, ...], gradients: list[torch.Tensor]) -> None:
+        """From ``roots``, which receive ``gradients``.
+
+        Raises:
+            ValueError, torch.cuda.OutOfMemoryError, MemoryError: as ``forward``.
+        """
+        try:
+            torch.autograd.backward(roots, gradients)
+        except Exception as error:
+            self._blame(error, f"fails in its backward for the input {describe(self.boundary)}")
+
+    def _blame(self, error: Exception, what: str) -> NoReturn:
+        if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+            raise error
+        raise ValueError(f"layer {self.name!r} {what}: {said(error)}") from error
+
+
+def gradients_for(roots: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """What a backward starts with: ones."""
+    return [torch.ones_like(root) for root in roots]

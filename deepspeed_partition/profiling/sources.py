@@ -1,0 +1,127 @@
+"""What a user may list as a layer, and how to run each kind."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+PIPE_MODULE = "deepspeed.runtime.pipe.module"
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    """A layer that can run."""
+
+    call: Callable[[Any], Any]
+    modules: tuple[nn.Module, ...]
+    """Those whose parameters are the layer's."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for module in self.modules for buffer in module.buffers()]
+
+    @property
+    def weight_bytes(self) -> int:
+        """The parameters, those that share memory once."""
+        places = {(id(p.untyped_storage()), p.storage_offset()): p for p in self.parameters()}
+        return sum(p.numel() * p.element_size() for p in places.values())
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """A layer as the user listed it: a specification is built only while it is measured."""
+
+    source: Any
+    name: str
+    type: str
+    """As DeepSpeed's ``type:REGEX`` names it: a class, or a function's own name."""
+
+    def build(self) -> BuiltLayer:
+        """On the CPU; a module that exists is taken as it is.
+
+        Raises:
+            ValueError: the specification cannot be built.
+        """
+        source = self.source
+        if is_layer_spec(source):
+            try:
+                module = source.build()
+            except Exception as error:
+                raise ValueError(f"layer {self.name!r} cannot be built: {said(error)}") from error
+            forward = getattr(source, "forward_fn", None)  # only a TiedLayerSpec may have one
+            return BuiltLayer(functools.partial(forward, module) if forward else module, (module,))
+        return BuiltLayer(source, _modules_of(source))
+
+
+def layer_sources(
+    layers: Iterable[Any], *, names: Sequence[str] | None = None, first_index: int = 0
+) -> list[LayerSource]:
+    """Check and name layers: a named child of a Sequential by its name, any other ``"<index>.<type>"``.
+
+    Raises:
+        ValueError: no layers, or one that cannot be called.
+    """
+    if isinstance(layers, nn.Sequential):
+        if names is None:
+            names = [name if not name.isdigit() else "" for name in layers._modules]
+    elif not isinstance(layers, Iterable) or isinstance(layers, str):
+        raise ValueError(f"layers is a {type(layers).__name__}: a list of layers or an nn.Sequential is needed")
+    listed = list(layers)
+    if not listed:
+        raise ValueError("layers is empty: a chain has at least one layer")
+    if names is not None and len(names) != len(listed):
+        raise ValueError(f"names has {len(names)} entries for {len(listed)} layers")
+    sources = []
+    for index, layer in enumerate(listed):
+        number = first_index + index
+        if not is_layer_spec(layer) and not callable(layer):
+            raise ValueError(
+                f"layer {number} is a {type(layer).__name__}: a layer is a module, a LayerSpec or a function"
+            )
+        type_name = _type_name(layer)
+        name = names[index] if names is not None else ""
+        sources.append(LayerSource(layer, name or f"{number}.{type_name}", type_name))
+    return sources
+
+
+def is_layer_spec(layer: Any) -> bool:
+    """Whether this is DeepSpeed's; where DeepSpeed was never imported, nothing can be."""
+    module = sys.modules.get(PIPE_MODULE)
+    return module is not None and isinstance(layer, module.LayerSpec)
+
+
+def said(error: BaseException) -> str:
+    """An error of the user's code, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _modules_of(layer: Any) -> tuple[nn.Module, ...]:
+    if isinstance(layer, nn.Module):
+        return (layer,)
+    if isinstance(layer, functools.partial):  # DeepSpeed's form of a tied layer that was built
+        given = (*layer.args, *layer.keywords.values())
+        return (*_modules_of(layer.func), *(item for item in given if isinstance(item, nn.Module)))
+    return ()
+
+
+def _type_name(layer: Any) -> str:
+    if is_layer_spec(layer):
+        return str(layer.typename.__name__)
+    modules = _modules_of(layer)
+    if modules:
+        return type(modules[0]).__name__
+    if isinstance(layer, functools.partial):
+        return _type_name(layer.func)
+    return str(getattr(layer, "__name__", type(layer).__name__))
