@@ -9,8 +9,11 @@ Two engines are simulated, event by event, from the same orders of forwards and 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.schedule import Order
@@ -108,12 +111,6 @@ def blocking_step(times: TimedChain, boundaries: Sequence[int], num_micro_batche
     return max(now)
 
 
-@dataclass(slots=True)
-class _Link:
-    busy_until: int = 0
-    waiting: list[tuple[int, int, str, int]] = field(default_factory=list)
-
-
 def overlapping_step(
     times: TimedChain,
     boundaries: Sequence[int],
@@ -130,104 +127,132 @@ def overlapping_step(
     Raises:
         ValueError: the orders wait for each other in a circle.
     """
-    num_stages = len(boundaries) - 1
-    duration = {}
-    for stage in range(num_stages):
-        first, last = boundaries[stage], boundaries[stage + 1]
-        duration[f"F{stage}"] = times.forward_ticks(first, last)
-        duration[f"B{stage}"] = times.backward_ticks(first, last)
-    arrived: set[tuple[str, int]] = {("F0", mb) for order in orders for op, mb in order if op == "F0"}
-    kept: set[tuple[str, int]] = set()  # forwards that ran: what their backwards need besides the gradient
-    position = [0] * len(orders)
-    running = [False] * len(orders)
-    waiting: dict[str, int] = {}  # tensors on the way to, or waiting at, the consumer
-    links: dict[tuple[int, int], _Link] = {}
-    events: list[tuple[int, int, str, str, int]] = []
-    now = 0
+    return _OverlappingStep(times, boundaries, device_of_stage, orders, slots).run()
 
-    def consumer_of(operation: str) -> tuple[str, int] | None:
-        """The operation that reads the result, and the boundary it crosses."""
-        kind, stage = operation[0], int(operation[1:])
-        if kind == "F" and stage + 1 < num_stages:
-            return f"F{stage + 1}", boundaries[stage + 1]
-        if kind == "B" and stage > 0:
-            return f"B{stage - 1}", boundaries[stage]
-        return None
 
-    def link_of(operation: str, consumer: str) -> tuple[int, int] | None:
-        ends = sorted((device_of_stage[int(operation[1:])], device_of_stage[int(consumer[1:])]))
-        return None if ends[0] == ends[1] else (ends[0], ends[1])
+class _Event(NamedTuple):
+    """What ends at ``time``: an operation on a device, or a transfer towards an operation."""
 
-    def finish(operation: str, micro_batch: int) -> None:
-        if operation[0] == "F":
-            kept.add((operation, micro_batch))
-            if int(operation[1:]) == num_stages - 1:
-                arrived.add((f"B{num_stages - 1}", micro_batch))
-        following = consumer_of(operation)
-        if following is None:
-            return
-        consumer, _ = following
-        ends = link_of(operation, consumer)
-        if ends is None:
-            arrived.add((consumer, micro_batch))
-        else:
-            link = links.setdefault(ends, _Link())
-            heapq.heappush(link.waiting, (now, micro_batch, operation, micro_batch))
+    time: int
+    device: int
+    """-1 for a transfer."""
+    operation: str
+    micro_batch: int
 
-    def start_operations() -> bool:
+
+@dataclass(slots=True)
+class _Link:
+    busy_until: int = 0
+    queue: list[tuple[int, int, str]] = field(default_factory=list)
+    """Ready since, micro-batch, producer; a heap."""
+
+
+class _OverlappingStep:
+    def __init__(
+        self,
+        times: TimedChain,
+        boundaries: Sequence[int],
+        device_of_stage: Sequence[int],
+        orders: Sequence[Order],
+        slots: int,
+    ) -> None:
+        self.last = len(boundaries) - 2
+        self.device_of_stage = device_of_stage
+        self.orders = orders
+        self.slots = slots
+        self.duration: dict[str, int] = {}
+        self.transfer: dict[str, int] = {}
+        """Of the result of an operation to its consumer."""
+        for stage, (start, stop) in enumerate(pairwise(boundaries)):
+            self.duration[f"F{stage}"] = times.forward_ticks(start, stop)
+            self.duration[f"B{stage}"] = times.backward_ticks(start, stop)
+            self.transfer[f"F{stage}"], self.transfer[f"B{stage}"] = (
+                int(times.one_way[stop]),
+                int(times.one_way[start]),
+            )
+        self.now = 0
+        self.events: list[_Event] = []
+        self.arrived = {entry for order in orders for entry in order if entry[0] == "F0"}
+        """Operations whose input is on their device."""
+        self.forwarded: set[tuple[str, int]] = set()
+        self.position = [0] * len(orders)
+        self.running = [False] * len(orders)
+        self.waiting: dict[str, int] = defaultdict(int)
+        """Tensors on the way to, or waiting for, each operation."""
+        self.links: dict[tuple[int, int], _Link] = defaultdict(_Link)
+
+    def run(self) -> int:
+        while True:
+            while self._start_operations() or self._start_transfers():
+                pass
+            if not self.events:
+                break
+            self.now = self.events[0].time
+            while self.events and self.events[0].time == self.now:
+                self._end(heapq.heappop(self.events))
+        if any(position < len(order) for position, order in zip(self.position, self.orders, strict=True)):
+            raise ValueError("the orders of the devices wait for each other in a circle")
+        return self.now
+
+    def _start_operations(self) -> bool:
         started = False
-        for device, order in enumerate(orders):
-            if running[device] or position[device] >= len(order):
+        for device, order in enumerate(self.orders):
+            if self.running[device] or self.position[device] == len(order):
                 continue
-            operation, micro_batch = order[position[device]]
-            if (operation, micro_batch) not in arrived:
+            operation, micro_batch = order[self.position[device]]
+            backward = operation[0] == "B"
+            if (operation, micro_batch) not in self.arrived:
                 continue
-            if operation[0] == "B" and (f"F{operation[1:]}", micro_batch) not in kept:
+            if backward and (f"F{operation[1:]}", micro_batch) not in self.forwarded:
                 continue
-            running[device] = True
-            if operation in waiting:
-                waiting[operation] -= 1
-            heapq.heappush(events, (now + duration[operation], device, "operation", operation, micro_batch))
-            started = True
+            self.running[device] = started = True
+            self.waiting[operation] = max(0, self.waiting[operation] - 1)
+            heapq.heappush(
+                self.events, _Event(self.now + self.duration[operation], device, operation, micro_batch)
+            )
         return started
 
-    def start_transfers() -> bool:
+    def _start_transfers(self) -> bool:
         started = False
-        for link in links.values():
-            if link.busy_until > now:
-                continue
-            blocked = []
-            while link.waiting and link.busy_until <= now:
-                entry = heapq.heappop(link.waiting)
-                operation, micro_batch = entry[2], entry[3]
-                following = consumer_of(operation)
-                assert following is not None
-                consumer, boundary = following
-                if waiting.get(consumer, 0) >= slots:
-                    blocked.append(entry)
+        for link in self.links.values():
+            without_slot = []
+            while link.queue and link.busy_until <= self.now:
+                entry = heapq.heappop(link.queue)
+                _, micro_batch, producer = entry
+                consumer = self._consumer(producer)
+                assert consumer is not None
+                if self.waiting[consumer] >= self.slots:
+                    without_slot.append(entry)
                     continue
-                waiting[consumer] = waiting.get(consumer, 0) + 1
-                link.busy_until = now + int(times.one_way[boundary])
-                heapq.heappush(events, (link.busy_until, -1, "transfer", consumer, micro_batch))
+                self.waiting[consumer] += 1
+                link.busy_until = self.now + self.transfer[producer]
+                heapq.heappush(self.events, _Event(link.busy_until, -1, consumer, micro_batch))
                 started = True
-            for entry in blocked:
-                heapq.heappush(link.waiting, entry)
+            for entry in without_slot:
+                heapq.heappush(link.queue, entry)
         return started
 
-    while True:
-        while start_operations() or start_transfers():
-            pass
-        if not events:
-            break
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, device, kind, operation, micro_batch = heapq.heappop(events)
-            if kind == "transfer":
-                arrived.add((operation, micro_batch))
-            else:
-                running[device] = False
-                position[device] += 1
-                finish(operation, micro_batch)
-    if any(position[device] < len(order) for device, order in enumerate(orders)):
-        raise ValueError("the orders of the devices wait for each other in a circle")
-    return now
+    def _end(self, event: _Event) -> None:
+        operation, micro_batch = event.operation, event.micro_batch
+        if event.device < 0:
+            self.arrived.add((operation, micro_batch))
+            return
+        self.running[event.device] = False
+        self.position[event.device] += 1
+        if operation[0] == "F":
+            self.forwarded.add((operation, micro_batch))
+        consumer = self._consumer(operation)
+        if consumer is None:
+            return
+        ends = sorted(self.device_of_stage[int(name[1:])] for name in (operation, consumer))
+        if ends[0] == ends[1]:
+            self.arrived.add((consumer, micro_batch))
+        else:
+            heapq.heappush(self.links[ends[0], ends[1]].queue, (self.now, micro_batch, operation))
+
+    def _consumer(self, operation: str) -> str | None:
+        """The operation that reads the result; None for the last backward."""
+        kind, stage = operation[0], int(operation[1:])
+        if kind == "F":
+            return f"F{stage + 1}" if stage < self.last else f"B{stage}"
+        return f"B{stage - 1}" if stage > 0 else None

@@ -15,7 +15,6 @@ that of section 4.2.2 without the special processor, with delays as (group, fill
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,9 +24,8 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
+from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts, trace
 from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
-
-NOTHING_FITS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ class _Search:
             choices.append(key.argmin(axis=1))
             delay = self._above_cuts(key.min(axis=1), period)
             if count in counts and delay[0] < NOTHING_FITS:
-                return _trace(choices, num_layers)
+                return trace(choices, num_layers)
         return None
 
     def _above_cuts(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
@@ -135,36 +133,3 @@ class _Search:
         group, fill = np.divmod(delay, base)
         above = np.where(fill + transfer > period, (group + 1) * base + transfer, delay + transfer)
         return np.where((delay < NOTHING_FITS) & (transfer <= period), above, NOTHING_FITS)
-
-
-def _trace(choices: list[NDArray[np.intp]], num_layers: int) -> Cuts:
-    cuts = [0]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
-    assert cuts[-1] == num_layers
-    return tuple(cuts)
-
-
-def min_max_cuts(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> list[tuple[Cuts, int]]:
-    """For each number of stages the cut whose costliest stage is cheapest, and that cost.
-
-    With q stages for layers k and on, ``cost(q)[k, l]`` the cost of layers k to l as the q-th stage from the end::
-
-        T(q, k) = min over l of max(cost(q)[k, l], T(q - 1, l))
-
-    A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any cut are left out.
-    """
-    allowed = problem.constraints.allowed(problem.table)
-    num_layers = problem.chain.num_layers
-    counts = problem.constraints.counts(num_layers)
-    worst = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
-    worst[num_layers] = 0
-    choices: list[NDArray[np.intp]] = []
-    found = []
-    for count in range(1, max(counts, default=0) + 1):
-        key = np.where(allowed, np.maximum(cost(count), worst[None, :]), NOTHING_FITS)
-        choices.append(key.argmin(axis=1))
-        worst = key.min(axis=1)
-        if count in counts and worst[0] < NOTHING_FITS:
-            found.append((_trace(choices, num_layers), int(worst[0])))
-    return found

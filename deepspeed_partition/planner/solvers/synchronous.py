@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.solvers import contiguous
+from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem, fits
 from deepspeed_partition.planner.step import blocking_step
 
@@ -26,9 +26,9 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
 
     def cost(from_end: int) -> NDArray[np.int64]:
-        return np.where(table.max_in_flight >= problem.depth(from_end), loads, contiguous.NOTHING_FITS)
+        return np.where(table.max_in_flight >= problem.depth(from_end), loads, NOTHING_FITS)
 
-    starts = [cuts for cuts, _ in contiguous.min_max_cuts(problem, cost)]
+    starts = [cuts for cuts, _ in min_max_cuts(problem, cost)]
     if fits(problem, steady):
         starts.append(steady)
     known: dict[Cuts, float] = {}
