@@ -1,0 +1,75 @@
+"""MadPipe for PyTorch Lightning: ``import lightning_madpipe``, then ``Trainer(strategy="madpipe")``.
+
+The import registers the strategy for ``pytorch_lightning`` and, where it is installed, for
+``lightning.pytorch``. These are two packages with base classes of their own: ``MadPipeStrategy`` belongs
+to ``lightning.pytorch`` if that one was imported before this package and ``pytorch_lightning`` was not, else
+to ``pytorch_lightning``; ``strategy_class(namespace)`` gives the other one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = ["MadPipeStrategy", "TiedModule", "strategy_class"]
+
+_PREFERRED = (
+    "lightning.pytorch"
+    if "lightning.pytorch" in sys.modules and "pytorch_lightning" not in sys.modules
+    else "pytorch_lightning"
+)
+
+
+def strategy_class(namespace: str = _PREFERRED) -> type:
+    """The strategy's class for ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+
+    Raises:
+        ValueError: another namespace.
+    """
+    if namespace not in ("pytorch_lightning", "lightning.pytorch"):
+        raise ValueError(f"namespace is {namespace!r}, not 'pytorch_lightning' or 'lightning.pytorch'")
+    from lightning_madpipe import strategy
+
+    return strategy.strategy_class(namespace)
+
+
+def __getattr__(name: str) -> Any:
+    # DeepSpeed takes seconds to import: only who builds the strategy pays.
+    if name == "MadPipeStrategy":
+        return strategy_class()
+    if name == "TiedModule":
+        from lightning_madpipe.module import TiedModule
+
+        return TiedModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _build(namespace: str, **arguments: Any) -> Any:
+    return strategy_class(namespace)(**arguments)
+
+
+def _register() -> None:
+    for namespace in ("pytorch_lightning", "lightning.pytorch"):
+        if find_spec(namespace.partition(".")[0]) is None:
+            continue
+        try:
+            strategies = importlib.import_module(f"{namespace}.strategies")
+        except RuntimeError as flaw:
+            if "torchvision" not in str(flaw):
+                raise
+            raise ImportError(
+                f"{namespace} cannot be imported, because the installed torchvision was built for another "
+                f"torch ({flaw}): install the torchvision of this torch, or uninstall it"
+            ) from flaw
+        strategies.StrategyRegistry.register(
+            "madpipe",
+            partial(_build, namespace),
+            description="Pipeline parallelism on a cut planned from measured time and memory",
+            override=True,
+        )
+
+
+_register()

@@ -1,0 +1,51 @@
+"""The DeepSpeed configuration of the strategy: what the user gave, checked, with the madpipe options in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_partition.options import Options
+
+
+def checked_config(config: Mapping[str, Any], options: Mapping[str, Any], zero_stage: int) -> dict[str, Any]:
+    """A copy of ``config`` with ``options`` over its own ``pipeline.madpipe``, and with the ZeRO stage.
+
+    Raises:
+        ValueError: an unknown or malformed option; a section that does not go with Lightning or a pipeline.
+    """
+    checked = copy.deepcopy(dict(config))
+    for section in ("optimizer", "scheduler"):
+        if section in checked:
+            raise ValueError(
+                f"the DeepSpeed config has {section!r}: return it from configure_optimizers() instead"
+            )
+    if "gradient_accumulation_steps" in checked:
+        raise ValueError(
+            "the DeepSpeed config has 'gradient_accumulation_steps': it is the product of "
+            "Trainer(accumulate_grad_batches=...) and MadPipeStrategy(num_micro_batches=...), which you give"
+        )
+    if zero_stage:
+        checked.setdefault("zero_optimization", {"stage": zero_stage})
+    configured_stage = checked.get("zero_optimization", {}).get("stage", 0)
+    if configured_stage not in (0, 1):
+        raise ValueError(
+            f"the DeepSpeed config has ZeRO stage {configured_stage}: a pipeline works with stage 0 or 1"
+        )
+    pipeline = checked.get("pipeline", {})
+    given = {name: value for name, value in options.items() if value is not None}
+    merged = {**pipeline.get("madpipe", {}), **given}
+    Options.from_mapping(merged)
+    checked["pipeline"] = {**pipeline, "madpipe": merged}
+    return checked
+
+
+def check_count(name: str, value: Any, *, least: int) -> None:
+    """Refuse what is neither None nor a whole number.
+
+    Raises:
+        ValueError: that, or less than ``least``.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")

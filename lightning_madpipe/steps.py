@@ -1,0 +1,278 @@
+"""The user's ``*_step`` on a pipeline: its input is taken on the first stage, its loss and logs on the last."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_partition.engine.transplant import preserved_random_state
+
+LogCall = dict[str, Any]
+"""The arguments of one ``self.log`` call, by name."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class MicroBatch:
+    """A part of a Lightning batch on its way through the pipeline, in the place of the labels.
+
+    DeepSpeed converts tensors and tuples that it is given as labels and hands on any other object, so
+    the last stage finds here what the user's step needs. Each run of the step overwrites what the one
+    before left: a profiler may repeat it.
+    """
+
+    step: str
+    """``training_step``, ``validation_step`` or ``test_step``."""
+    data: Any
+    size: int
+    """Samples."""
+    arguments: tuple[Any, ...]
+    """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
+    seed: int
+    """For the step's own random numbers, which both ends of the pipeline must draw alike."""
+    loss_scale: float = 1.0
+    """Its share in the loss of the optimizer step, times the number that DeepSpeed divides by."""
+    loss: Tensor | None = None
+    """What the step returned, unscaled; None where it returned no loss."""
+    log_calls: list[LogCall] = field(default_factory=list)
+
+
+class StepResult(NamedTuple):
+    """What the last stage tells the other ranks about one Lightning batch."""
+
+    loss: float | None
+    log_calls: list[LogCall]
+
+
+class _InputTaken(BaseException):
+    """Ends a step at the pipeline's call; no ``except Exception`` of the user's may stop it."""
+
+
+class UserSteps:
+    """Runs ``training_step`` and its kin with the pipeline in the place of the layers' call.
+
+    Args:
+        module: The LightningModule.
+        attribute: The attribute whose call runs all layers, see ``PipelineCall``.
+        context: A context for each step, such as the precision's.
+        error: The host's exception for a step that cannot run on a pipeline.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        attribute: str,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+        error: type[Exception] = ValueError,
+    ) -> None:
+        self._module = module
+        self._attribute = attribute
+        self._context = context
+        self._error = error
+        self._log_signature = inspect.signature(type(module).log)
+
+    def inputs(self, micro_batch: MicroBatch) -> Tensor | tuple[Tensor, ...]:
+        """What the step passes to the pipeline; it ends there."""
+        taken: tuple[Any, ...] | None = None
+
+        def take(*arguments: Any, **keywords: Any) -> None:
+            nonlocal taken
+            if keywords:
+                raise self._error(
+                    f"{micro_batch.step} calls {self._called} with the keyword arguments "
+                    f"{', '.join(keywords)}: only positional tensors can be sent to a pipeline"
+                )
+            taken = arguments
+            raise _InputTaken
+
+        try:
+            with torch.no_grad():
+                self._run(micro_batch, take, log=lambda *_, **__: None)
+        except _InputTaken:
+            pass
+        if taken is None:
+            raise self._error(
+                f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
+            )
+        if not taken or not all(isinstance(value, Tensor) for value in taken):
+            kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
+            raise self._error(
+                f"{micro_batch.step} calls {self._called} with {kinds}: only tensors can be sent to a pipeline"
+            )
+        return taken[0] if len(taken) == 1 else taken
+
+    def loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+        """Run the step on the pipeline's ``outputs``; its loss and logs are left in ``micro_batch``.
+
+        Returns:
+            The loss times ``loss_scale``; zero where the step returns no loss, as validation may.
+        """
+        micro_batch.log_calls, micro_batch.loss = [], None
+        num_calls = 0
+
+        def answer(*_: Any, **__: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                raise self._error(
+                    f"{micro_batch.step} calls {self._called} a second time: a pipeline runs once per "
+                    "micro-batch; make one call, on inputs joined along dimension 0"
+                )
+            return outputs
+
+        def log(*arguments: Any, **keywords: Any) -> None:
+            bound = self._log_signature.bind(self._module, *arguments, **keywords)
+            micro_batch.log_calls.append(self._checked(micro_batch.step, bound.arguments))
+
+        returned = self._run(micro_batch, answer, log)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            micro_batch.loss = loss.detach().reshape(())
+            return loss.reshape(()) * micro_batch.loss_scale
+        if micro_batch.step == "training_step":
+            raise self._error(
+                f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one "
+                "element, or a dict with one as 'loss'"
+            )
+        return torch.zeros((), device=self._module.device)
+
+    @property
+    def _called(self) -> str:
+        return f"self.{self._attribute}()"
+
+    def _run(self, micro_batch: MicroBatch, call: Callable[..., Any], log: Callable[..., None]) -> Any:
+        """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``."""
+        layers = call if self._attribute == "forward" else _SequentialStandIn(call, self._called, self._error)
+        with (
+            self._context(),
+            _seeded(micro_batch.seed),
+            _replaced(self._module, self._attribute, layers),
+            _replaced(self._module, "log", log),
+        ):
+            return getattr(self._module, micro_batch.step)(micro_batch.data, *micro_batch.arguments)
+
+    def _checked(self, step: str, arguments: Mapping[str, Any]) -> LogCall:
+        log_call = {name: value for name, value in arguments.items() if name != "self"}
+        key, value = log_call["name"], log_call["value"]
+        if isinstance(value, Tensor) and value.numel() == 1:
+            log_call["value"] = value.detach().reshape(())
+        elif not isinstance(value, numbers.Real):
+            raise self._error(
+                f"{step} logs {key!r}, a {type(value).__name__}: with a pipeline self.log takes numbers and "
+                "tensors of one element, so compute the metric's value first"
+            )
+        if log_call.get("sync_dist_group") is not None:
+            raise self._error(
+                f"{step} logs {key!r} with a sync_dist_group, which the strategy itself sets: leave it out"
+            )
+        return log_call
+
+
+class _SequentialStandIn:
+    """What ``self.net`` is while a step runs: it can be called as a whole, and nothing else."""
+
+    def __init__(self, call: Callable[..., Any], called: str, error: type[Exception]) -> None:
+        self._call = call
+        self._refusal = error(
+            f"forward() uses parts of {called.removesuffix('()')}, whose layers run on other ranks: call it as "
+            "a whole, or name the layers in pipeline_layers()"
+        )
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._call(*arguments, **keywords)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._refusal
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refusal
+
+
+def result_of(micro_batches: Sequence[MicroBatch]) -> StepResult:
+    """The loss and the logs of a Lightning batch from those of its micro-batches.
+
+    Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
+    ``reduce_fx`` is sum, min or max, that is applied.
+    """
+    with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
+    losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
+    sizes = [micro_batch.size for micro_batch in with_loss]
+    return StepResult(_weighted_mean(losses, sizes) if losses else None, _merged_logs(micro_batches))
+
+
+def _merged_logs(micro_batches: Sequence[MicroBatch]) -> list[LogCall]:
+    # The k-th call with a name is merged with the k-th call of the other micro-batches.
+    same: dict[tuple[str, int], list[tuple[LogCall, int]]] = defaultdict(list)
+    for micro_batch in micro_batches:
+        seen: Counter[str] = Counter()
+        for log_call in micro_batch.log_calls:
+            same[log_call["name"], seen[log_call["name"]]].append((log_call, micro_batch.size))
+            seen[log_call["name"]] += 1
+    floats = iter(_as_floats([log_call["value"] for calls in same.values() for log_call, _ in calls]))
+    merged = []
+    for calls in same.values():
+        weights = [log_call.get("batch_size") or size for log_call, size in calls]
+        values = [next(floats) for _ in calls]
+        first = calls[0][0]
+        merged.append({**first, "value": _reduced(first, values, weights), "batch_size": sum(weights)})
+    return merged
+
+
+def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
+    reduce_fx = log_call.get("reduce_fx", "mean")
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    # What Lightning doesn't know, it refuses when the merged value is logged.
+    plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
+    return plain[name](values) if name in plain else _weighted_mean(values, weights)
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _as_floats(values: Sequence[Any]) -> list[float]:
+    """Tensors and numbers as floats, in one copy from the device."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    floats = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+@contextmanager
+def _replaced(module: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Put ``value`` in the instance dictionary, where it is found before methods and child modules."""
+    missing = object()
+    before = vars(module).get(attribute, missing)
+    object.__setattr__(module, attribute, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            object.__delattr__(module, attribute)
+        else:
+            object.__setattr__(module, attribute, before)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's random numbers, and restore them afterwards.
+
+    The first and the last stage run the same step on the same micro-batch: what it draws, such as the
+    shares of a mix-up of inputs and labels, must be the same on both.
+    """
+    with preserved_random_state():
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.random.default_generator.manual_seed(seed)
+        if get_accelerator().device_name() != "cpu":
+            get_accelerator().manual_seed(seed)
+        yield

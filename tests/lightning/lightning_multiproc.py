@@ -1,0 +1,279 @@
+"""Runs the cases, in one start per number of processes, and writes what each rank saw as JSON.
+
+python lightning_multiproc.py reference 2 FOLDER     one process, Lightning alone
+torchrun --nproc_per_node=2 lightning_multiproc.py pipeline 2 FOLDER
+python lightning_multiproc.py launcher 2 FOLDER      Lightning starts the second process
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.set_num_threads(1)
+
+import lightning_cases as cases  # noqa: E402
+import pytorch_lightning as pl  # noqa: E402
+from pytorch_lightning.utilities.exceptions import MisconfigurationException  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from deepspeed_partition import InfeasibleError, PlanMismatchError  # noqa: E402
+
+
+def refused(run: Callable[[], Any]) -> str:
+    """The sentence with which ``run`` is refused; it takes place on every rank."""
+    try:
+        run()
+    except (MisconfigurationException, InfeasibleError, PlanMismatchError, ValueError) as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return "not refused"
+
+
+def fit_changed(host: cases.Host, module: pl.LightningModule, **arguments: Any) -> None:
+    host.trainer(max_epochs=1, **arguments).fit(module, cases.loader(16))
+
+
+class OutsideParameter(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class TwoOptimizers(cases.Classifier):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.embed.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+
+class Manual(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class NoLayers(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(nn.Linear(4, 4))
+
+
+class OwnBackward(cases.Classifier):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+class Shared(cases.Classifier):
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, self.blocks[0], self.head]
+
+
+class Keywords(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(x=batch[0]).sum()
+
+
+class NoForward(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.embed(batch[0]).sum()
+
+
+class Parts(cases.SequentialClassifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.net:
+            x = layer(x)
+        return x
+
+
+def refusals(host: cases.Host) -> dict[str, Any]:
+    one_batch = cases.loader(16)
+    lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
+    return {
+        "outside": refused(lambda: fit_changed(host, OutsideParameter())),
+        "optimizers": refused(lambda: fit_changed(host, TwoOptimizers())),
+        "manual": refused(lambda: fit_changed(host, Manual())),
+        "no layers": refused(lambda: fit_changed(host, NoLayers())),
+        "backward": refused(lambda: fit_changed(host, OwnBackward())),
+        "shared": refused(lambda: fit_changed(host, Shared())),
+        "keywords": refused(lambda: fit_changed(host, Keywords())),
+        "no forward": refused(lambda: fit_changed(host, NoForward())),
+        "parts": refused(lambda: fit_changed(host, Parts())),
+        "value clipping": refused(
+            lambda: fit_changed(host, cases.Classifier(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
+        ),
+        "fp16": refused(lambda: fit_changed(host, cases.Classifier(), precision="16-mixed")),
+        "predict": refused(lambda: host.trainer().predict(cases.Classifier(), one_batch)),
+        "stages": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"num_stages": 3})),
+        "no tensors": refused(lambda: host.trainer().fit(cases.Classifier(), lonely)),
+        "data": refused(lambda: host.trainer().fit(cases.Classifier(), shuffled_by_rank())),
+        "memory": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"memory": "1kB"})),
+    }
+
+
+def shuffled_by_rank() -> DataLoader:
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    return DataLoader(cases.samples(32), batch_size=16, shuffle=True, generator=generator)
+
+
+def same_draws(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    torch.manual_seed(int(os.environ["RANK"]))  # as dropout leaves it: another state on each rank
+    trainer = host.trainer(max_epochs=1)
+    trainer.fit(cases.Mixing(), cases.loader(32))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class FromSpecs(cases.Steps):
+    """Nothing is built before a rank knows its layers."""
+
+    def pipeline_layers(self) -> list[Any]:
+        from deepspeed.pipe import LayerSpec
+
+        return [
+            LayerSpec(nn.Linear, cases.NUM_FEATURES, cases.WIDTH),
+            *(LayerSpec(cases.Block) for _ in range(4)),
+            LayerSpec(nn.Linear, cases.WIDTH, cases.NUM_CLASSES),
+        ]
+
+
+def layer_specs(host: cases.Host) -> dict[str, Any]:
+    """The same weights on every cut, and the random numbers of the program as if there were none."""
+    records = []
+    for num_stages in (1, 2):
+        strategy = {"num_stages": num_stages}
+        record = cases.fit(host, FromSpecs, cases.loader(32), max_epochs=1, strategy=strategy)
+        records.append({"rows": record["rows"], "next": float(torch.rand(1))})
+    return {"records": records}
+
+
+def collected_engine(host: cases.Host) -> dict[str, Any]:
+    """The engine of an earlier Trainer goes while a later one trains the same model."""
+    rows = []
+    for keep in (True, False):
+        pl.seed_everything(0, verbose=False)
+        module, recorder = cases.Classifier(), cases.Recorder()
+        earlier = host.trainer(max_epochs=1, precision="bf16-mixed")
+        earlier.fit(module, cases.loader(54))
+        goes = End([] if keep else [earlier.strategy.deepspeed_engine])
+        later = host.trainer(recorder, goes, precision="bf16-mixed")
+        later.fit(module, cases.loader(54))
+        rows.append(recorder.rows)
+    return {"kept": rows[0], "collected": rows[1], "linked": goes.linked}
+
+
+class End(pl.Callback):
+    """Does in the second epoch what Python does when it collects an engine, whenever that is."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self.engines = engines
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            for engine in self.engines:
+                engine.destroy()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        # Without a link the values are zeros.
+        self.linked = [
+            torch.equal(safe_get_full_fp32_param(weight).bfloat16(), weight) for weight in module.parameters()
+        ]
+
+
+def plan_files(host: cases.Host) -> dict[str, Any]:
+    """The plan that the case ``plain`` saved is run as it is: nothing is measured."""
+    path = host.folder / "plan.json"
+    module = cases.Classifier()
+    trainer = host.trainer(max_epochs=1, strategy={"plan": str(path)})
+    trainer.fit(module, cases.loader(16))
+    from deepspeed_partition import Plan
+
+    strategy = trainer.strategy
+    return {
+        "same plan": strategy.plan == Plan.load(path),
+        "boundaries": list(strategy.pipeline.parts),
+        "planned": Plan.load(path).boundaries,
+        "measured": strategy.deepspeed_engine.chain is not None,
+        "wrong": refused(lambda: fit_changed(host, cases.SequentialClassifier(), strategy={"plan": str(path)})),
+    }
+
+
+class Gradients(pl.Callback):
+    """Counts the parameters with a gradient when Lightning says that all of them are there."""
+
+    num_with, num_without = 0, 0
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        gradients = [weight.grad for weight in module.parameters()]
+        self.num_with += sum(gradient is not None for gradient in gradients)
+        self.num_without += sum(gradient is None for gradient in gradients)
+
+
+def own_layers_only(host: cases.Host) -> dict[str, Any]:
+    """A rank's parameters are those of its stage; the user's attributes can still be read."""
+    module = cases.Classifier()
+    num_parameters = sum(weight.numel() for weight in module.parameters())
+    gradients = Gradients()
+    trainer = host.trainer(gradients, max_epochs=1, strategy={"algorithm": [0, 2, 8]})
+    trainer.fit(module, cases.loader(16))
+    return {
+        "model is the module": trainer.model is module,
+        "local": sum(weight.numel() for weight in module.parameters()),
+        "all": num_parameters,
+        "gradients": [gradients.num_with, gradients.num_without],
+        "readable": isinstance(module.head, nn.Linear),
+        "children": [name for name, _ in module.named_children()],
+    }
+
+
+def saved_after_fit(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    trainer = host.trainer(max_epochs=1)
+    trainer.fit(cases.Classifier(), cases.loader(54))
+    [before] = trainer.test(trainer.lightning_module, cases.loader(21, seed=3), verbose=False)
+    trainer.save_checkpoint(host.folder / "final.ckpt")
+    [after] = host.trainer().test(
+        cases.Classifier(), cases.loader(21, seed=3), ckpt_path=str(host.folder / "final.ckpt"), verbose=False
+    )
+    return {"before": before, "after": after}
+
+
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [refusals, same_draws, layer_specs, collected_engine, plan_files, own_layers_only, saved_after_fit],
+    4: [],
+}
+
+
+def run(mode: str, num_processes: int, folder: Path) -> None:
+    """Write the records beside ``folder``, where the cases keep their files."""
+    folder.mkdir(exist_ok=True)
+    pipelined = mode != "reference"
+    host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
+    chosen = list(cases.SAME_AS_SINGLE[num_processes]) if mode != "launcher" else [cases.plain]
+    if mode == "pipeline":
+        chosen += ONLY_PIPELINE[num_processes]
+    wanted = os.environ.get("CASES")
+    results = {}
+    for case in chosen:
+        if wanted is None or case.__name__ in wanted.split(","):
+            try:
+                results[case.__name__] = case(host)
+            except Exception:
+                # The other ranks may wait for this one: the job ends here, and says where.
+                print(f"case {case.__name__} failed on rank {os.environ.get('RANK', 0)}", file=sys.stderr)
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+    rank = int(os.environ.get("RANK", 0)) if pipelined else 0
+    (folder.parent / f"{mode}-{num_processes}-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

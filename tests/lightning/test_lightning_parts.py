@@ -1,0 +1,301 @@
+"""The parts of the strategy that need no other process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
+from torch import nn
+
+import lightning_madpipe
+from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
+from lightning_madpipe.module import detach_layers, find_layers
+from lightning_madpipe.settings import checked_config
+from lightning_madpipe.steps import MicroBatch, UserSteps, result_of
+from lightning_madpipe.strategy import _EveryGroup, _renew_parameters
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    name: str
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_pieces_make_up_the_batch_and_the_first_is_the_largest(size: int, num_pieces: int) -> None:
+    x = torch.arange(size)
+    pieces = split_batch({"x": x}, num_pieces)
+    sizes = [len(piece["x"]) for piece in pieces]
+    assert len(pieces) == min(size, num_pieces)
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
+
+
+def test_nested_batches_keep_their_types() -> None:
+    x = torch.arange(4.0)
+    batch = [
+        Pair(x, x + 1),
+        {"record": Record(x, "all"), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0)},
+        7,
+    ]
+    first, second = split_batch(batch, 2)
+    pair, rest, number = second
+    assert isinstance(pair, Pair) and pair.y.tolist() == [3.0, 4.0]
+    assert isinstance(rest["record"], Record) and rest["record"].x.tolist() == [2.0, 3.0]
+    assert rest["record"].name == "all" and rest["names"] == ["c", "d"]
+    assert rest["scale"] == 2.0 and number == 7
+    assert first[1]["names"] == ["a", "b"]
+    assert shapes_of(first) == ((2,), (2,), (2,), ())
+
+
+def test_pieces_are_views() -> None:
+    x = torch.zeros(4, 3)
+    split_batch(x, 2)[1].fill_(1.0)
+    assert x[2:].eq(1).all() and x[:2].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "batch, sentence",
+    [
+        ({"size": 3}, "holds no tensor"),
+        ([torch.tensor(1.0)], "holds no tensor"),
+        ([torch.zeros(0, 3)], "no samples"),
+        ([torch.zeros(4, 3), torch.zeros(3)], "a tensor of shape (3,) stands in a batch of 4 samples"),
+    ],
+)
+def test_batches_that_cannot_be_split(batch: Any, sentence: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        split_batch(batch, 2)
+    assert sentence in str(refusal.value)
+
+
+def test_fingerprints_tell_batches_apart() -> None:
+    batch = [torch.arange(6), torch.randn(6, 2).bfloat16(), torch.tensor([True, False])]
+    same = [tensor.clone() for tensor in batch]
+    assert fingerprint_of(batch) == fingerprint_of(same)
+    same[0][0] = 9
+    assert fingerprint_of(batch)[0] != fingerprint_of(same)[0]
+    assert fingerprint_of(batch)[1:] == fingerprint_of(same)[1:]
+
+
+def test_layers_leave_the_module_and_stay_readable() -> None:
+    module = Classifier()
+    head = module.head
+    call = find_layers(module)
+    assert call.attribute == "forward" and len(call.layers) == 8
+    detach_layers(module, call)
+    assert list(module.parameters()) == []
+    assert module.head is head and "class_weights" in module.state_dict()
+    assert module(torch.zeros(2, 8)).shape == (2, 4)
+
+
+def test_a_sequential_needs_no_method() -> None:
+    module = SequentialClassifier()
+    call = find_layers(module)
+    assert call.attribute == "net" and call.layers == tuple(module.net)
+
+
+def test_tied_modules_are_one_owner() -> None:
+    call = find_layers(TiedLanguageModel())
+    assert [owner for owner, _ in call.existing_modules()] == ["embed", 1, 2, 3, 4, "embed"]
+
+
+def micro_batch(data: Any, **arguments: Any) -> MicroBatch:
+    defaults = {"step": "training_step", "size": batch_size_of(data), "arguments": (0,), "seed": 1}
+    return MicroBatch(data=data, **{**defaults, **arguments})
+
+
+class Step(Classifier):
+    """Doubles its input, and logs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(2 * batch[0])
+        self.log("sum", outputs.sum())
+        return (outputs - batch[1]).pow(2).mean()
+
+
+def test_a_step_is_run_from_both_ends() -> None:
+    module = Step()
+    steps = UserSteps(module, "forward")
+    x, y = torch.randn(4, 8), torch.randn(4, 4)
+    micro = micro_batch([x, y], loss_scale=0.5)
+    assert torch.equal(steps.inputs(micro), 2 * x)
+    assert micro.log_calls == []
+    outputs = torch.randn(4, 4)
+    loss = steps.loss(outputs, micro)
+    expected = (outputs - y).pow(2).mean()
+    assert torch.equal(loss, 0.5 * expected) and torch.equal(micro.loss, expected)
+    assert [call["name"] for call in micro.log_calls] == ["sum"]
+    assert "forward" not in vars(module) and "log" not in vars(module)
+
+
+def test_a_repeated_step_leaves_one_trace() -> None:
+    """The profiler runs the loss several times."""
+    steps, micro = UserSteps(Step(), "forward"), micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)])
+    for value in (1.0, 2.0, 3.0):
+        steps.loss(torch.full((4, 4), value), micro)
+    assert len(micro.log_calls) == 1
+    assert micro.log_calls[0]["value"] == 48 and micro.loss == 9
+
+
+class Twice(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self(batch[0]) - self(batch[0])).sum()
+
+
+class Mean(Step):
+    """Logs a tensor of several elements, where a number is asked for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0])
+        self.log("outputs", outputs)
+        return outputs.mean()
+
+
+class NoLoss(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+@pytest.mark.parametrize(
+    "module, sentence",
+    [
+        (Twice, "calls self.forward() a second time"),
+        (Mean, "logs 'outputs', a Tensor"),
+        (NoLoss, "returns Tensor, not a loss"),
+    ],
+)
+def test_steps_that_cannot_run_on_a_pipeline(module: type, sentence: str) -> None:
+    steps, micro = UserSteps(module(), "forward"), micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)])
+    with pytest.raises(ValueError) as refusal:
+        steps.loss(torch.zeros(4, 4), micro)
+    assert sentence in str(refusal.value)
+
+
+def test_random_numbers_of_a_step_are_its_own() -> None:
+    class Draws(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self(batch[0] + torch.rand(4, 1)).mean()
+
+    steps = UserSteps(Draws(), "forward")
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = steps.inputs(micro_batch([torch.zeros(4, 8)], seed=3))
+    assert torch.equal(first, steps.inputs(micro_batch([torch.zeros(4, 8)], seed=3)))
+    assert not torch.equal(first, steps.inputs(micro_batch([torch.zeros(4, 8)], seed=4)))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def logged(value: float, size: int, **arguments: Any) -> MicroBatch:
+    call = {"name": "metric", "value": torch.tensor(value), **arguments}
+    return micro_batch(torch.zeros(size), loss=torch.tensor(value), log_calls=[call])
+
+
+def test_means_are_weighted_by_samples() -> None:
+    result = result_of([logged(1.0, 3), logged(5.0, 1)])
+    assert result.loss == 2.0
+    assert result.log_calls == [{"name": "metric", "value": 2.0, "batch_size": 4}]
+
+
+def test_a_given_batch_size_is_the_weight() -> None:
+    [call] = result_of([logged(1.0, 3, batch_size=1), logged(5.0, 1, batch_size=3)]).log_calls
+    assert call["value"] == 4.0 and call["batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    "reduce_fx, value", [("sum", 6.0), (torch.sum, 6.0), ("min", 1.0), (torch.max, 5.0), (max, 5.0)]
+)
+def test_other_reductions_are_applied(reduce_fx: Any, value: float) -> None:
+    [call] = result_of([logged(1.0, 3, reduce_fx=reduce_fx), logged(5.0, 1, reduce_fx=reduce_fx)]).log_calls
+    assert call["value"] == value
+
+
+def test_a_key_that_is_logged_twice_stays_two_calls() -> None:
+    first, second = logged(1.0, 1), logged(3.0, 1)
+    for micro in (first, second):
+        micro.log_calls.append({"name": "metric", "value": 10.0})
+    assert [call["value"] for call in result_of([first, second]).log_calls] == [2.0, 10.0]
+
+
+def test_no_loss_and_no_logs() -> None:
+    assert result_of([micro_batch(torch.zeros(2))]) == (None, [])
+
+
+def test_given_options_win_over_the_configuration() -> None:
+    given = {"memory": "1GB", "plan": None}
+    configured = {
+        "pipeline": {"madpipe": {"memory": "2GB", "warmup_steps": 3}, "activation_checkpoint_interval": 1}
+    }
+    config = checked_config(configured, given, zero_stage=1)
+    assert config["pipeline"]["madpipe"] == {"memory": "1GB", "warmup_steps": 3}
+    assert config["pipeline"]["activation_checkpoint_interval"] == 1
+    assert config["zero_optimization"]["stage"] == 1
+    assert configured["pipeline"]["madpipe"]["memory"] == "2GB"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"memori": "1GB"}, ["memori", "memory", "num_stages", "save_plan"]),
+        ({"memory": "-1"}, ["memory"]),
+        ({"num_micro_batches": 0}, ["num_micro_batches", "at least 1"]),
+        ({"num_stages": True}, ["num_stages", "True"]),
+        ({"stage": 2}, ["stage is 2", "0 or 1"]),
+        ({"config": {"pipeline": {"madpipe": {"memry": 1}}}}, ["memry", "memory"]),
+        ({"config": {"zero_optimization": {"stage": 3}}}, ["ZeRO stage 3"]),
+        ({"config": {"optimizer": {"type": "Adam"}}}, ["configure_optimizers"]),
+        ({"config": {"gradient_accumulation_steps": 4}}, ["num_micro_batches"]),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        lightning_madpipe.MadPipeStrategy(**arguments)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_the_strategy_is_registered_by_name() -> None:
+    from pytorch_lightning.strategies import DeepSpeedStrategy, StrategyRegistry
+
+    strategy = StrategyRegistry.get("madpipe")
+    assert type(strategy) is lightning_madpipe.strategy_class("pytorch_lightning")
+    assert isinstance(strategy, DeepSpeedStrategy)
+    with pytest.raises(ValueError, match="namespace"):
+        lightning_madpipe.strategy_class("pytorch_thunder")
+
+
+def test_renewed_parameters_share_data_and_ties() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    module = nn.Sequential(first, second)
+    before = first.weight
+    _renew_parameters(module)
+    assert first.weight is not before and first.weight is second.weight
+    assert first.weight.data_ptr() == before.data_ptr()
+    assert not first.bias.requires_grad and second.bias.requires_grad
+
+
+def test_schedulers_see_the_groups_that_were_dropped() -> None:
+    """LambdaLR of two groups on a rank that has parameters in the second one only."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [], "lr": 1.0}, {"params": [weight], "lr": 2.0}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.1**step])
+    scheduler.optimizer = every_group = _EveryGroup(optimizer)
+    optimizer.param_groups[:] = optimizer.param_groups[1:]
+    optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    assert [group["lr"] for group in every_group.param_groups] == pytest.approx([0.5, 0.2])
+    assert isinstance(every_group, torch.optim.SGD) and optimizer == every_group

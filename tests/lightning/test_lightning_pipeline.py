@@ -1,0 +1,238 @@
+"""Training through the strategy equals training in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "lightning_multiproc.py"
+TIMEOUT_SECONDS = 300
+
+
+def run(command: list[str], log: Path) -> None:
+    """Run to the end, or end all its processes and show what they printed."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PL_", "RANK", "WORLD", "LOCAL_", "MASTER_"))
+    }
+    environment.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = -1
+            os.killpg(process.pid, signal.SIGKILL)
+    if code != 0:
+        printed = log.read_text()
+        where = max(printed.find("failed on rank"), len(printed) - 12000, 0)
+        pytest.fail(f"{' '.join(command)} ended with {code}:\n{printed[where : where + 12000]}")
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def torchrun(num_processes: int) -> list[str]:
+    return python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}")
+
+
+class Records:
+    """What the reference and each rank of the pipeline recorded."""
+
+    def __init__(self, folder: Path, mode: str, num_processes: int) -> None:
+        def read(name: str, rank: int) -> dict[str, Any]:
+            return json.loads((folder / f"{name}-{num_processes}-{rank}.json").read_text())
+
+        self.reference = read("reference", 0)
+        self.ranks = [read(mode, rank) for rank in range(num_processes)]
+
+    def of(self, case: str) -> Any:
+        """The record of a case whose values are the same on every rank."""
+        for rank in self.ranks[1:]:
+            assert rank[case] == self.ranks[0][case]
+        return self.ranks[0][case]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    folder = tmp_path_factory.mktemp("two")
+    for mode, start in (("reference", python()), ("pipeline", torchrun(2))):
+        run([*start, str(SCRIPT), mode, "2", str(folder / mode)], folder / f"{mode}.log")
+    return Records(folder, "pipeline", 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    folder = tmp_path_factory.mktemp("four")
+    for mode, start in (("reference", python()), ("pipeline", torchrun(4))):
+        run([*start, str(SCRIPT), mode, "4", str(folder / mode)], folder / f"{mode}.log")
+    return Records(folder, "pipeline", 4)
+
+
+def assert_same(actual: Any, expected: Any, path: str = "", tolerance: float = 1e-5) -> None:
+    """Equal, and numbers equal to 5 digits."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), path
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{path}.{key}", tolerance)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected), path
+        for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(left, right, f"{path}[{index}]", tolerance)
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, rel=tolerance, abs=1e-6), path
+    else:
+        assert actual == expected, path
+
+
+# Each record holds every step's number and loss, every step's rates, the metrics at the end, the numbers of
+# steps and epochs, and how often hooks were called.
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain", "tiny_last_batch", "announced_shapes", "clipped", "zero_1", "sequential", "tied",
+        "part_groups", "part_groups_zero_1", "plateau", "logged", "stopped_early", "alone",
+    ],
+)  # fmt: skip
+def test_two_stages_train_like_one_process(two: Records, case: str) -> None:
+    assert_same(two.of(case), two.reference[case])
+
+
+@pytest.mark.parametrize("case", ["plain", "clipped", "zero_1", "tied"])
+def test_four_stages_train_like_one_process(four: Records, case: str) -> None:
+    assert_same(four.of(case), four.reference[case])
+
+
+@pytest.mark.parametrize("case", ["replicated", "replicated_zero_1", "replicated_clipped"])
+def test_two_pipelines_of_two_stages_train_like_one_process_on_their_batches(four: Records, case: str) -> None:
+    assert_same(four.of(case), four.reference[case])
+
+
+@pytest.mark.parametrize("case", ["accumulated", "logged_in_windows"])
+def test_batches_of_a_window_make_one_step_and_log_each(two: Records, case: str) -> None:
+    record, reference = two.of(case), two.reference[case]
+    assert_same({**record, "num_hook_calls": None}, {**reference, "num_hook_calls": None})
+    # Two windows per epoch, of three batches and of one; one process runs backward for each batch.
+    assert reference["num_hook_calls"] == {"on_after_backward": 8, "on_before_optimizer_step": 4}
+    assert record["num_hook_calls"] == {"on_after_backward": 4, "on_before_optimizer_step": 4}
+
+
+def test_early_stopping_stopped(two: Records) -> None:
+    assert two.reference["stopped_early"]["epoch"] < 12
+
+
+def test_bf16_is_close(two: Records) -> None:
+    record, reference = two.of("bf16"), two.reference["bf16"]
+    assert_same(record["rows"], reference["rows"], tolerance=2e-2)
+    assert record["rows"] != reference["rows"], "32 bits were used"
+
+
+@pytest.mark.parametrize("case", ["resumed", "resumed_zero_1"])
+def test_a_resumed_run_is_the_uninterrupted_one(two: Records, case: str) -> None:
+    check_resumed(two.of(case), two.reference[case])
+
+
+def test_a_resumed_run_of_four_stages_is_the_uninterrupted_one(four: Records) -> None:
+    check_resumed(four.of("resumed"), four.reference["resumed"])
+
+
+def check_resumed(record: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert_same({key: record[key] for key in reference}, reference)
+    assert record["num_rows"] == 4, "the first epoch ran again"
+
+
+def test_a_saved_model_is_tested_like_the_trained_one(two: Records) -> None:
+    record = two.of("saved_after_fit")
+    assert_same(record["after"], record["before"])
+
+
+def test_the_progress_bar_shows_the_loss(two: Records) -> None:
+    loss = two.reference["progress_bar"]["metrics"]["train_loss_step"]
+    assert f"train_loss_step={loss:.3f}"[:-1] in two.ranks[0]["progress_bar"]["postfix"]
+    assert two.ranks[1]["progress_bar"]["postfix"] == ""
+
+
+def test_both_ends_of_a_pipeline_draw_alike(two: Records) -> None:
+    record = two.of("same_draws")
+    assert record["difference"] == 0.0
+    assert 0 < record["share"] < 1
+
+
+def test_layers_from_specs_do_not_depend_on_the_cut(two: Records) -> None:
+    one_stage, two_stages = two.of("layer_specs")["records"]
+    assert_same(two_stages, one_stage)
+
+
+def test_an_earlier_engine_is_collected_without_harm(two: Records) -> None:
+    for rank in two.ranks:
+        record = rank["collected_engine"]
+        assert record["collected"] == record["kept"]
+        assert record["linked"] and all(record["linked"])
+
+
+def test_a_saved_plan_is_run_without_measuring(two: Records) -> None:
+    record = two.of("plan_files")
+    assert record["same plan"]
+    assert record["boundaries"] == record["planned"]
+    assert not record["measured"]
+    assert record["wrong"].startswith("PlanMismatchError")
+
+
+def test_a_rank_trains_its_own_layers(two: Records) -> None:
+    records = [rank["own_layers_only"] for rank in two.ranks]
+    assert sum(record["local"] for record in records) == records[0]["all"]
+    for record in records:
+        assert 0 < record["local"] < record["all"]
+        assert record["model is the module"] and record["readable"]
+        assert record["children"] == ["pipeline_module"]
+        num_with, num_without = record["gradients"]
+        assert num_with > 0 and num_without == 0
+
+
+@pytest.mark.parametrize(
+    "reason, sentence",
+    [
+        ("outside", "has parameters outside its pipeline layers (scale; 1 in all)"),
+        ("optimizers", "a pipeline works with one optimizer"),
+        ("manual", "leave automatic_optimization = True"),
+        ("no layers", "def pipeline_layers(self)"),
+        ("backward", "overrides backward()"),
+        ("shared", "TiedModule"),
+        ("keywords", "training_step calls self.forward() with the keyword arguments x"),
+        ("no forward", "training_step does not call self.forward()"),
+        ("parts", "forward() uses parts of self.net"),
+        ("value clipping", "clip by 'norm'"),
+        ("fp16", "use one of 32-true, bf16-mixed"),
+        ("predict", "trainer.predict() is not available"),
+        ("stages", "num_stages=3 does not divide the 2 processes"),
+        ("no tensors", "holds no tensor whose dimension 0 counts its samples"),
+        ("data", "stages 0 and 1 of a pipeline read different batches"),
+        ("memory", "InfeasibleError"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(two: Records, reason: str, sentence: str) -> None:
+    refusal = two.of("refusals")[reason]
+    assert sentence in refusal
+    if reason != "memory":
+        assert refusal.startswith("MisconfigurationException")
+
+
+def test_lightning_starts_the_processes(two: Records, tmp_path: Path) -> None:
+    run(python(str(SCRIPT), "launcher", "2", str(tmp_path / "launcher")), tmp_path / "log")
+    for rank in range(2):
+        record = json.loads((tmp_path / f"launcher-2-{rank}.json").read_text())["plain"]
+        assert_same(record, two.reference["plain"])
