@@ -1,0 +1,444 @@
+"""DeepSpeed's pipeline engine, which plans before its first step and can change its cut."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from deepspeed_partition.engine import checkpoints
+from deepspeed_partition.engine.collectives import from_rank_0
+from deepspeed_partition.engine.environment import announce, planning_is_off
+from deepspeed_partition.engine.module import (
+    Cut,
+    asks_for_plan,
+    check_boundaries,
+    check_method_name,
+    check_plan,
+    load_plan,
+)
+from deepspeed_partition.engine.optimizers import let_stages_differ
+from deepspeed_partition.engine.parameter_groups import ParameterGroups
+from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trained_layers
+from deepspeed_partition.options import Options
+from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.problem import Chain
+
+OUTLIVES_A_RECUT = (
+    "batch_fn", "client_lr_scheduler", "client_optimizer", "data_iterator", "dynamic_shape", "has_attention_mask",
+    "micro_batches", "monitor", "training_data", "training_dataloader",
+)  # fmt: skip
+"""Attributes that DeepSpeed's ``__init__`` sets and that a user, or a batch already read, may have changed."""
+
+
+class MadPipeEngine(PipelineEngine):
+    """DeepSpeed's ``PipelineEngine`` on a planned cut.
+
+    Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
+    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step.
+    A module that DeepSpeed cut is trained as DeepSpeed does. Made by :func:`initialize`, or by DeepSpeed's own
+    ``initialize`` after :func:`install`.
+
+    Raises:
+        ValueError: an unknown or malformed key of ``madpipe`` in the configuration.
+        PlanMismatchError: a plan file for another model or another number of ranks.
+    """
+
+    plan: Plan | None = None
+    """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
+    chain: Chain | None = None
+    """The measurements that this run planned with."""
+    before_optimizer_step: Callable[[], object] | None = None
+    """Called on every rank once per step, with the gradients, right before they are clipped and applied."""
+    options: Options
+
+    # DeepSpeed's, without types there.
+    basic_optimizer: Any
+    data_iterator: Any
+    lr_scheduler: Any
+    optimizer: Any
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._groups: ParameterGroups | None = None
+        self._compile_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._waits_for_plan = False
+        self._step_shapes: list[torch.Size] | None = None
+        super().__init__(**kwargs)
+        given_anew = ("model", "optimizer", "lr_scheduler", "model_parameters", "training_data")
+        self._init_arguments = {key: value for key, value in kwargs.items() if key not in given_anew}
+        self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
+        self._cut_as_configured()
+        if self.owns_cut and self.device.type == "cpu":
+            # On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond.
+            self.dynamic_shape = True
+
+    # The cut
+
+    @property
+    def owns_cut(self) -> bool:
+        """Whether the cut is this engine's business; otherwise it is DeepSpeed's own."""
+        return getattr(self.module, "madpipe_cut", None) is not None
+
+    def _cut_as_configured(self) -> None:
+        """Follow ``pipeline.partition_method`` of the configuration, else what the module was built with."""
+        method = self._config.pipeline.get("partition_method")
+        cut: Cut | None = getattr(self.module, "madpipe_cut", None)
+        if isinstance(method, list | tuple):
+            self.recut(method)
+            return
+        check_method_name(method)
+        if asks_for_plan(method) and (cut is None or cut.origin == "boundaries"):
+            if planning_is_off():
+                announce(f"MADPIPE=0: no planning, the layers stay cut at {self.module.parts}")
+                return
+            cut = self.module.madpipe_cut = Cut("trial")
+        if cut is None or cut.origin in ("boundaries", "default"):
+            return
+        if cut.origin == "plan":
+            self.plan = cut.plan
+        elif self.options.plan is not None:
+            self.recut(self.options.plan)
+        else:
+            self._waits_for_plan = True
+            announce(
+                f"the layers are cut at {self.module.parts} until the first train_batch, which measures them: the "
+                f"plan is made before the first optimizer step (warmup_steps: {self.options.warmup_steps})"
+            )
+
+    def recut(self, plan: Plan | str | os.PathLike[str] | Sequence[int]) -> None:
+        """Move the layers to the stages of ``plan``, before the first optimizer step. Collective.
+
+        Layers whose rank changes move with their weights and buffers, values unchanged. The module, this engine,
+        its optimizer and its scheduler stay the same objects; optimizer groups and their settings stay.
+
+        Args:
+            plan: a plan, the path of one, or boundaries such as ``[0, 3, 8]``.
+
+        Raises:
+            PlanMismatchError: a plan for another model or another number of ranks.
+            ValueError: boundaries that do not fit the layers and the ranks, or leave a stage without trainable
+                parameters.
+            RuntimeError: an optimizer step was made.
+        """
+        num_layers, num_stages = self.module._num_layers, self.num_stages
+        if isinstance(plan, Plan | str | os.PathLike):
+            plan = load_plan(plan)
+            boundaries = check_plan(plan, num_layers, num_stages)
+            cut = Cut("plan", plan)
+        else:
+            boundaries = check_boundaries(plan, num_layers, num_stages)
+            cut = Cut("boundaries")
+        if self.global_steps:
+            raise RuntimeError(
+                f"the engine has made {self.global_steps} optimizer steps on the cut {self.module.parts}, and "
+                "this version moves layers only before the first one: build a new engine to train on "
+                f"{boundaries}"
+            )
+        if boundaries != self.module.parts:
+            self._check_every_stage_trains(boundaries)
+            self._move_to(boundaries)
+        self.module.madpipe_cut = cut
+        self.plan = cut.plan
+        self._waits_for_plan = False
+
+    def _check_every_stage_trains(self, boundaries: list[int]) -> None:
+        """Refuse, while everything still stands, what the optimizer of a stage could not start on."""
+        if self.basic_optimizer is None:
+            return
+        trained = trained_layers(self.module)
+        for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
+            if not trained.intersection(range(start, stop)):
+                raise ValueError(
+                    f"the boundaries {boundaries} leave stage {stage}, layers {start} to {stop}, without "
+                    "trainable parameters, and DeepSpeed's optimizer cannot start without: move a boundary"
+                )
+
+    def _move_to(self, boundaries: list[int]) -> None:
+        """Move the layers, and start the engine again on the same objects."""
+        optimizer, groups, scheduler = self.optimizer, self._groups, None
+        with preserved_random_state():
+            if groups is not None:
+                groups.gather(self.basic_optimizer, self.grid.get_pipe_parallel_group())
+                groups_before = list(self.basic_optimizer.param_groups)
+            self._release_parameters()
+            move_layers(self.module, boundaries)
+            if groups is not None:
+                groups.assign(self.basic_optimizer, self.module)
+                wrapped = optimizer is not self.basic_optimizer
+                scheduler = self._scheduler_to_keep(groups_before, groups.live(wrapped=wrapped))
+            self._start_again(scheduler)
+        self.optimizer = _one_object(optimizer, self.optimizer)
+
+    def _release_parameters(self) -> None:
+        """Take DeepSpeed's hooks and flat buffers off the parameters."""
+        self.destroy()
+        self.module_forward_pre_hook.remove()
+        self.module_forward_post_hook.remove()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            # A view of a flat buffer keeps all of it alive.
+            parameter.data = parameter.data.clone()
+        if self.optimizer is not self.basic_optimizer:
+            vars(self.optimizer).clear()
+
+    def _scheduler_to_keep(self, groups_before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
+        """The scheduler that goes on; None where DeepSpeed must make one anew.
+
+        A scheduler that DeepSpeed made knows the groups that this rank's optimizer had, by their order.
+        """
+        made_by_user = self.lr_scheduler is self.client_lr_scheduler
+        if made_by_user or [id(group) for group in groups] == [id(group) for group in groups_before]:
+            return self.lr_scheduler
+        for group in groups:  # schedulers multiply the rate that they find
+            group["lr"] = group.get("initial_lr", group["lr"])
+        return None
+
+    def _start_again(self, scheduler: Any) -> None:
+        """DeepSpeed's ``__init__`` on this object, around the moved layers."""
+        kept = {name: getattr(self, name) for name in OUTLIVES_A_RECUT}
+        old_scheduler = self.lr_scheduler
+        collects_garbage_late = self._python_gc_generation is not None
+        super().__init__(
+            model=self.module,
+            optimizer=self.basic_optimizer,
+            model_parameters=list(self.module.parameters()),
+            lr_scheduler=self.client_lr_scheduler if scheduler is None else scheduler,
+            training_data=None,
+            **self._init_arguments,
+        )
+        self.__dict__.update(kept)
+        self.lr_scheduler = _one_object(old_scheduler, self.lr_scheduler)
+        if collects_garbage_late:
+            self._configure_python_gc()
+        if self._compile_arguments is not None:
+            args, kwargs = self._compile_arguments
+            super().compile(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **kwargs)
+        self._compile_arguments = (args, kwargs)
+
+    def _configure_basic_optimizer(self, model_parameters):
+        optimizer = super()._configure_basic_optimizer(model_parameters)
+        self._groups = ParameterGroups(optimizer, self.module)
+        return optimizer
+
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            self._groups = ParameterGroups(client_optimizer, self.module)
+        elif client_optimizer is not None:
+            make_optimizer = client_optimizer
+
+            def client_optimizer(parameters):
+                optimizer = make_optimizer(parameters)
+                self._groups = ParameterGroups(optimizer, self.module)
+                return optimizer
+
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
+        if self.owns_cut and self._groups is not None and self.optimizer is self.basic_optimizer:
+            # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
+            # them, schedulers see the same groups on every rank.
+            self.basic_optimizer.param_groups[:] = self._groups.groups
+
+    # Training
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """DeepSpeed's ``train_batch``. The first one measures and plans before it trains.
+
+        Raises:
+            InfeasibleError: no plan fits in memory; on every rank.
+        """
+        if self._waits_for_plan and torch.is_grad_enabled():
+            if data_iter is not None:
+                self.set_dataiterator(data_iter)
+            self._plan_first_step()
+            data_iter = None  # the engine's own begins with the micro-batch that was measured
+        self.reset_activation_shape()
+        return super().train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        self.reset_activation_shape()
+        return super().eval_batch(data_iter, *args, **kwargs)
+
+    def _plan_first_step(self) -> None:
+        if self.module.activation_checkpoint_interval:
+            announce(
+                "activation checkpointing is on: layers are measured without it, so the plan counts on more "
+                "memory than they will keep, and on backwards without recomputation",
+                logging.WARNING,
+            )
+        from deepspeed_partition.engine.planning import plan_first_step  # the profiler, used only here
+
+        plan, self.chain = plan_first_step(self)
+        before = self.module.parts
+        self.recut(plan)
+        announce(f"the layers are cut at {self.module.parts} as planned (until now: {before})")
+
+    def peek_micro_batch(self) -> tuple[Any, Any]:
+        """Inputs and labels of the next micro-batch, on the device; the data iterator will give it again.
+
+        The first stage has the inputs, the last one the labels; the rest is None.
+        """
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return None, None
+        if self.data_iterator is not None:
+            micro_batch = next(self.data_iterator)
+            self.data_iterator = itertools.chain((micro_batch, micro_batch), self.data_iterator)
+        self._reserve_pipe_buffers(1)
+        self._exec_load_micro_batch(0)
+        inputs, labels = self.pipe_buffers["inputs"][0], self.pipe_buffers["labels"][0]
+        self.pipe_buffers["inputs"][0] = self.pipe_buffers["labels"][0] = None
+        return inputs, labels
+
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of activations: every batch tells them again, so each may have its own."""
+        super().reset_activation_shape()
+        self._step_shapes = None
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all stages.
+
+        DeepSpeed counts only the first stage's parameters here (as of 0.19.8: ``clip_grad_norm_`` asks for the
+        model-parallel rank 0, and pipeline stages count as model-parallel), so that its norm depends on the cut.
+        """
+        if not self.owns_cut:
+            super().clip_fp32_gradients()
+            return
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        squares = torch.zeros((), device=self.device)
+        for parameter in parameters:
+            if self._counts_in_norm(parameter):
+                squares += parameter.grad.float().norm() ** 2
+        dist.all_reduce(squares, group=self.mpu.get_model_parallel_group())
+        self._global_grad_norm = squares.sqrt()
+        coefficient = (self.gradient_clipping() / (self._global_grad_norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            parameter.grad.mul_(coefficient)
+
+    def _counts_in_norm(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank speaks for ``parameter``, of which other stages or slices may hold copies."""
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self.grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        super()._exec_load_micro_batch(buffer_id)
+        if self.is_first_stage() and self.owns_cut and not self.dynamic_shape:
+            self._check_shapes(self.pipe_buffers["inputs"][buffer_id])
+
+    def _check_shapes(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """Refuse what would corrupt the transfers of DeepSpeed: they keep the shapes of a batch's first one."""
+        shapes = [tensor.shape for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))]
+        if self._step_shapes is None:
+            self._step_shapes = shapes
+        elif shapes != self._step_shapes:
+            raise RuntimeError(
+                f"a micro-batch has the shapes {[tuple(shape) for shape in shapes]} and the first one of its "
+                f"batch {[tuple(shape) for shape in self._step_shapes]}: build the module with "
+                "dynamic_shape=True, or drop the short last micro-batch"
+            )
+
+    def _exec_optimizer_step(self, lr_kwargs=None):
+        if self.before_optimizer_step is not None:
+            self.before_optimizer_step()
+        super()._exec_optimizer_step(lr_kwargs)
+
+    # DeepSpeed calls instructions through this map, which does not see overriding methods.
+    _INSTRUCTION_MAP: ClassVar = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.OptimizerStep: _exec_optimizer_step,
+    }
+
+    # Checkpoints
+
+    def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
+        """DeepSpeed's ``save_checkpoint``, with the cut beside its files.
+
+        Raises:
+            OSError: rank 0 cannot write the cut; on every rank.
+        """
+        if self.owns_cut and save_dir:
+            folder = os.path.join(save_dir, f"global_step{self.global_steps}" if tag is None else str(tag))
+            # Before DeepSpeed's files: whoever finds a complete checkpoint finds its cut.
+            from_rank_0(lambda: checkpoints.save_cut(folder, self.module.parts, self.plan))
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
+    def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
+        """DeepSpeed's ``load_checkpoint``, after moving the layers to the cut of the checkpoint.
+
+        Raises:
+            PlanMismatchError: a checkpoint of another number of stages or layers.
+            RuntimeError: a checkpoint of another cut, after an optimizer step.
+            PlanFormatError: the file of its cut is damaged.
+        """
+        arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments
+        if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
+            self._adopt_cut_of(load_dir, tag)
+        loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        if self._waits_for_plan and self.global_steps:
+            self._waits_for_plan = False
+            announce(
+                "the checkpoint has optimizer states and no plan: training goes on at the cut "
+                f"{self.module.parts}",
+                logging.WARNING,
+            )
+        return loaded
+
+    def _adopt_cut_of(self, load_dir: str, tag: str | None) -> None:
+        folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
+        saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
+        if saved is None:
+            return
+        num_stages, num_layers = len(saved.boundaries) - 1, saved.boundaries[-1]
+        if (num_stages, num_layers) != (self.num_stages, self.module._num_layers):
+            raise PlanMismatchError(
+                f"the checkpoint in {folder} has {num_layers} layers on {num_stages} stages and this run "
+                f"{self.module._num_layers} layers on {self.num_stages}: start it with {num_stages} stages"
+            )
+        if saved.boundaries != self.module.parts:
+            announce(f"the checkpoint was written at the cut {saved.boundaries}: the layers move to it")
+            self.recut(saved.boundaries)
+        self.plan = saved.plan
+        self.module.madpipe_cut = Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan)
+        self._waits_for_plan = False
+
+
+def _one_object(old: Any, new: Any) -> Any:
+    """Let ``old``, which the user holds, be ``new``, which DeepSpeed made in its place and refers to.
+
+    Both names then share one state.
+    """
+    if type(old) is not type(new) or old is new or old is None:
+        return new
+    old.__dict__ = new.__dict__
+    return old
+
+
+@functools.wraps(deepspeed.initialize, assigned=())
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with a :class:`MadPipeEngine` for pipeline modules; the same arguments.
+
+    Returns:
+        The engine, its optimizer, data loader and learning-rate scheduler.
+    """
+    stock = deepspeed.PipelineEngine
+    # deepspeed.initialize looks the class up when it is called, and has no argument for it.
+    deepspeed.PipelineEngine = MadPipeEngine
+    try:
+        return deepspeed.initialize(*args, **kwargs)
+    finally:
+        deepspeed.PipelineEngine = stock

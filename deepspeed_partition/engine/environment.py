@@ -1,0 +1,46 @@
+"""What the surroundings decide: the log, ``MADPIPE=0``, and how DeepSpeed starts on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import deepspeed
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+logger = logging.getLogger("deepspeed_partition.engine")
+
+
+def announce(message: str, level: int = logging.INFO) -> None:
+    """Log on rank 0 what the user asked to see.
+
+    DeepSpeed's own logger is silent below warnings, and so is Python's without configuration. A program
+    that configured logging gets the message there; otherwise it goes to standard error.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[madpipe] %(message)s"))
+        logger.addHandler(handler)
+    logger.log(level, message)
+
+
+def planning_is_off() -> bool:
+    """Whether ``MADPIPE=0`` asks for DeepSpeed's default cut."""
+    return os.environ.get("MADPIPE", "").strip() == "0"
+
+
+def prepare_cpu() -> None:
+    """Let DeepSpeed start on a CPU without building its shared-memory extension.
+
+    ``deepspeed.init_distributed`` builds that extension in C++ when it is first called: half a minute
+    with a compiler, an error without one. gloo alone serves. Call this before ``init_distributed``;
+    on other accelerators it changes nothing.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

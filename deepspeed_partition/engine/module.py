@@ -1,0 +1,230 @@
+"""The boundaries that a pipeline module is built on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import deepspeed.pipe
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.utils import partition_balanced
+
+from deepspeed_partition.engine.collectives import from_rank_0
+from deepspeed_partition.engine.environment import announce, planning_is_off
+from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.plan import Plan
+
+METHODS = ("madpipe", "profile")
+"""Names of planning. DeepSpeed names ``profile`` and does not implement it."""
+KNOWN_METHODS = "'madpipe', a list of boundaries, or one of DeepSpeed's own 'parameters', 'uniform', 'type:REGEX'"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the boundaries of a module come from; a module that DeepSpeed cut by itself has none."""
+
+    origin: Literal["trial", "boundaries", "plan", "default"]
+    """``trial``: until a plan is made. ``default``: DeepSpeed's cut in the place of a plan (``MADPIPE=0``)."""
+    plan: Plan | None = None
+
+
+def asks_for_plan(method: object) -> bool:
+    """Whether a ``partition_method`` asks for a plan, in any case: ``"madpipe"`` or ``"profile"``."""
+    return isinstance(method, str) and method.strip().lower() in METHODS
+
+
+def check_method_name(method: object) -> None:
+    """Refuse a name that is neither MadPipe's nor DeepSpeed's, in the configuration, where DeepSpeed reads none.
+
+    Raises:
+        ValueError: such a name.
+    """
+    if method is None or asks_for_plan(method):
+        return
+    if not isinstance(method, str) or not method.strip().lower().startswith(("parameters", "uniform", "type:")):
+        raise ValueError(f"pipeline.partition_method is {method!r}: it is {KNOWN_METHODS}")
+
+
+def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    """A plan as it is, or from a file that rank 0 reads for all ranks.
+
+    Raises:
+        PlanFormatError: the file is no plan, or one of another version.
+        OSError: the file cannot be read.
+    """
+    return plan if isinstance(plan, Plan) else from_rank_0(lambda: Plan.load(plan))
+
+
+def check_boundaries(boundaries: Iterable[Any], num_layers: int, num_stages: int) -> list[int]:
+    """Explicit boundaries, ready for ``parts`` of a module.
+
+    Raises:
+        ValueError: not integers that rise from 0 to ``num_layers`` in ``num_stages`` steps.
+    """
+    cuts = list(boundaries)
+    if any(isinstance(cut, bool) or not hasattr(cut, "__index__") for cut in cuts):
+        raise ValueError(f"the boundaries {cuts} are not all integers")
+    cuts = [cut.__index__() for cut in cuts]
+    if len(cuts) != num_stages + 1:
+        raise ValueError(
+            f"the boundaries {cuts} make {len(cuts) - 1} stages and the pipeline has {num_stages}: "
+            f"give {num_stages + 1} boundaries, from 0 to {num_layers}"
+        )
+    if cuts[0] != 0 or cuts[-1] != num_layers or any(left >= right for left, right in pairwise(cuts)):
+        raise ValueError(
+            f"the boundaries {cuts} do not rise from 0 to {num_layers}, the number of layers: "
+            "every stage needs at least one layer"
+        )
+    return cuts
+
+
+def check_plan(plan: Plan, num_layers: int, num_stages: int) -> list[int]:
+    """The boundaries of a plan for a module of ``num_layers`` layers on ``num_stages`` ranks.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or another number of ranks, or needs an engine
+            that runs several stages on a device.
+    """
+    if plan.chain.num_layers != num_layers:
+        raise PlanMismatchError(
+            f"the plan for {plan.chain.name!r} cuts {plan.chain.num_layers} layers and this model has "
+            f"{num_layers}: make a plan for this model"
+        )
+    if plan.platform.num_devices != num_stages:
+        raise PlanMismatchError(
+            f"the plan is for {plan.platform.num_devices} devices and this pipeline has {num_stages} ranks: "
+            f"make a plan for {num_stages} devices, or start {plan.platform.num_devices} ranks per pipeline"
+        )
+    if not plan.is_contiguous:
+        raise PlanMismatchError(
+            "the plan puts several stages on a device, or stages out of order, which this version cannot run: "
+            "make a plan with the algorithm 'contiguous'"
+        )
+    if len(plan.boundaries) != num_stages + 1:
+        raise PlanMismatchError(
+            f"the plan uses {len(plan.boundaries) - 1} of its {num_stages} devices and each rank of a "
+            "pipeline runs one stage: make a plan with one stage per device, or start fewer ranks"
+        )
+    return list(plan.boundaries)
+
+
+def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -> list[int]:
+    """DeepSpeed's ``parameters`` cut, on which every stage has something to train.
+
+    Raises:
+        ValueError: fewer layers with trainable parameters than stages.
+    """
+    num_trainable = sum(1 for count in num_trainable_parameters if count)
+    if num_trainable < num_stages:
+        raise ValueError(
+            f"the pipeline has {num_stages} stages and the model {len(num_trainable_parameters)} layers, "
+            f"{num_trainable} of them with trainable parameters: use at most {num_trainable} stages"
+        )
+    return [int(cut) for cut in partition_balanced(list(num_trainable_parameters), num_stages)]
+
+
+def set_boundaries(module: deepspeed.pipe.PipelineModule, boundaries: Sequence[int]) -> None:
+    """Tell ``module`` which layers this rank builds."""
+    stage = module._topo.get_coord(module.global_rank).pipe
+    # DeepSpeed's numpy integers break ``seed_layers`` on Python 3.11 and later.
+    module.parts = [int(cut) for cut in boundaries]
+    module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+
+
+def partition_layers(
+    module: deepspeed.pipe.PipelineModule, method: object, by_deepspeed: Callable[[str], None]
+) -> None:
+    """Cut ``module`` while it is built: the body of ``PipelineModule._partition_layers``.
+
+    Args:
+        method: ``partition_method``: a plan, boundaries, one of ``METHODS``, or a method of DeepSpeed.
+        by_deepspeed: DeepSpeed's own ``_partition_layers``, for its own methods.
+    """
+    num_layers, num_stages = module._num_layers, module.num_stages
+    module.madpipe_cut = None
+    if isinstance(method, str) and not asks_for_plan(method):
+        by_deepspeed(method)
+        set_boundaries(module, module.parts)
+        return
+    if isinstance(module, DualPipeVModule):
+        raise ValueError(
+            f"partition_method {method!r} cannot cut a DualPipeVModule, whose ranks hold two stages each: "
+            "use one of DeepSpeed's methods"
+        )
+    if num_layers < num_stages:
+        raise ValueError(
+            f"the pipeline has {num_stages} stages and the model {num_layers} layers: "
+            f"use at most {num_layers} stages"
+        )
+    if planning_is_off() and (asks_for_plan(method) or isinstance(method, Plan)):
+        announce("MADPIPE=0: no planning, the layers are cut by DeepSpeed's default method 'parameters'")
+        by_deepspeed("parameters")
+        set_boundaries(module, module.parts)
+        module.madpipe_cut = Cut("default")
+    elif isinstance(method, Plan):
+        set_boundaries(module, check_plan(method, num_layers, num_stages))
+        module.madpipe_cut = Cut("plan", method)
+    elif asks_for_plan(method):
+        set_boundaries(module, trial_boundaries(module._count_layer_params(), num_stages))
+        module.madpipe_cut = Cut("trial")
+    elif isinstance(method, list | tuple):
+        set_boundaries(module, check_boundaries(method, num_layers, num_stages))
+        module.madpipe_cut = Cut("boundaries")
+    else:
+        raise ValueError(f"partition_method is {method!r}: it is {KNOWN_METHODS}")
+
+
+class PipelineModule(deepspeed.pipe.PipelineModule):
+    """DeepSpeed's ``PipelineModule`` that is cut by a plan.
+
+    Takes DeepSpeed's arguments and
+
+    Args:
+        partition_method: ``"madpipe"`` (the default) measures the layers on the first micro-batch and plans;
+            a list of boundaries such as ``[0, 3, 8]`` is taken as it is; DeepSpeed's own methods work too.
+        plan: a plan, or the path of one, that is run as it is, without measuring.
+
+    Raises:
+        ValueError: fewer layers than stages, or boundaries that do not fit the layers.
+        PlanMismatchError: a plan for another model or another number of ranks.
+        PlanFormatError: a file that is no plan.
+    """
+
+    def __init__(
+        self,
+        layers,
+        num_stages=None,
+        topology=None,
+        loss_fn=None,
+        seed_layers=False,
+        seed_fn=None,
+        base_seed=1234,
+        partition_method="madpipe",
+        activation_checkpoint_interval=0,
+        activation_checkpoint_func=checkpointing.checkpoint,
+        checkpointable_layers=None,
+        dynamic_shape=False,
+        *,
+        plan: Plan | str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            layers=layers,
+            num_stages=num_stages,
+            topology=topology,
+            loss_fn=loss_fn,
+            seed_layers=seed_layers,
+            seed_fn=seed_fn,
+            base_seed=base_seed,
+            partition_method=partition_method if plan is None else load_plan(plan),
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            activation_checkpoint_func=activation_checkpoint_func,
+            checkpointable_layers=checkpointable_layers,
+            dynamic_shape=dynamic_shape,
+        )
+
+    def _partition_layers(self, method="uniform"):
+        partition_layers(self, method, super()._partition_layers)

@@ -1,0 +1,118 @@
+"""Which optimizer group each parameter belongs to, kept while parameters move between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed_partition.engine.collectives import gather_objects
+
+OF_PARAMETERS = ("params", "param_names")
+"""What a parameter group says about single parameters; the rest of it are settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """One parameter group as one rank has it."""
+
+    names: tuple[str, ...]
+    """Global names of its parameters on that rank."""
+    key: str
+    """Tells it from other groups where ranks have different numbers of them."""
+    settings: dict[str, Any]
+    """Learning rate, weight decay and the rest."""
+    live: bool
+    """Whether the optimizer uses it. DeepSpeed drops groups without parameters."""
+
+
+class ParameterGroups:
+    """The groups of an optimizer as the user made them, before DeepSpeed drops empty ones or flattens them.
+
+    A group is the same on every rank by its place, so that a parameter finds its group on another rank.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
+        """The dictionaries themselves, those that DeepSpeed drops included."""
+        self._names = [
+            tuple(names[parameter] for parameter in group["params"] if parameter in names) for group in self.groups
+        ]
+        self._keys = _keys(self.groups)
+
+    def gather(self, optimizer: torch.optim.Optimizer, pipe_group: dist.ProcessGroup) -> None:
+        """Learn every stage's groups, and bring this rank's list to the union of them.
+
+        Collective over the pipeline.
+        """
+        in_use = {id(group) for group in optimizer.param_groups}
+        mine = [
+            GroupInfo(names, key, _settings(group), id(group) in in_use)
+            for group, names, key in zip(self.groups, self._names, self._keys, strict=True)
+        ]
+        by_stage = gather_objects(mine, pipe_group)
+        places = _places(by_stage)
+        own = dict(zip(places[dist.get_rank(pipe_group)], self.groups, strict=True))
+        members: dict[int, list[GroupInfo]] = {}
+        for stage_places, infos in zip(places, by_stage, strict=True):
+            for place, info in zip(stage_places, infos, strict=True):
+                members.setdefault(place, []).append(info)
+        self.groups, self._names, self._keys = [], [], []
+        for place, infos in sorted(members.items()):
+            group = own.get(place, {"params": []})
+            if id(group) not in in_use:
+                # A group that DeepSpeed dropped here missed what schedulers have set since.
+                group.update(next((info for info in infos if info.live), infos[0]).settings)
+            self.groups.append(group)
+            self._names.append(tuple(name for info in infos for name in info.names))
+            self._keys.append(infos[0].key)
+
+    def live(self, *, wrapped: bool) -> list[dict[str, Any]]:
+        """The groups that this rank's optimizer has; a wrapping one has none without parameters."""
+        return [group for group in self.groups if group["params"] or not wrapped]
+
+    def assign(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        """Fill ``optimizer`` with the parameters that ``module`` has now, each in its group."""
+        for group, names in zip(self.groups, self._names, strict=True):
+            wanted = set(names)
+            members = [(name, member) for name, member in module.named_parameters() if name in wanted]
+            group["params"] = [member for _, member in members]
+            if "param_names" in group:
+                group["param_names"] = [name for name, _ in members]
+        optimizer.state.clear()
+        optimizer.param_groups[:] = self.groups
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in OF_PARAMETERS}
+
+
+def _keys(groups: list[dict[str, Any]]) -> list[str]:
+    """The settings as text; equal ones are numbered."""
+    keys: list[str] = []
+    for group in groups:
+        text = repr(sorted(_settings(group).items()))
+        keys.append(f"{text} #{sum(key.startswith(text) for key in keys)}")
+    return keys
+
+
+def _places(by_stage: list[list[GroupInfo]]) -> list[list[int]]:
+    """For each stage, the global place of each of its groups.
+
+    Users give the same groups on every rank, some of them empty. Where a rank has fewer, its script left
+    empty groups out, and groups are told apart by their settings.
+    """
+    if len({len(infos) for infos in by_stage}) == 1:
+        return [list(range(len(infos))) for infos in by_stage]
+    known: list[str] = []
+    for infos in by_stage:
+        place = 0
+        for info in infos:  # new ones come where this stage has them, for schedulers go by the order
+            if info.key not in known:
+                known.insert(place, info.key)
+            place = known.index(info.key) + 1
+    return [[known.index(info.key) for info in infos] for infos in by_stage]

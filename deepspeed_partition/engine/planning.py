@@ -1,0 +1,171 @@
+"""The plan before the first step: measured where the layers are, made on rank 0, the same on every rank.
+
+The one place where the engine knows the profiler; imported when a plan is to be made.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
+from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
+from deepspeed_partition.options import Options
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning import make_plan
+from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.profiling import Link, layer_profiles, measure_links, measure_stage, suspicious
+from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, tensors_of, to_device
+from deepspeed_partition.profiling.devices import hardware_name
+from deepspeed_partition.profiling.measure import MeasuredLayer
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+ANY_BANDWIDTH = 1e9
+"""Of the link that a pipeline of one stage does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """What one rank of a pipeline found out about its layers and its device."""
+
+    layers: list[MeasuredLayer]
+    input_bytes: int
+    micro_batch_size: int | None
+    memory_bytes: int
+    training_bytes: int
+    weight_bytes: int
+    error: Exception | None
+
+
+def plan_first_step(engine: MadPipeEngine) -> tuple[Plan, Chain]:
+    """Measure the layers of ``engine`` on the first micro-batch, and plan.
+
+    Collective over the whole job. The first pipeline measures: one stage after the other, so that each is
+    measured by itself and hands its output on. The micro-batch stays in the data iterator.
+
+    Raises:
+        InfeasibleError: no plan fits in memory; on every rank.
+        Exception: whatever a layer, the data iterator or the planner raised on some rank; on every rank.
+    """
+    memory_bytes = device_memory_bytes()
+    reports: list[StageReport] = []
+    link: Link | None = None
+    if engine.grid.data_parallel_id == 0:
+        reports = _measure(engine, memory_bytes)
+        if not any(report.error for report in reports):
+            link = _measure_link(engine)
+    return from_rank_0(lambda: _plan(engine, reports, link))
+
+
+def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
+    """The reports of all stages of this pipeline, on each of its ranks."""
+    grid = engine.grid
+    stage = grid.get_stage_id()
+    inputs: Any = None
+    error: Exception | None = None
+    if not engine.is_first_stage():
+        inputs, error = _receive_object(grid.stage_to_global(stage_id=stage - 1))
+    layers: list[MeasuredLayer] = []
+    outputs = None
+    if error is None:
+        try:
+            loaded, labels = engine.peek_micro_batch()
+            inputs = loaded if engine.is_first_stage() else to_device(inputs, engine.device)
+            layers, outputs = measure_stage(
+                engine.module.forward_funcs,
+                inputs,
+                labels,
+                engine.module.loss_fn if engine.is_last_stage() else None,
+                device=engine.device,
+                first_stage=engine.is_first_stage(),
+                first_index=engine.module._local_start,
+                autocast_dtype=engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None,
+            )
+        except Exception as flaw:  # every rank must hear of it: those that wait would wait for ever
+            error = portable(flaw)
+    if not engine.is_last_stage():
+        handed_on = None if outputs is None else to_device(outputs, torch.device("cpu"))
+        dist.send_object_list([(handed_on, error)], grid.stage_to_global(stage_id=stage + 1))
+    training, weights = training_bytes(engine)
+    report = StageReport(
+        layers=layers,
+        input_bytes=0 if error else bytes_of(inputs),
+        micro_batch_size=None if error else _num_samples(inputs),
+        memory_bytes=memory_bytes,
+        training_bytes=training,
+        weight_bytes=weights,
+        error=error,
+    )
+    return gather_objects(report, grid.get_pipe_parallel_group())
+
+
+def _measure_link(engine: MadPipeEngine) -> Link | None:
+    """Bandwidth and latency between the stages, where the options leave one of them open."""
+    given = (engine.options.bandwidth, engine.options.latency_seconds)
+    if engine.num_stages == 1 or None not in given:
+        return None
+    return measure_links(engine.grid.get_pipe_parallel_group(), engine.device)
+
+
+def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) -> tuple[Plan, Chain]:
+    """On rank 0, from the reports of its pipeline."""
+    for report in reports:
+        if report.error is not None:
+            raise report.error
+    options = engine.options
+    chain = Chain(
+        name=type(engine.module).__name__,
+        input_bytes=reports[0].input_bytes,
+        layers=tuple(layer_profiles([layer for report in reports for layer in report.layers])),
+        micro_batch_size=reports[0].micro_batch_size,
+        hardware=hardware_name(engine.device),
+    )
+    for sentence in suspicious(chain):
+        announce(sentence, logging.WARNING)
+    plan = make_plan(
+        chain,
+        _platform(options, reports, link),
+        algorithm=options.algorithm,
+        num_micro_batches=engine.micro_batches,
+        num_stages=engine.num_stages,
+        every_stage_trains=True,
+        time_limit_seconds=options.time_limit_seconds,
+    )
+    announce(plan.summary())
+    if options.save_plan is not None:
+        plan.save(options.save_plan)
+        announce(f"the plan is saved in {options.save_plan}")
+    return plan, chain
+
+
+def _platform(options: Options, reports: list[StageReport], link: Link | None) -> Platform:
+    """The options where they say something, else what was measured."""
+    link = link or Link(bandwidth=ANY_BANDWIDTH, latency_seconds=0.0)
+    kept = sum(report.training_bytes for report in reports)
+    weights = sum(report.weight_bytes for report in reports)
+    latency = options.latency_seconds
+    return Platform(
+        num_devices=len(reports),
+        memory_bytes=options.memory or min(report.memory_bytes for report in reports),
+        bandwidth=options.bandwidth or link.bandwidth,
+        latency_seconds=link.latency_seconds if latency is None else latency,
+        weight_copies=options.weight_copies or kept / weights,
+    )
+
+
+def _num_samples(inputs: Boundary) -> int | None:
+    first = tensors_of(inputs)[0]
+    return first.shape[0] if first.dim() else None
+
+
+def _receive_object(rank: int) -> Any:
+    box = [None]
+    dist.recv_object_list(box, rank)
+    return box[0]

@@ -1,0 +1,106 @@
+"""The platform that this run has: memory of each device, and what an optimizer keeps per weight."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.environment import announce
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+CONTROL_GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where Linux says how much memory this container may use; versions 2 and 1."""
+STATES_OF_ADAM = 2
+
+
+def device_memory_bytes() -> int:
+    """The memory of this rank's device; on a CPU the machine's, divided by the ranks on this machine.
+
+    Collective over the whole job.
+    """
+    num_local_ranks = gather_objects(socket.gethostname()).count(socket.gethostname())
+    if get_accelerator().device_name() == "cpu":
+        return machine_memory_bytes() // num_local_ranks
+    return int(get_accelerator().total_memory())
+
+
+def machine_memory_bytes() -> int:
+    """The memory of this machine, or of the container that this process runs in."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTROL_GROUP_LIMITS:
+        limit = Path(path)
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            sizes.append(int(text))
+    return min(sizes)
+
+
+def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
+    """What this rank keeps for its weights while it trains, and the weights alone; ``weight_copies`` is the ratio.
+
+    Counted from what DeepSpeed has allocated (weights, master copies, gradients in full precision), with what
+    the first step will add (gradients in the precision of the weights, and the optimizer's states).
+    """
+    parameters = list(engine.module.parameters())
+    tensors: list[torch.Tensor] = list(parameters)
+    if engine.basic_optimizer is not None:
+        tensors += [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
+    if engine.optimizer is not engine.basic_optimizer:
+        tensors += _tensors_in(vars(engine.optimizer).values())
+    allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in tensors}.values())
+    gradients = sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad)
+    states = sum(
+        num_states(engine.basic_optimizer) * _bytes(member)
+        for group in (engine.basic_optimizer.param_groups if engine.basic_optimizer else ())
+        for member in group["params"]
+    )
+    return allocated + gradients + states, sum(_bytes(parameter) for parameter in parameters)
+
+
+def num_states(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of a weight's size that ``optimizer`` keeps for it: tried out on two numbers."""
+    weight = torch.nn.Parameter(torch.zeros(2, device=get_accelerator().current_device_name()))
+    weight.grad = torch.zeros_like(weight)
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    try:
+        trial = type(optimizer)([weight], **settings)
+        trial.step()
+    except Exception as error:  # somebody else's optimizer, on an input that it never expected
+        announce(
+            f"the optimizer {type(optimizer).__name__} could not be tried out ({error}): it is taken to keep "
+            f"{STATES_OF_ADAM} states per weight, as Adam does; the option weight_copies says better"
+        )
+        return STATES_OF_ADAM
+    return sum(value.numel() == 2 for value in trial.state[weight].values() if torch.is_tensor(value))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if torch.is_tensor(value):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

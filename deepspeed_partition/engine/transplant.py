@@ -1,0 +1,189 @@
+"""Moving layers between the ranks of a pipeline, and rebuilding its module in place."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.module import set_boundaries
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leave every random generator that building a layer may draw from as it was."""
+    accelerator = get_accelerator()
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            accelerator.set_rng_state(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A submodule of the pipeline that a rank holds if it runs one of its layers."""
+
+    name: str
+    """Its global name: ``"3"``, or ``"tied_modules.embed"`` for layers that share one module."""
+    layers: tuple[int, ...]
+    """The layers that run it; several where it is tied."""
+    spec: LayerSpec | nn.Module
+
+    def stages(self, boundaries: Sequence[int]) -> list[int]:
+        """The stages that hold it, in order."""
+        return sorted({bisect_right(boundaries, layer) - 1 for layer in self.layers})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a receiver must know about a parameter or buffer that it is sent."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def parts_of(module: PipelineModule) -> list[Part]:
+    """Everything with weights in the whole pipeline, in the order of the layers; functions have none."""
+    tied: dict[str, list[int]] = {}
+    parts: dict[str, Part] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append(index)
+            name = f"tied_modules.{spec.key}"
+            first = parts[name].spec if name in parts else spec
+            parts[name] = Part(name, tuple(tied[spec.key]), first)
+        elif isinstance(spec, LayerSpec | nn.Module):
+            parts[str(index)] = Part(str(index), (index,), spec)
+    return list(parts.values())
+
+
+def held_modules(module: PipelineModule) -> dict[str, nn.Module]:
+    """The parts that this rank holds now, by their global names."""
+    # Not named_children(), which names a module once that the user listed as several layers.
+    held = {name: child for name, child in module._modules.items() if name.isdigit() and child is not None}
+    held.update({f"tied_modules.{key}": child for key, child in module.tied_modules.items()})
+    return held
+
+
+def trained_layers(module: PipelineModule) -> set[int]:
+    """The layers of the whole pipeline with trainable parameters. Collective over each pipeline."""
+    held = held_modules(module)
+    trained = {
+        layer
+        for part in parts_of(module)
+        if part.name in held and any(weight.requires_grad for weight in held[part.name].parameters())
+        for layer in part.layers
+    }
+    return set().union(*gather_objects(trained, module.mpu().get_pipe_parallel_group()))
+
+
+def move_layers(module: PipelineModule, boundaries: Sequence[int]) -> None:
+    """Re-cut ``module``: move the layers whose rank changes, with their weights, and rebuild it in place.
+
+    Collective over each pipeline; a data-parallel replica moves its own copies. The module keeps its
+    process groups, and layers that stay keep their modules and ``Parameter`` objects.
+    """
+    held = held_modules(module)
+    _exchange(module, held, boundaries)
+    _rebuild(module, held, boundaries)
+
+
+def _exchange(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
+    """Bring ``held`` from the current boundaries to the new ones, one part after the other.
+
+    All ranks go through the moves in the same order, so that the blocking transfers cannot deadlock.
+    """
+    grid = module.mpu()
+    stage = grid.get_stage_id()
+    moves = []
+    for part in parts_of(module):
+        before, after = part.stages(module.parts), part.stages(boundaries)
+        receivers = [destination for destination in after if destination not in before]
+        moves.append((part, before[0], receivers, stage not in after))
+    sent = {part.name: _describe(held[part.name]) for part, source, to, _ in moves if to and source == stage}
+    described: dict[str, list[TensorInfo]] = {}
+    for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
+        described.update(descriptions)
+    for part, source, receivers, leaves in moves:
+        for destination in receivers:
+            if stage == source:
+                for tensor in _tensors(held[part.name]).values():
+                    send_bytes(tensor, grid.stage_to_global(stage_id=destination))
+            elif stage == destination:
+                rank = grid.stage_to_global(stage_id=source)
+                held[part.name] = _receive(part, described[part.name], rank)
+        if leaves and part.name in held:
+            gone = held.pop(part.name)
+            if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
+                gone.to("cpu")
+
+
+def _tensors(part: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(part.named_parameters()), **dict(part.named_buffers())}
+
+
+def _describe(part: nn.Module) -> list[TensorInfo]:
+    return [
+        TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad)
+        for name, tensor in _tensors(part).items()
+    ]
+
+
+def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
+    """Build ``part`` as its owner had it."""
+    device = torch.device(get_accelerator().current_device_name())
+    built = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
+    tensors = _tensors(built)
+    if tensors.keys() != {info.name for info in description}:
+        raise RuntimeError(
+            f"layer {part.name!r} cannot be moved: its specification builds {sorted(tensors)} and rank {rank} "
+            f"has {sorted(info.name for info in description)}; change layers in their specification, "
+            "or call train_batch once before changing them"
+        )
+    for info in description:
+        tensor = tensors[info.name]
+        tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
+        tensor.requires_grad_(info.requires_grad)
+    return built
+
+
+def _rebuild(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
+    """Give ``module`` the layers of its new range, built by DeepSpeed around the modules in ``held``."""
+    for name in [name for name in module._modules if name.isdigit()]:
+        delattr(module, name)
+    set_boundaries(module, boundaries)
+    module.forward_funcs = []
+    module.fwd_map = {}
+    module.tied_modules = nn.ModuleDict()
+    module.tied_weight_attrs = {}
+    specs = module._layer_specs
+    for spec in specs[module._local_start : module._local_stop]:
+        if isinstance(spec, TiedLayerSpec) and spec.key not in module.tied_modules:
+            module.tied_modules[spec.key] = held[f"tied_modules.{spec.key}"]
+            module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
+    # DeepSpeed registers a module that stands in the place of its specification as it is.
+    module._layer_specs = [held.get(str(index), spec) for index, spec in enumerate(specs)]
+    try:
+        module._build()
+    finally:
+        module._layer_specs = specs
+    module.to(get_accelerator().device_name(module.local_rank))
+    module.tied_comms = module._index_tied_modules()
+    module.is_checkpointable_results_interval = None

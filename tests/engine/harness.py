@@ -1,0 +1,72 @@
+"""Runs many cases in one start of several processes: a worker runs them, a test file reads what came out."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+Case = Callable[[Path], None]
+LONGEST_CASE_SECONDS = 60
+
+
+def run_worker(script: Path, num_processes: int, folder: Path, timeout_seconds: int = 400) -> dict[str, str]:
+    """Start ``script`` under torchrun; what became of each case: an empty text, or what went wrong."""
+    out = folder / "outcomes.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes),
+        str(script), str(out), str(folder),
+    ]  # fmt: skip
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment.pop("MADPIPE", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
+    if not out.exists():
+        raise RuntimeError(f"the worker wrote no outcomes:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+    return {"output": done.stdout + done.stderr, **json.loads(out.read_text())}
+
+
+def run_cases(cases: dict[str, Case]) -> None:
+    """The body of a worker: run every case on all ranks, and write the outcomes.
+
+    A case that fails on some ranks may leave others in the middle of a transfer: the worker then ends, with
+    a traceback of where each rank waits, and the remaining cases are not run.
+    """
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    import deepspeed_partition.engine  # noqa: F401  prepares the CPU
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    only = os.environ.get("MADPIPE_CASES")
+    outcomes: dict[str, str] = {}
+    for name, case in cases.items():
+        if only and only not in name:
+            continue
+        if dist.get_rank() == 0:
+            print(f"case {name}", file=sys.stderr, flush=True)
+            out.write_text(json.dumps({**outcomes, name: "some ranks wait for others"}))
+        faulthandler.dump_traceback_later(LONGEST_CASE_SECONDS, exit=True)
+        failure = ""
+        try:
+            scratch = folder / name
+            scratch.mkdir(exist_ok=True)
+            case(scratch)
+        except Exception:
+            failure = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+            print(failure, file=sys.stderr, flush=True)
+        failures: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        faulthandler.cancel_dump_traceback_later()
+        outcomes[name] = "\n".join(filter(None, failures))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()

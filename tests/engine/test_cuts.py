@@ -1,0 +1,217 @@
+"""Boundaries before any process is started: what is accepted, and what the sentences say."""
+
+import inspect
+import itertools
+import logging
+import random
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deepspeed  # noqa: E402
+import deepspeed.pipe  # noqa: E402
+
+from deepspeed_partition import Chain, LayerProfile, Platform, engine, make_plan  # noqa: E402
+from deepspeed_partition.engine import checkpoints, environment, parameter_groups  # noqa: E402
+from deepspeed_partition.engine.collectives import portable  # noqa: E402
+from deepspeed_partition.engine.module import (  # noqa: E402
+    asks_for_plan,
+    check_boundaries,
+    check_method_name,
+    check_plan,
+    trial_boundaries,
+)
+from deepspeed_partition.planner.errors import (  # noqa: E402
+    InfeasibleError,
+    PlanFormatError,
+    PlanMismatchError,
+)
+
+
+def plan_for(num_layers, num_devices, algorithm="contiguous"):
+    layers = tuple(
+        LayerProfile(name=str(index), forward_seconds=1.0, backward_seconds=2.0, weight_bytes=4, output_bytes=4)
+        for index in range(num_layers)
+    )
+    platform = Platform(num_devices=num_devices, memory_bytes=10**9, bandwidth=1e9)
+    return make_plan(Chain(input_bytes=4, layers=layers), platform, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("method", ["madpipe", "MadPipe", " MADPIPE ", "profile", "Profile"])
+def test_planning_is_asked_for_in_any_case(method):
+    assert asks_for_plan(method)
+
+
+@pytest.mark.parametrize("method", ["uniform", "parameters", "type:madpipe", None, [0, 3], 7])
+def test_other_methods_do_not_plan(method):
+    assert not asks_for_plan(method)
+
+
+def test_boundaries_become_python_integers():
+    import numpy
+
+    cuts = check_boundaries((numpy.int64(0), 3, 8), num_layers=8, num_stages=2)
+    assert cuts == [0, 3, 8] and all(type(cut) is int for cut in cuts)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "words"),
+    [
+        ([0, 8], ["make 1 stages", "has 2", "give 3 boundaries"]),
+        ([0, 3, 5, 8], ["make 3 stages"]),
+        ([], ["make -1 stages"]),
+        ([1, 3, 8], ["rise from 0 to 8"]),
+        ([0, 3, 9], ["rise from 0 to 8"]),
+        ([0, 0, 8], ["at least one layer"]),
+        ([0, 9, 8], ["rise from 0 to 8"]),
+        ([0, 3.0, 8], ["integers"]),
+        ([0, True, 8], ["integers"]),
+        (["0", "3", "8"], ["integers"]),
+    ],
+)
+def test_wrong_boundaries(boundaries, words):
+    with pytest.raises(ValueError) as caught:
+        check_boundaries(boundaries, num_layers=8, num_stages=2)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_plans_for_others():
+    plan = plan_for(8, 2)
+    assert check_plan(plan, num_layers=8, num_stages=2) == plan.boundaries
+    with pytest.raises(PlanMismatchError, match="8 layers and this model has 9"):
+        check_plan(plan, num_layers=9, num_stages=2)
+    with pytest.raises(PlanMismatchError, match="for 2 devices and this pipeline has 4 ranks"):
+        check_plan(plan, num_layers=8, num_stages=4)
+    with pytest.raises(PlanMismatchError, match="uses 2 of its 3 devices"):
+        check_plan(plan_for(8, 3, algorithm=[0, 4, 8]), num_layers=8, num_stages=3)
+
+
+def test_a_plan_with_several_stages_on_a_device():
+    data = plan_for(8, 2).to_dict()
+    data["stages"][0]["device"], data["stages"][1]["device"] = 1, 0
+    for operation in data["operations"]:
+        if "device" in operation:
+            operation["device"] = 1 - operation["device"]
+        else:
+            operation["link"].reverse()
+    from deepspeed_partition import Plan
+
+    with pytest.raises(PlanMismatchError, match="cannot run"):
+        check_plan(Plan.from_dict(data), num_layers=8, num_stages=2)
+
+
+@pytest.mark.parametrize("name", ["madpipe", None, "uniform", "Parameters", "type:Block"])
+def test_names_that_a_configuration_may_have(name):
+    check_method_name(name)
+
+
+@pytest.mark.parametrize("name", ["madpip", "", 7, {"a": 1}])
+def test_names_that_a_configuration_may_not_have(name):
+    with pytest.raises(ValueError, match="'madpipe', a list of boundaries"):
+        check_method_name(name)
+
+
+def test_every_stage_of_the_trial_cut_trains():
+    """DeepSpeed's balance is no exact one: heavy layers among light and empty ones are where it could fail."""
+    numbers = random.Random(1)
+    for _ in range(500):
+        counts = [numbers.choice([0, 0, 1, 5, 1000]) for _ in range(numbers.randint(1, 12))]
+        trainable = sum(1 for count in counts if count)
+        for num_stages in range(1, trainable + 1):
+            cuts = trial_boundaries(counts, num_stages)
+            assert cuts[0] == 0 and cuts[-1] == len(counts) and len(cuts) == num_stages + 1
+            assert all(type(cut) is int for cut in cuts)
+            assert all(sum(counts[start:stop]) for start, stop in itertools.pairwise(cuts)), (counts, cuts)
+        with pytest.raises(ValueError, match=f"use at most {trainable} stages"):
+            trial_boundaries(counts, trainable + 1)
+
+
+def test_signatures_are_deepspeeds():
+    ours = inspect.signature(engine.PipelineModule.__init__).parameters
+    theirs = inspect.signature(deepspeed.pipe.PipelineModule.__init__).parameters
+    assert [*theirs, "plan"] == list(ours)
+    assert all(
+        ours[name].default == parameter.default for name, parameter in theirs.items() if name != "partition_method"
+    )
+    assert ours["partition_method"].default == "madpipe"
+    assert inspect.signature(engine.initialize) == inspect.signature(deepspeed.initialize)
+
+
+def test_a_cpu_needs_no_extension(monkeypatch):
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    monkeypatch.setattr(environment, "get_accelerator", lambda: Named("cuda"))
+    environment.prepare_cpu()
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is True
+    monkeypatch.setattr(environment, "get_accelerator", lambda: Named("cpu"))
+    environment.prepare_cpu()
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+
+
+class Named:
+    def __init__(self, name):
+        self.name = name
+
+    def device_name(self):
+        return self.name
+
+
+@pytest.mark.parametrize(("value", "off"), [("0", True), (" 0 ", True), ("1", False), ("", False), (None, False)])
+def test_planning_is_turned_off_by_zero(monkeypatch, value, off):
+    monkeypatch.delenv("MADPIPE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MADPIPE", value)
+    assert environment.planning_is_off() is off
+
+
+def test_the_log_goes_where_logging_is_configured(caplog):
+    with caplog.at_level(logging.INFO):
+        environment.announce("cut at [0, 3, 8]")
+    assert caplog.messages == ["cut at [0, 3, 8]"]
+
+
+def test_the_log_is_seen_without_configuration():
+    program = "from deepspeed_partition.engine.environment import announce; announce('cut at [0, 3, 8]')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stderr.count("[madpipe] cut at [0, 3, 8]") == 1
+
+
+def test_errors_that_travel():
+    error = portable(InfeasibleError("too small", stage=1, short_bytes=5))
+    assert isinstance(error, InfeasibleError) and error.short_bytes == 5
+
+    class Local(Exception):
+        """Not known to other processes."""
+
+    assert str(portable(Local("went wrong"))) == "Local: went wrong"
+    assert "data iterator ended" in str(portable(StopIteration()))
+
+
+def test_cuts_of_checkpoints(tmp_path):
+    assert checkpoints.read_cut(tmp_path) is None
+    checkpoints.save_cut(tmp_path / "new", [0, 3, 8], None)
+    assert checkpoints.read_cut(tmp_path / "new") == checkpoints.SavedCut([0, 3, 8], None)
+    plan = plan_for(8, 2)
+    checkpoints.save_cut(tmp_path, plan.boundaries, plan)
+    assert checkpoints.read_cut(tmp_path) == checkpoints.SavedCut(plan.boundaries, plan)
+    for damaged in ("", "[]", '{"format": "madpipe-boundaries/2", "boundaries": [0, 1]}'):
+        (tmp_path / checkpoints.FILE_NAME).write_text(damaged)
+        with pytest.raises(PlanFormatError, match=checkpoints.FILE_NAME):
+            checkpoints.read_cut(tmp_path)
+    assert checkpoints.folder_to_load(str(tmp_path), None, universal=False) is None
+    (tmp_path / "latest").write_text("step7\n")
+    assert checkpoints.folder_to_load(str(tmp_path), None, universal=False) == tmp_path / "step7"
+    assert checkpoints.folder_to_load(str(tmp_path), "x", universal=False) == tmp_path / "x"
+
+
+def test_groups_are_told_apart_where_ranks_have_different_numbers():
+    def infos(*keys):
+        return [parameter_groups.GroupInfo((), key, {}, True) for key in keys]
+
+    assert parameter_groups._places([infos("a", "b"), infos("b", "c")]) == [[0, 1], [0, 1]]
+    assert parameter_groups._places([infos("b"), infos("a", "b")]) == [[1], [0, 1]]
+    assert parameter_groups._places([infos("a"), infos("a", "c"), infos("b", "c")]) == [[1], [1, 2], [0, 2]]
+    same = [{"params": [], "lr": 1.0}, {"params": [], "lr": 1.0}, {"params": [], "lr": 2.0}]
+    assert len(set(parameter_groups._keys(same))) == 3

@@ -1,0 +1,86 @@
+"""A process that is killed in the middle of training ends the others soon, and they say why."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+WORKER = Path(__file__).with_name("endless_multiproc.py")
+NUM_PROCESSES = 3
+
+
+def environment(**more):
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+
+
+def by_torchrun(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(NUM_PROCESSES), str(WORKER), str(folder)]
+    with (folder / "log").open("w") as log:
+        return [subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)]
+
+
+def by_hand(folder, port):
+    """Each process on its own, as a scheduler without torchrun starts them."""
+    started = []
+    for rank in range(NUM_PROCESSES):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_PROCESSES, "MASTER_PORT": port}
+        own = {key: str(value) for key, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        with (folder / f"log{rank}").open("w") as log:
+            command = [sys.executable, str(WORKER), str(folder)]
+            started.append(subprocess.Popen(command, env=environment(**own), stdout=log, stderr=subprocess.STDOUT))
+    return started
+
+
+def training_pids(folder, started):
+    """The process of each rank, once all of them train."""
+    deadline = time.monotonic() + 120
+    files = [folder / f"rank{rank}" for rank in range(NUM_PROCESSES)]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline and started[0].poll() is None, logs(folder)
+        time.sleep(0.2)
+    return [int(file.read_text()) for file in files]
+
+
+def logs(folder):
+    return "\n".join(path.read_text() for path in sorted(folder.glob("log*")))
+
+
+@pytest.fixture
+def ended():
+    """Ends what a test started and left behind."""
+    started = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+
+
+def test_torchrun_ends_the_job(tmp_path, ended):
+    ended += by_torchrun(tmp_path)
+    os.kill(training_pids(tmp_path, ended)[1], signal.SIGKILL)
+    assert ended[0].wait(60) != 0
+    assert "SIGKILL" in logs(tmp_path)
+
+
+def test_the_others_end_by_themselves(tmp_path, ended):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ended += by_hand(tmp_path, port)
+    os.kill(training_pids(tmp_path, ended)[1], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    for process in ended:
+        assert process.wait(max(1, deadline - time.monotonic())) != 0
+    for rank in (0, 2):
+        text = (tmp_path / f"log{rank}").read_text()
+        assert re.search("Connection (closed|reset) by peer", text), text[-2000:]
