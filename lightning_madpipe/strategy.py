@@ -299,6 +299,7 @@ class PipelineStrategy(DeepSpeedStrategy):
         # random numbers before each layer.
         pipeline.seed_layers = False
         pipeline.called_attribute = call.attribute
+        pipeline.model_name = type(module).__name__  # which the plan names
         pipeline.engine = lambda: None
         detach_layers(module, call)
         setattr(module, PIPELINE, pipeline)

@@ -351,6 +351,19 @@ class MadPipeEngine(PipelineEngine):
                 "dynamic_shape=True, or drop the short last micro-batch"
             )
 
+    # DeepSpeed keeps inputs, outputs and labels until their slot is used again. At the two ends of the pipeline
+    # that is long after their use, and with a vocabulary for its output most of what the last stage needs.
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        super()._exec_forward_pass(buffer_id)
+        if self.is_last_stage() and self._compute_loss and self.module.loss_fn is not None:
+            self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["labels"][buffer_id] = None
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        super()._exec_backward_pass(buffer_id)
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = None
+
     def _exec_optimizer_step(self, lr_kwargs=None):
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()
@@ -359,6 +372,8 @@ class MadPipeEngine(PipelineEngine):
     # DeepSpeed calls instructions through this map, which does not see overriding methods.
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
         schedule.LoadMicroBatch: _exec_load_micro_batch,
         schedule.OptimizerStep: _exec_optimizer_step,
     }

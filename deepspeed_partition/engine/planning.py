@@ -121,7 +121,7 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
             raise report.error
     options = engine.options
     chain = Chain(
-        name=type(engine.module).__name__,
+        name=getattr(engine.module, "model_name", type(engine.module).__name__),
         input_bytes=reports[0].input_bytes,
         layers=tuple(layer_profiles([layer for report in reports for layer in report.layers])),
         micro_batch_size=reports[0].micro_batch_size,

@@ -1,0 +1,60 @@
+"""Planned against measured, for a pipeline that is training: step time, and live tensor bytes of each stage."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed_partition import Plan
+from deepspeed_partition.planner.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw."""
+
+    step_seconds: tuple[float, ...]
+    """Of whole optimizer steps, the first ones left out."""
+    peak_bytes: int
+    """The most that live tensors took at once during one step: parameters, gradients, optimizer states,
+    activations, messages."""
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def gathered(mine: Measured) -> list[Measured]:
+    """From all ranks, on every rank."""
+    everyone: list[Measured | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [each for each in everyone if each is not None]
+
+
+def tensors_that_stay(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[torch.Tensor]:
+    """What is alive before a step begins: parameters, gradients, buffers, optimizer states."""
+    parameters = list(module.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [*parameters, *gradients, *module.buffers(), *states]
+
+
+def print_report(plan: Plan, ranks: list[Measured]) -> None:
+    """The promises of the plan beside what the run did. ``ranks`` in the order of the stages."""
+    table = Table(title="planned against measured")
+    for name in ("", "planned", "measured", "measured / planned"):
+        table.add_column(name, justify="left" if not name else "right")
+    planned = plan.blocking_step_seconds or 0.0
+    step = max(rank.median_seconds for rank in ranks)
+    table.add_row("step (forwards, backwards, transfers; measured with the optimizer)", format_seconds(planned),
+                  format_seconds(step), f"{step / planned:.2f}")  # fmt: skip
+    for stage, rank in zip(plan.stages, ranks, strict=False):
+        promised = plan.peak_memory_bytes[stage.device]
+        table.add_row(f"live tensor bytes of stage {stage.device}, at the peak", format_bytes(promised),
+                      format_bytes(rank.peak_bytes), f"{rank.peak_bytes / promised:.2f}")  # fmt: skip
+    Console(width=120).print(table)
