@@ -19,6 +19,19 @@ def test_public_names():
         assert hasattr(deepspeed_partition, name)
 
 
+def test_public_names_of_the_hosts():
+    import deepspeed_partition.engine
+    import deepspeed_partition.profiling
+    import lightning_madpipe
+
+    engine = ["MadPipeEngine", "PipelineModule", "initialize", "install", "prepare_cpu"]
+    assert sorted(deepspeed_partition.engine.__all__) == engine
+    assert sorted(lightning_madpipe.__all__) == ["MadPipeStrategy", "TiedModule", "strategy_class"]
+    for package in (deepspeed_partition.engine, deepspeed_partition.profiling, lightning_madpipe):
+        for name in package.__all__:
+            assert hasattr(package, name)
+
+
 def imported_by(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
