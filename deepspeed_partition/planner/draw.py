@@ -52,11 +52,11 @@ def stage_table(plan: Plan) -> Table:
     """A row for each stage; memory is that of its device."""
     title = f"{plan.chain.name}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("stage", "device", "in flight", "forward", "backward"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("memory", "= weights", "+ stash", "+ buffers", "+ transient"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("layers", overflow="ellipsis", no_wrap=True)
+    for name in ("stage", "device", "in flight"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    for name in ("forward", "backward", "memory", "= weights", "+ stash", "+ buffers", "+ transient"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("12.34 ms")))
+    table.add_column("layers", overflow="ellipsis", no_wrap=True)  # the one that gives way
     durations = {operation.operation: operation.duration_seconds for operation in plan.operations}
     for index, stage in enumerate(plan.stages):
         use = plan.memory[stage.device]
