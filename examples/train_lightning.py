@@ -152,7 +152,8 @@ def main() -> None:
         planned, uncut = (max(rank.median_seconds for rank in each) for each in (ranks, others))
         print(
             f"a step takes {format_seconds(planned)} on MadPipe's cut and {format_seconds(uncut)} on DeepSpeed's "
-            f"default cut ('parameters'): {uncut / planned:.2f} times as long (one run after the other: an idle machine shows it)"
+            f"default cut ('parameters'): {uncut / planned:.2f} times as long "
+            "(one run after the other: an idle machine shows it)"
         )
 
 

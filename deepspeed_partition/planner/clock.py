@@ -18,6 +18,10 @@ from deepspeed_partition.planner.problem import Chain, Platform
 
 Ticks = NDArray[np.int64]
 
+SHORTEST_SECONDS = 1e-9
+"""A whole chain takes at least this long."""
+SLOWEST_TRANSFER = 1e6
+"""A transfer takes at most this many times as long as the whole chain: the clock must resolve both."""
 DIGITS = 15
 """Decimal digits of the whole chain's time in ticks: as many as a float holds for certain."""
 
@@ -57,9 +61,19 @@ class TimedChain:
     def __init__(self, chain: Chain, platform: Platform) -> None:
         self.chain = chain
         self.platform = platform
+        one_way = one_way_seconds(chain, platform)
         if not any(layer.compute_seconds for layer in chain.layers):
             raise ValueError(f"chain {chain.name!r}: every layer takes 0 seconds, there is nothing to plan")
-        one_way = one_way_seconds(chain, platform)
+        if chain.compute_seconds < SHORTEST_SECONDS:
+            raise ValueError(
+                f"chain {chain.name!r} takes {chain.compute_seconds:g} s in all, less than {SHORTEST_SECONDS:g} "
+                "s: are its times in seconds?"
+            )
+        if max(one_way) > SLOWEST_TRANSFER * chain.compute_seconds:
+            raise ValueError(
+                f"a transfer takes {max(one_way):g} s, more than {SLOWEST_TRANSFER:g} times what all layers take "
+                f"({chain.compute_seconds:g} s): check bandwidth and latency"
+            )
         self.clock = Clock.of(chain, platform)
         ticks = self.clock.ticks
         self.forward: Ticks = _prefix([ticks(layer.forward_seconds) for layer in chain.layers])

@@ -26,7 +26,10 @@ def summary(plan: Plan, width: int = 140) -> str:
 def as_text(renderables: Iterable[object], width: int = 140) -> str:
     """What a terminal of ``width`` columns would show, without colours."""
     buffer = io.StringIO()
-    console = Console(file=buffer, width=width, no_color=True, force_terminal=False)
+    # Names are printed as they are: brackets and colons in them are no markup.
+    console = Console(
+        file=buffer, width=width, no_color=True, force_terminal=False, markup=False, emoji=False, highlight=False
+    )
     for renderable in renderables:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"

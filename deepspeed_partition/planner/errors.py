@@ -45,6 +45,10 @@ def _rebuild_infeasible(
     )
 
 
+class BrokenPlanError(MadPipeError):
+    """A plan that its own replay refuses: a bug of MadPipe, never the user's."""
+
+
 class FormatError(MadPipeError, ValueError):
     """A file or mapping that is not what its format says; the message names the field's path."""
 

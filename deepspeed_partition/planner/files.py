@@ -6,11 +6,11 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from deepspeed_partition.planner.errors import FormatError
 
@@ -21,9 +21,11 @@ LARGEST_FILE_BYTES = 2**28
 def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
     """The text of a file, refused where it is no text."""
     try:
-        if os.path.getsize(path) > LARGEST_FILE_BYTES:
+        with open(path, "rb") as file:  # not by its size: a device or a pipe has none
+            data = file.read(LARGEST_FILE_BYTES + 1)
+        if len(data) > LARGEST_FILE_BYTES:
             raise error(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, neither a chain nor a plan")
-        return Path(path).read_text(encoding="utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as flaw:
         raise error(f"{path}: not text: byte {flaw.start} is not UTF-8") from None
     except (OSError, ValueError) as flaw:
@@ -33,24 +35,14 @@ def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
 
 
 def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
-    """The JSON in ``text``; NaN and infinities, which JSON does not have, are refused."""
+    """The JSON in ``text``."""
 
-    def refuse(constant: str) -> NoReturn:
-        raise error(f"{where}: {constant} is not a JSON number")
-
-    def number(digits: str) -> float:
-        value = float(digits)
-        if not math.isfinite(value):
-            raise error(f"{where}: the number {digits[:40]} is not finite")
-        return value
-
-    def integer(digits: str) -> int:
-        if len(digits) > 400:  # larger than any float: Python would refuse to print it again
-            raise error(f"{where}: the number {digits[:40]}... is not finite")
-        return int(digits)
+    def integer(digits: str) -> int | float:
+        # Larger than any float, and longer than Python reads.
+        return int(digits) if len(digits) <= 400 else math.inf
 
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=number, parse_int=integer)
+        return json.loads(text, parse_int=integer)
     except json.JSONDecodeError as flaw:
         raise error(f"{where}: not JSON: {flaw.msg} at line {flaw.lineno}, column {flaw.colno}") from None
     except RecursionError:
@@ -75,6 +67,10 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
     Raises:
         FormatError: ``error``, of which this is the base.
     """
+    unbounded = next(_not_finite(data), None)
+    if unbounded is not None:
+        path, value = unbounded
+        raise error(f"{where}: {_dotted(path) or 'the file'} is {value}, not a finite number")
     flaws = _validator(schema).iter_errors(data)
     # The format first: a file of another version has other fields, too.
     flaw = min(flaws, key=lambda flaw: list(flaw.absolute_path) != ["format"], default=None)
@@ -83,10 +79,27 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
     raise error(f"{where}: {_sentence(flaw)}")
 
 
+def _not_finite(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], float]]:
+    """NaN and infinities, which no rule of a schema finds, and where they stand."""
+    if isinstance(data, float) and not math.isfinite(data):
+        yield path, data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _not_finite(value, (*path, str(key)))
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from _not_finite(value, (*path, index))
+
+
+def _dotted(path: Iterable[str | int]) -> str:
+    """``layers[0].name``"""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
 def _sentence(flaw: Any) -> str:
     """What jsonschema found, with the field's path and without the whole file in it."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in flaw.absolute_path)
-    path = path.removeprefix(".")
+    path = _dotted(flaw.absolute_path)
     if flaw.validator == "required":
         missing = next(key for key in flaw.validator_value if key not in flaw.instance)
         return f"{f'{path}.' if path else ''}{missing} is missing"
@@ -104,9 +117,9 @@ def _sentence(flaw: Any) -> str:
         case "const":
             rule = f"not {wanted!r}"
         case "minItems":
-            rule = "shorter than allowed"
+            rule = f"with fewer than {wanted} entries"
         case "maxItems":
-            rule = "longer than allowed"
+            rule = f"with more than {wanted} entries"
         case "pattern":
             rule = f"not of the form {wanted}"
         case _:
@@ -122,10 +135,17 @@ def write_text(path: str | PathLike[str], text: str) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    target = Path(path)
-    if target.exists() and not target.is_file():  # /dev/stdout, a pipe: nothing to rename over
-        target.write_text(text, encoding="utf-8")
-        return
+    target = Path(path).resolve()  # what a link points to, not the link
+    try:
+        if target.exists() and not target.is_file():  # /dev/stdout, a pipe: nothing to rename over
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target, text)
+    except OSError as flaw:
+        raise OSError(flaw.errno, f"cannot be written: {flaw.strerror}", str(path)) from None
+
+
+def _replace(target: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

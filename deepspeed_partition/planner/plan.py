@@ -36,6 +36,8 @@ class PlannedStage(Stage):
     in_flight: int
     """The most micro-batches forwarded and not yet through their backward."""
     layer_names: tuple[str, ...] = ()
+    num_trainable_parameters: int | None = None
+    """Of its layers together; by this a host recognizes the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,10 @@ class Plan:
         for index, stage in enumerate(self.stages):
             if stage.device >= devices:
                 raise ValueError(f"stages[{index}].device is {stage.device} of {devices} devices")
+        for operation in self.operations:
+            places = (operation.device,) if operation.link is None else operation.link
+            if any(place is None or place >= devices for place in places):
+                raise ValueError(f"operation {operation.operation} is on {places} of {devices} devices")
         for key, values in (("peak_memory_bytes", self.peak_memory_bytes), ("memory", self.memory)):
             if len(values) != devices:
                 raise ValueError(f"{key} has {len(values)} entries for {devices} devices")
@@ -245,23 +251,28 @@ class Plan:
 
 def _stage_to_dict(stage: PlannedStage) -> dict[str, Any]:
     blocks = stage.rematerialize
-    return {
+    data: dict[str, Any] = {
         "layers": list(stage.layers),
         "layer_names": list(stage.layer_names),
         "device": stage.device,
         "rematerialize": blocks if isinstance(blocks, bool) else [list(block) for block in blocks],
         "in_flight": stage.in_flight,
     }
+    if stage.num_trainable_parameters is not None:
+        data["num_trainable_parameters"] = stage.num_trainable_parameters
+    return data
 
 
 def _stage_from_dict(data: Mapping[str, Any]) -> PlannedStage:
     blocks = data.get("rematerialize", False)
+    trainable = data.get("num_trainable_parameters")
     return PlannedStage(
         layers=(int(data["layers"][0]), int(data["layers"][1])),
         layer_names=tuple(data.get("layer_names", ())),
         device=int(data["device"]),
         rematerialize=blocks if isinstance(blocks, bool) else tuple((int(a), int(b)) for a, b in blocks),
         in_flight=int(data["in_flight"]),
+        num_trainable_parameters=None if trainable is None else int(trainable),
     )
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import check_boundaries
 from deepspeed_partition.planner.clock import Clock, TimedChain
-from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.problem import Chain, Platform
@@ -31,6 +31,8 @@ from deepspeed_partition.planner.units import format_bytes
 
 ALGORITHMS = ("madpipe", "contiguous", "uniform", "parameters", "type:REGEX", "a list of boundaries")
 MOST_MICRO_BATCHES = 10_000
+MOST_LAYERS = 2048
+"""The planner looks at every pair of layers: this many take a gigabyte."""
 DEFAULT_TIME_LIMIT_SECONDS = 60.0
 
 
@@ -75,12 +77,11 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
     for cuts in answer.cuts:
         plan, replayed = _assemble(problem, solver, answer, cuts)
         over = max(use.total for use in replayed.memory)
-        if problem.num_micro_batches is not None and over > problem.platform.memory_bytes:
+        if over > problem.platform.memory_bytes:
             too_large.append(over)  # tensors that pile up before a slow link, which only the step shows
             continue
-        assert not replayed.violations, f"MadPipe made a plan that breaks: {replayed.violations}"
         return plan
-    raise _piles_up(problem, solver, min(too_large))
+    raise _piles_up(problem, min(too_large))
 
 
 def solver_of(algorithm: str | Sequence[int] | Solver, chain: Chain) -> Solver:
@@ -103,6 +104,8 @@ def solver_of(algorithm: str | Sequence[int] | Solver, chain: Chain) -> Solver:
         if text and set(text) <= set("0123456789, -"):
             return solver_of(_boundaries_in(text), chain)
         raise ValueError(f"unknown algorithm {algorithm!r}: known are {', '.join(ALGORITHMS)}")
+    if not isinstance(algorithm, Iterable) and not hasattr(algorithm, "solve"):
+        raise ValueError(f"algorithm is {algorithm!r}: it is one of {', '.join(ALGORITHMS)}")
     if isinstance(algorithm, Iterable):
         cuts = check_boundaries(algorithm, chain)
         name = ",".join(map(str, cuts))
@@ -125,6 +128,13 @@ def _problem(
     every_stage_trains: bool,
     time_limit_seconds: float | None,
 ) -> Problem:
+    if chain.num_layers > MOST_LAYERS:
+        raise ValueError(
+            f"chain {chain.name!r} has {chain.num_layers} layers and the planner takes {MOST_LAYERS}: group layers"
+        )
+    for key, number in (("num_micro_batches", num_micro_batches), ("num_stages", num_stages)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ValueError(f"{key} is {number!r}, not a whole number")
     if num_micro_batches is not None and not 1 <= num_micro_batches <= MOST_MICRO_BATCHES:
         raise ValueError(f"num_micro_batches is {num_micro_batches}: it is from 1 to {MOST_MICRO_BATCHES}")
     if num_stages is not None and not 1 <= num_stages <= platform.num_devices:
@@ -193,6 +203,9 @@ def _assemble(problem: Problem, solver: Solver, answer: Answer, cuts: Cuts) -> t
                 layer_names=tuple(layer.name for layer in problem.chain.layers[start:stop]),
                 device=device,
                 in_flight=in_flight[device],
+                num_trainable_parameters=sum(
+                    layer.num_trainable_parameters or 0 for layer in problem.chain.layers[start:stop]
+                ),
             )
             for device, (start, stop) in enumerate(pairwise(cuts))
         ),
@@ -202,12 +215,18 @@ def _assemble(problem: Problem, solver: Solver, answer: Answer, cuts: Cuts) -> t
         step=step,
     )
     found = replay(plan, problem.chain)
-    if step is not None or platform.comm_buffers < buffer_slots(platform):
+    if found.memory and (step is not None or platform.comm_buffers < buffer_slots(platform)):
         # Only the timeline shows how many tensors wait at a cut (more than its buffers before a slow link in a
         # step that fills and drains, fewer than two where less than two are reserved), and that a stage which
         # takes no time lets a micro-batch go the moment the next one comes.
         plan = _as_replayed(plan, found)
         found = replay(plan, problem.chain)
+    broken = [violation for violation in found.violations if "bytes short" not in violation]
+    if broken or not found.memory:
+        raise BrokenPlanError(
+            f"MadPipe made a plan for {problem.chain.name!r} that its own replay refuses, which is a bug: "
+            f"{'; '.join(broken)}"
+        )
     return plan, found
 
 
@@ -283,7 +302,7 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
     step = problem.num_micro_batches
     depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight" if step else ""
     return InfeasibleError(
-        f"{solver.name}: no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
+        f"no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
         f"{format_bytes(needs[stage])}{depth}, {needs[stage] - memory} bytes more than there are; the smallest "
         f"memory that would do is {smallest} bytes ({format_bytes(smallest)}): give more memory or devices, or "
         "use a smaller micro-batch",
@@ -307,10 +326,10 @@ def _enough_for_step(problem: Problem, solver: Solver, memory_bytes: int) -> int
             return memory_bytes
 
 
-def _piles_up(problem: Problem, solver: Solver, smallest: int) -> InfeasibleError:
+def _piles_up(problem: Problem, smallest: int) -> InfeasibleError:
     memory = problem.platform.memory_bytes
     return InfeasibleError(
-        f"{solver.name}: no plan fits into {format_bytes(memory)} per device: tensors pile up before a slow link "
+        f"no plan fits into {format_bytes(memory)} per device: tensors pile up before a slow link "
         f"and need {smallest - memory} bytes more than there are; {smallest} bytes ({format_bytes(smallest)}) "
         "would do: give more memory or bandwidth, or fewer micro-batches",
         short_bytes=smallest - memory,

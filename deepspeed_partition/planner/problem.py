@@ -267,7 +267,7 @@ class Platform:
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth is {self.bandwidth!r} bytes per second: it is more than 0")
         if not 0 <= self.latency_seconds <= LONGEST_SECONDS:
-            raise ValueError(f"latency_seconds is {self.latency_seconds!r}: it is not negative")
+            raise ValueError(f"latency_seconds is {self.latency_seconds!r}: it is from 0 to {LONGEST_SECONDS:g}")
         if not 0 <= self.weight_copies <= 1e6:
             raise ValueError(f"weight_copies is {self.weight_copies!r}: it is from 0 to 1e6")
         if self.weight_copies == int(self.weight_copies):

@@ -1,7 +1,10 @@
 """The independent replay: unrolls a plan and finds what it really does.
 
 It shares only the data types (and the clock) with the planner: durations, dependencies, overlaps and bytes are
-derived here a second time, from the chain and from the operations alone, in floats with a tolerance.
+derived here a second time, from the chain and from the operations alone. Whether two instants are the same, on
+which counts depend, is decided in ticks of the clock; whether a rule is broken, with a tolerance. The lower
+bound and DeepSpeed's own step (``blocking_step_seconds``) are no property of the operations: they are taken as
+they are.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +26,11 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
 
 TOLERANCE = 1e-9
-"""Of the period: times closer than this are the same instant."""
+"""Of the period: what is broken by less may be rounding."""
+
+
+_Peaks = tuple[MemoryUse, ...]
+"""What one device needs at each of the moments when it needs the most: the same total, maybe in other terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +60,23 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     placed = {operation.operation: operation for operation in plan.operations}
     violations += _dependency_violations(plan, placed)
     violations += _overlap_violations(plan)
-    pattern = _unrolled_pattern(plan, placed)
-    window = pattern.steady_window
-    in_flight, memory = _peaks(plan, chain, costs, pattern, window)
-    violations += _memory_violations(plan, memory, "pattern")
+    pattern = _unrolled_pattern(plan, chain, placed)
+    in_flight, peaks = _peaks(plan, chain, costs, pattern)
+    violations += _memory_violations(plan, peaks, "pattern")
     step_seconds = None
     if plan.step is not None:
         step = _run_step(plan, chain, costs)
         if isinstance(step, str):
-            return Replay((*violations, step), in_flight, memory)
-        step_seconds = max(end for _, end in step.operations.values())
+            return Replay((*violations, step), in_flight, tuple(each[0] for each in peaks))
+        step_seconds = Clock.of(chain, plan.platform).seconds(max(end for _, end in step.operations.values()))
         if abs(step_seconds - plan.step.step_seconds) > TOLERANCE * step_seconds:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
             )
-        in_flight, memory = _peaks(plan, chain, costs, step, (0.0, math.inf))
-        violations += _memory_violations(plan, memory, "step")
-    violations += _promise_violations(plan, in_flight, memory)
-    return Replay(tuple(violations), in_flight, memory, step_seconds)
+        in_flight, peaks = _peaks(plan, chain, costs, step)
+        violations += _memory_violations(plan, peaks, "step")
+    violations += _promise_violations(plan, in_flight, peaks)
+    return Replay(tuple(violations), in_flight, tuple(each[0] for each in peaks), step_seconds)
 
 
 class _StageCost:
@@ -176,28 +183,29 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Timeline:
-    """When every operation ran, on which micro-batch."""
+    """When every operation ran, on which micro-batch, in ticks."""
 
-    operations: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    tolerance: float = 0.0
-    steady_window: tuple[float, float] = (0.0, math.inf)
+    operations: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    window: tuple[int, float] = (0, math.inf)
+    """Where to look for peaks: in a pattern the last period, everything before it having begun."""
 
     def micro_batches(self) -> range:
         return range(max(micro_batch for _, micro_batch in self.operations) + 1)
 
 
-def _unrolled_pattern(plan: Plan, placed: dict[str, PlacedOperation]) -> _Timeline:
+def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperation]) -> _Timeline:
     """Enough periods that everything of the last one's beginning is in steady state."""
-    period = plan.period_seconds
-    longest = max(_end(plan, operation) for operation in placed.values())
-    periods = math.ceil(longest / period) + 2
-    timeline = _Timeline(tolerance=TOLERANCE * period)
+    ticks = Clock.of(chain, plan.platform).ticks
+    period = max(1, ticks(plan.period_seconds))
+    spans = {}
+    for name, operation in placed.items():
+        begin = operation.shift * period + ticks(operation.start_seconds)
+        spans[name] = begin, begin + ticks(operation.duration_seconds)
+    periods = -(-max(end for _, end in spans.values()) // period) + 2
+    timeline = _Timeline(window=((periods - 1) * period, periods * period))
     for micro_batch in range(periods + 1):
-        for name, operation in placed.items():
-            begin = micro_batch * period + _begin(plan, operation)
-            timeline.operations[name, micro_batch] = begin, begin + operation.duration_seconds
-    edge = periods * period - timeline.tolerance
-    timeline.steady_window = edge - period, edge
+        for name, (begin, end) in spans.items():
+            timeline.operations[name, micro_batch] = micro_batch * period + begin, micro_batch * period + end
     return timeline
 
 
@@ -208,42 +216,33 @@ class _Residents:
     that takes no time is; a tensor that is used the moment it comes has not waited.
     """
 
-    def __init__(
-        self, intervals: Iterable[tuple[float, float]], tolerance: float, *, instants: bool = False
-    ) -> None:
-        spans = np.array(list(intervals), dtype=float).reshape(-1, 2)
-        self.tolerance = tolerance
-        instant = spans[:, 1] - spans[:, 0] <= tolerance
-        self.starts: NDArray[np.float64] = np.sort(spans[:, 0])
-        lasting = spans[~instant]
-        self.lasting_starts = np.sort(lasting[:, 0])
-        self.lasting_ends = np.sort(lasting[:, 1])
+    def __init__(self, intervals: Iterable[tuple[int, int]], *, instants: bool = False) -> None:
+        spans = np.array(list(intervals)).reshape(-1, 2)  # of Python's integers where they need more than 64 bits
+        instant = spans[:, 0] == spans[:, 1]
+        self.starts = np.sort(spans[:, 0])
+        self.lasting_starts = np.sort(spans[~instant][:, 0])
+        self.lasting_ends = np.sort(spans[~instant][:, 1])
         self.instants = np.sort(spans[instant & instants][:, 0])
 
-    def count(self, at: NDArray[np.float64]) -> NDArray[np.int64]:
+    def count(self, at: NDArray[Any]) -> NDArray[np.int64]:
         """Begun by then and not yet ended. What ends at an instant is gone before anything begins there."""
-
-        def until(times: NDArray[np.float64], moment: NDArray[np.float64]) -> NDArray[np.int64]:
-            return np.searchsorted(times, moment, side="right")
-
-        late, early = at + self.tolerance, at - self.tolerance
-        lasting = until(self.lasting_starts, late) - until(self.lasting_ends, late)
-        return lasting + until(self.instants, late) - until(self.instants, early)
+        lasting = self.lasting_starts.searchsorted(at, "right") - self.lasting_ends.searchsorted(at, "right")
+        return lasting + self.instants.searchsorted(at, "right") - self.instants.searchsorted(at, "left")
 
 
 def _peaks(
-    plan: Plan, chain: Chain, costs: list[_StageCost], timeline: _Timeline, window: tuple[float, float]
-) -> tuple[tuple[int, ...], tuple[MemoryUse, ...]]:
-    """In flight of each stage and the peak of each device, over the window."""
+    plan: Plan, chain: Chain, costs: list[_StageCost], timeline: _Timeline
+) -> tuple[tuple[int, ...], tuple[_Peaks, ...]]:
+    """In flight of each stage, and what each device needs at its peaks, over the timeline's window."""
     in_flight = [0] * len(plan.stages)
-    memory = []
+    memory: list[_Peaks] = []
     for device in range(plan.platform.num_devices):
         mine = [index for index, stage in enumerate(plan.stages) if stage.device == device]
         kept = {index: _kept(timeline, f"F{index}", f"B{index}") for index in mine}
         ends = dict(_waiting_at_ends(plan, chain, timeline, device))
         inside = dict(_waiting_inside(plan, chain, timeline, device))
         running = {
-            (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), timeline.tolerance, instants=True)
+            (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), instants=True)
             for index in mine
             for kind in "FB"
         }
@@ -252,10 +251,10 @@ def _peaks(
             Fraction(str(plan.platform.weight_copies)) * sum(costs[index].weight_bytes for index in mine)
         )
         if not residents:
-            memory.append(MemoryUse(weights=weights, stash=0, buffers=0, transient=0))
+            memory.append((MemoryUse(weights=weights, stash=0, buffers=0, transient=0),))
             continue
         moments = np.unique(np.concatenate([r.starts for r in (*residents, *running.values())]))
-        moments = moments[(moments >= window[0]) & (moments < window[1])]
+        moments = moments[(moments >= timeline.window[0]) & (moments < timeline.window[1])]
         stash = np.zeros(len(moments), dtype=np.int64)
         for index in mine:
             alive = kept[index].count(moments)
@@ -271,19 +270,19 @@ def _peaks(
             cost = costs[index]
             needs = cost.forward_transient_bytes if kind == "F" else cost.backward_transient_bytes
             transient = np.maximum(transient, (runs.count(moments) > 0) * needs)
-        peak = int(np.argmax(stash + buffers + transient))
+        total = stash + buffers + transient
+        at_peak = np.flatnonzero(total == total.max())
+        terms = zip(stash[at_peak].tolist(), buffers[at_peak].tolist(), transient[at_peak].tolist(), strict=True)
         memory.append(
-            MemoryUse(
-                weights=weights,
-                stash=int(stash[peak]),
-                buffers=int(buffers[peak]),
-                transient=int(transient[peak]),
+            tuple(
+                MemoryUse(weights=weights, stash=kept_bytes, buffers=waiting_bytes, transient=running_bytes)
+                for kept_bytes, waiting_bytes, running_bytes in dict.fromkeys(terms)
             )
         )
     return tuple(in_flight), tuple(memory)
 
 
-def _spans(timeline: _Timeline, name: str) -> Iterator[tuple[float, float]]:
+def _spans(timeline: _Timeline, name: str) -> Iterator[tuple[int, int]]:
     for micro_batch in timeline.micro_batches():
         if (name, micro_batch) in timeline.operations:
             yield timeline.operations[name, micro_batch]
@@ -291,7 +290,7 @@ def _spans(timeline: _Timeline, name: str) -> Iterator[tuple[float, float]]:
 
 def _between(
     timeline: _Timeline, first: str, first_edge: int, second: str, second_edge: int
-) -> Iterator[tuple[float, float]]:
+) -> Iterator[tuple[int, int]]:
     """From an edge (0 start, 1 end) of one operation to an edge of another, on each micro-batch."""
     for micro_batch in timeline.micro_batches():
         begin = timeline.operations[first, micro_batch][first_edge]
@@ -299,7 +298,7 @@ def _between(
 
 
 def _kept(timeline: _Timeline, forward: str, backward: str) -> _Residents:
-    return _Residents(_between(timeline, forward, 0, backward, 1), timeline.tolerance, instants=True)
+    return _Residents(_between(timeline, forward, 0, backward, 1), instants=True)
 
 
 def _cuts(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
@@ -321,13 +320,13 @@ def _waiting_at_ends(
                 *_between(timeline, before, 1, f"SF{index}", 1),
                 *_between(timeline, f"SB{index}", 0, f"B{index}", 0),
             ]
-            yield (index, "upper"), (_Residents(spans, timeline.tolerance), num_bytes)
+            yield (index, "upper"), (_Residents(spans), num_bytes)
         if plan.stages[index + 1].device == device:
             spans = [
                 *_between(timeline, f"SF{index}", 0, after, 0),
                 *_between(timeline, f"B{index + 1}", 1, f"SB{index}", 1),
             ]
-            yield (index, "lower"), (_Residents(spans, timeline.tolerance), num_bytes)
+            yield (index, "lower"), (_Residents(spans), num_bytes)
 
 
 def _waiting_inside(
@@ -340,11 +339,11 @@ def _waiting_inside(
                 *_between(timeline, f"F{index}", 1, f"F{index + 1}", 0),
                 *_between(timeline, f"B{index + 1}", 1, f"B{index}", 0),
             ]
-            yield index, (_Residents(spans, timeline.tolerance), num_bytes)
+            yield index, (_Residents(spans), num_bytes)
 
 
-def _memory_violations(plan: Plan, memory: tuple[MemoryUse, ...], what: str) -> Iterator[str]:
-    for device, use in enumerate(memory):
+def _memory_violations(plan: Plan, peaks: tuple[_Peaks, ...], what: str) -> Iterator[str]:
+    for device, (use, *_) in enumerate(peaks):
         short = use.total - plan.platform.memory_bytes
         if short > 0:
             yield (
@@ -353,23 +352,23 @@ def _memory_violations(plan: Plan, memory: tuple[MemoryUse, ...], what: str) -> 
             )
 
 
-def _promise_violations(plan: Plan, in_flight: tuple[int, ...], memory: tuple[MemoryUse, ...]) -> Iterator[str]:
+def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[_Peaks, ...]) -> Iterator[str]:
     for index, (stage, found) in enumerate(zip(plan.stages, in_flight, strict=True)):
         if stage.in_flight != found:
             yield f"stage {index} has {found} micro-batches in flight and the plan says {stage.in_flight}"
-    for device, (use, peak) in enumerate(zip(memory, plan.peak_memory_bytes, strict=True)):
-        if use.total != peak:
-            yield f"device {device} needs {use.total} bytes and the plan says {peak}"
-        if plan.memory[device].total != peak:
-            yield f"the terms of device {device}'s memory add up to {plan.memory[device].total}, not to {peak}"
+    for device, (uses, peak) in enumerate(zip(peaks, plan.peak_memory_bytes, strict=True)):
+        if uses[0].total != peak:
+            yield f"device {device} needs {uses[0].total} bytes and the plan says {peak}"
+        if plan.memory[device] not in uses:
+            yield f"the peak of device {device} consists of {uses[0]} and the plan says {plan.memory[device]}"
     if plan.lower_bound_seconds > plan.period_seconds * (1 + TOLERANCE):
         yield (
             f"the period of {plan.period_seconds:.9g} s is below its lower bound of "
             f"{plan.lower_bound_seconds:.9g} s"
         )
-    elif plan.lower_bound_seconds > 0:
-        gap = plan.period_seconds / plan.lower_bound_seconds - 1
-        if abs(gap - plan.gap) > 1e-3:
+    else:
+        gap = plan.period_seconds / plan.lower_bound_seconds - 1 if plan.lower_bound_seconds else math.inf
+        if not abs(gap - plan.gap) <= 1e-3:
             yield f"the gap to the lower bound is {gap:.4f} and the plan says {plan.gap:.4f}"
 
 
@@ -443,12 +442,7 @@ class _StepRun:
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
                 return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
-        seconds = self.clock.seconds
-        timeline = _Timeline(
-            {key: (seconds(begin), seconds(self.ended[key])) for key, begin in self.begun.items()}
-        )
-        timeline.tolerance = TOLERANCE * self.plan.period_seconds
-        return timeline
+        return _Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
 
     def _needs(self, name: str) -> list[str]:
         """What must have ended on the same micro-batch."""

@@ -144,7 +144,7 @@ class _Event(NamedTuple):
 class _Link:
     busy_until: int = 0
     queue: list[tuple[int, int, str]] = field(default_factory=list)
-    """Ready since, micro-batch, producer; a heap."""
+    """Ready since, micro-batch, name of the transfer; a heap."""
 
 
 class _OverlappingStep:
@@ -161,15 +161,10 @@ class _OverlappingStep:
         self.orders = orders
         self.slots = slots
         self.duration: dict[str, int] = {}
-        self.transfer: dict[str, int] = {}
-        """Of the result of an operation to its consumer."""
         for stage, (start, stop) in enumerate(pairwise(boundaries)):
             self.duration[f"F{stage}"] = times.forward_ticks(start, stop)
             self.duration[f"B{stage}"] = times.backward_ticks(start, stop)
-            self.transfer[f"F{stage}"], self.transfer[f"B{stage}"] = (
-                int(times.one_way[stop]),
-                int(times.one_way[start]),
-            )
+            self.duration[f"SF{stage}"] = self.duration[f"SB{stage}"] = int(times.one_way[stop])
         self.now = 0
         self.events: list[_Event] = []
         self.arrived = {entry for order in orders for entry in order if entry[0] == "F0"}
@@ -183,13 +178,14 @@ class _OverlappingStep:
 
     def run(self) -> int:
         while True:
-            while self._start_operations() or self._start_transfers():
-                pass
+            # What takes no time has ended before the next thing begins at the same instant.
+            while self.events and self.events[0].time == self.now:
+                self._end(heapq.heappop(self.events))
+            if self._start_operations() or self._start_transfer():
+                continue
             if not self.events:
                 break
             self.now = self.events[0].time
-            while self.events and self.events[0].time == self.now:
-                self._end(heapq.heappop(self.events))
         if any(position < len(order) for position, order in zip(self.position, self.orders, strict=True)):
             raise ValueError("the orders of the devices wait for each other in a circle")
         return self.now
@@ -212,25 +208,29 @@ class _OverlappingStep:
             )
         return started
 
-    def _start_transfers(self) -> bool:
-        started = False
+    def _start_transfer(self) -> bool:
+        """Start one transfer: on each free link the first in its queue that the receiver has a slot for, and of
+        those of several links the first by name."""
+        ready = []
         for link in self.links.values():
-            without_slot = []
-            while link.queue and link.busy_until <= self.now:
-                entry = heapq.heappop(link.queue)
-                _, micro_batch, producer = entry
-                consumer = self._consumer(producer)
-                assert consumer is not None
-                if self.waiting[consumer] >= self.slots:
-                    without_slot.append(entry)
-                    continue
-                self.waiting[consumer] += 1
-                link.busy_until = self.now + self.transfer[producer]
-                heapq.heappush(self.events, _Event(link.busy_until, -1, consumer, micro_batch))
-                started = True
-            for entry in without_slot:
-                heapq.heappush(link.queue, entry)
-        return started
+            if link.busy_until <= self.now:
+                with_slot = (entry for entry in sorted(link.queue) if self._has_slot(entry[2]))
+                first = next(with_slot, None)
+                if first is not None:
+                    ready.append((first[2], first[1], first, link))
+        if not ready:
+            return False
+        transfer, micro_batch, entry, link = min(ready, key=lambda each: each[:2])
+        link.queue.remove(entry)
+        heapq.heapify(link.queue)
+        consumer = _receiver(transfer)
+        self.waiting[consumer] += 1
+        link.busy_until = self.now + self.duration[transfer]
+        heapq.heappush(self.events, _Event(link.busy_until, -1, consumer, micro_batch))
+        return True
+
+    def _has_slot(self, transfer: str) -> bool:
+        return self.waiting[_receiver(transfer)] < self.slots
 
     def _end(self, event: _Event) -> None:
         operation, micro_batch = event.operation, event.micro_batch
@@ -248,7 +248,8 @@ class _OverlappingStep:
         if ends[0] == ends[1]:
             self.arrived.add((consumer, micro_batch))
         else:
-            heapq.heappush(self.links[ends[0], ends[1]].queue, (self.now, micro_batch, operation))
+            cut = int(operation[1:]) - (operation[0] == "B")
+            heapq.heappush(self.links[ends[0], ends[1]].queue, (self.now, micro_batch, f"S{operation[0]}{cut}"))
 
     def _consumer(self, operation: str) -> str | None:
         """The operation that reads the result; None for the last backward."""
@@ -256,3 +257,9 @@ class _OverlappingStep:
         if kind == "F":
             return f"F{stage + 1}" if stage < self.last else f"B{stage}"
         return f"B{stage - 1}" if stage > 0 else None
+
+
+def _receiver(transfer: str) -> str:
+    """``F1`` of ``SF0``, ``B0`` of ``SB0``."""
+    kind, cut = transfer[1], int(transfer[2:])
+    return f"F{cut + 1}" if kind == "F" else f"B{cut}"

@@ -138,30 +138,65 @@ def test_recomputation_keeps_the_input_and_pays_a_forward(blocks):
     assert (found.memory[0].stash, found.memory[0].transient) == (2 * 48 * MB, 12 * MB)
 
 
-def test_stages_on_one_device_share_it_without_transfers():
-    """0-1-0 by hand: the two stages of device 0 together, tensors between neighbours only while they wait."""
+def test_stages_on_one_device_hand_over_without_transfers():
+    """0-0-0-0 by hand: one device, four stages; a tensor between neighbours counts only while it waits."""
     made = chain([1, 1, 1, 1], [1, 1, 1, 1], outputs=[4, 4, 4, 4], input_bytes=4, weights=[1, 1, 1, 1])
-    forward = [("F0", 0), ("F1", 1), ("F2", 2), ("F3", 3), ("B3", 4), ("B2", 5), ("B1", 6), ("B0", 7)]
-    plan = Plan(
-        chain=ChainReference.of(made),
-        platform=Platform(num_devices=1, memory_bytes=1000, bandwidth=1),
-        algorithm="by hand",
-        period_seconds=8,
-        lower_bound_seconds=8,
-        gap=0,
-        proved=True,
-        stages=tuple(PlannedStage(layers=(i, i + 1), device=0, in_flight=1) for i in range(4)),
+    names = ["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0"]
+
+    def plan(starts, period, buffers):
+        return Plan(
+            chain=ChainReference.of(made),
+            platform=Platform(num_devices=1, memory_bytes=1000, bandwidth=1),
+            algorithm="by hand",
+            period_seconds=period,
+            lower_bound_seconds=8,
+            gap=period / 8 - 1,
+            proved=False,
+            stages=tuple(PlannedStage(layers=(i, i + 1), device=0, in_flight=1) for i in range(4)),
+            operations=tuple(
+                PlacedOperation(operation=name, device=0, start_seconds=start, duration_seconds=1, shift=0)
+                for name, start in zip(names, starts, strict=True)
+            ),
+            memory=(MemoryUse(weights=12, stash=16, buffers=buffers, transient=0),),
+            peak_memory_bytes=(28 + buffers,),
+        )
+
+    assert replay(plan(range(8), 8, 0), made).violations == ()
+    # The activation for the last stage waits for a second with three micro-batches: as much as four without.
+    assert replay(plan([0, 1, 2, 4, 5, 6, 7, 8], 9, 0), made).violations == ()
+    late = replay(plan([0, 1, 2, 3, 4, 5, 6, 6], 8, 0), made)
+    assert any("device 0 runs" in violation for violation in late.violations)
+    first_waits = chain([1, 1], [1, 1], outputs=[40, 4], input_bytes=4, stash=[4, 4])
+    waiting = replace(
+        plan(range(8), 8, 0),
+        chain=ChainReference.of(first_waits),
+        lower_bound_seconds=4,
+        gap=0.25,
+        period_seconds=5,
+        stages=tuple(PlannedStage(layers=(i, i + 1), device=0, in_flight=1) for i in range(2)),
         operations=tuple(
             PlacedOperation(operation=name, device=0, start_seconds=start, duration_seconds=1, shift=0)
-            for name, start in forward
+            for name, start in (("F0", 0), ("F1", 2), ("B1", 3), ("B0", 4))
         ),
-        memory=(MemoryUse(weights=12, stash=16, buffers=0, transient=0),),
-        peak_memory_bytes=(28,),
+        memory=(MemoryUse(weights=0, stash=4, buffers=40, transient=0),),
+        peak_memory_bytes=(44,),
     )
-    assert replay(plan, made).violations == ()
-    late = tuple(replace(op, shift=1, start_seconds=0) if op.operation == "B0" else op for op in plan.operations)
-    waits = replay(replace(plan, operations=late, period_seconds=9, gap=0.125), made)
-    assert any("device 0 runs" in violation for violation in waits.violations)
+    assert replay(waiting, first_waits).violations == ()
+
+
+def test_the_terms_of_the_memory_are_compared_too():
+    plan = documented_plan()
+    swapped = MemoryUse(weights=96 * MB, stash=300 * MB, buffers=96 * MB, transient=0)
+    violations = replay(replace(plan, memory=(swapped, plan.memory[1])), two_layers()).violations
+    assert any("the peak of device 0 consists of" in violation for violation in violations)
+
+
+def test_names_are_no_markup():
+    layers = two_layers().layers
+    made = Chain(name="[/b]:smile:", input_bytes=48 * MB, layers=(replace(layers[0], name="attn[q]"), layers[1]))
+    text = make_plan(made, documented_plan().platform, [0, 1, 2]).summary()
+    assert "[/b]:smile:" in text
+    assert "attn[q]" in text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -162,6 +163,24 @@ def test_tensors_that_pile_up_before_a_slow_link_are_counted():
             num_micro_batches=6,
         )
     assert raised.value.smallest_memory_bytes == max(plan.peak_memory_bytes)
+
+
+@pytest.mark.parametrize("seed", range(250))
+def test_layers_that_take_no_time(seed):
+    """A frozen prefix has backwards of zero seconds: at one instant then many things end and begin, and the two
+    executions of a step once disagreed on which transfer goes first."""
+    pick = random.Random(seed)
+    size = pick.randint(2, 5)
+    made = chain(
+        [pick.choice([0, 0, 1, 2, 3]) for _ in range(size - 1)] + [1],
+        [pick.choice([0, 0, 1, 2]) for _ in range(size)],
+        outputs=[pick.choice([0, 1, 2, 4]) for _ in range(size)],
+        input_bytes=1,
+    )
+    platform = Platform(num_devices=size, memory_bytes=10**6, bandwidth=pick.choice([1, 2, 4]))
+    for cuts in oracles.all_cuts(size, size):
+        plan = make_plan(made, platform, cuts, num_micro_batches=pick.randint(1, 9))
+        assert replay(plan, made).violations == ()
 
 
 def test_one_device_needs_no_transfers():
