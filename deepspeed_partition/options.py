@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from deepspeed_partition.planner.planning import solver_of
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size
 
 
@@ -58,8 +59,10 @@ class Options:
             if not all(isinstance(cut, int) and not isinstance(cut, bool) for cut in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {self.algorithm!r}: boundaries are integers")
             object.__setattr__(self, "algorithm", tuple(self.algorithm))
-        elif not isinstance(self.algorithm, str):
-            raise ValueError(f"madpipe option 'algorithm' is {self.algorithm!r}, not a name or boundaries")
+        try:
+            solver_of(self.algorithm)
+        except ValueError as flaw:
+            raise ValueError(f"madpipe option 'algorithm': {flaw}") from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Options:

@@ -9,7 +9,6 @@ to the other ranks and logged there again, so that callbacks decide alike everyw
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import importlib
 import inspect
@@ -234,9 +233,6 @@ class PipelineStrategy(DeepSpeedStrategy):
             # Lightning's method also validates CUDA indices.
             self.set_world_ranks()
             self._init_deepspeed_distributed()
-        # Without it gloo now and then aborts the interpreter at exit, after correct results.
-        atexit.unregister(_destroy_process_groups)
-        atexit.register(_destroy_process_groups)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -631,8 +627,3 @@ def _renew_parameters(module: nn.Module) -> None:
                 renewed[old] = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
                 renewed[old].ds_pipe_replicated = getattr(old, "ds_pipe_replicated", False)  # type: ignore[attr-defined]
             part._parameters[name] = renewed[old]
-
-
-def _destroy_process_groups() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

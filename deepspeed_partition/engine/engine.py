@@ -19,18 +19,19 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from deepspeed_partition.engine import checkpoints
 from deepspeed_partition.engine.collectives import from_rank_0
-from deepspeed_partition.engine.environment import announce, planning_is_off
+from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
 from deepspeed_partition.engine.module import (
     Cut,
     asks_for_plan,
     check_boundaries,
     check_method_name,
     check_plan,
+    check_same_model,
     load_plan,
 )
 from deepspeed_partition.engine.optimizers import let_stages_differ
 from deepspeed_partition.engine.parameter_groups import ParameterGroups
-from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trained_layers
+from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
@@ -106,11 +107,18 @@ class MadPipeEngine(PipelineEngine):
             cut = self.module.madpipe_cut = Cut("trial")
         if cut is None or cut.origin in ("boundaries", "default"):
             return
-        if cut.origin == "plan":
+        if cut.plan is not None:
+            check_same_model(cut.plan, trainable_parameters(self.module))
             self.plan = cut.plan
         elif self.options.plan is not None:
-            self.recut(self.options.plan)
+            plan = load_plan(self.options.plan)
+            check_plan(plan, self.module._num_layers, self.num_stages)
+            check_same_model(plan, trainable_parameters(self.module))
+            self.recut(plan)
         else:
+            save_plan = self.options.save_plan
+            if save_plan is not None:
+                from_rank_0(lambda: check_writable(save_plan))
             self._waits_for_plan = True
             announce(
                 f"the layers are cut at {self.module.parts} until the first train_batch, which measures them: the "
@@ -157,9 +165,9 @@ class MadPipeEngine(PipelineEngine):
         """Refuse, while everything still stands, what the optimizer of a stage could not start on."""
         if self.basic_optimizer is None:
             return
-        trained = trained_layers(self.module)
+        counts = trainable_parameters(self.module)
         for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
-            if not trained.intersection(range(start, stop)):
+            if not any(counts[start:stop]):
                 raise ValueError(
                     f"the boundaries {boundaries} leave stage {stage}, layers {start} to {stop}, without "
                     "trainable parameters, and DeepSpeed's optimizer cannot start without: move a boundary"

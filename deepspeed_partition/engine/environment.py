@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
+from pathlib import Path
 
 import deepspeed
 import torch.distributed
@@ -30,6 +32,17 @@ def announce(message: str, level: int = logging.INFO) -> None:
     logger.log(level, message)
 
 
+def check_writable(path: str) -> None:
+    """Before the layers are measured, not after.
+
+    Raises:
+        ValueError: ``save_plan`` cannot be written.
+    """
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"madpipe option 'save_plan' is {path!r}, which cannot be written: choose another path")
+
+
 def planning_is_off() -> bool:
     """Whether ``MADPIPE=0`` asks for DeepSpeed's default cut."""
     return os.environ.get("MADPIPE", "").strip() == "0"
@@ -44,3 +57,11 @@ def prepare_cpu() -> None:
     """
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Without it gloo now and then aborts the interpreter at exit, after correct results.
+        atexit.unregister(_destroy_process_groups)
+        atexit.register(_destroy_process_groups)
+
+
+def _destroy_process_groups() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

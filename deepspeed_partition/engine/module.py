@@ -112,6 +112,31 @@ def check_plan(plan: Plan, num_layers: int, num_stages: int) -> list[int]:
     return list(plan.boundaries)
 
 
+def check_same_model(plan: Plan, num_trainable_parameters: Sequence[int]) -> None:
+    """Refuse a plan that was measured on another model, which its number of layers alone does not tell.
+
+    A chain that somebody wrote by hand may say anything about parameters: only names as the profiler gives them
+    (``"3.Linear"``) vouch for the counts.
+
+    Raises:
+        PlanMismatchError: a stage of the plan has another number of trainable parameters than its layers here.
+    """
+    measured = all(
+        name.startswith(f"{layer}.")
+        for stage in plan.stages
+        for layer, name in zip(range(*stage.layers), stage.layer_names, strict=False)
+    )
+    for index, stage in enumerate(plan.stages):
+        promised, found = stage.num_trainable_parameters, sum(num_trainable_parameters[slice(*stage.layers)])
+        if measured and stage.layer_names and promised not in (None, found):
+            start, stop = stage.layers
+            raise PlanMismatchError(
+                f"the plan was measured on another model: layers {start} to {stop} of {plan.chain.name!r} have "
+                f"{promised} trainable parameters and this model's have {found} (stage {index}): make a plan for "
+                "this model"
+            )
+
+
 def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -> list[int]:
     """DeepSpeed's ``parameters`` cut, on which every stage has something to train.
 
@@ -147,7 +172,10 @@ def partition_layers(
     num_layers, num_stages = module._num_layers, module.num_stages
     module.madpipe_cut = None
     if isinstance(method, str) and not asks_for_plan(method):
-        by_deepspeed(method)
+        try:
+            by_deepspeed(method)
+        except NotImplementedError as flaw:
+            raise NotImplementedError(f"{flaw} It is {KNOWN_METHODS}.") from None
         set_boundaries(module, module.parts)
         return
     if isinstance(module, DualPipeVModule):

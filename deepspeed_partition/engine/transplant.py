@@ -82,16 +82,19 @@ def held_modules(module: PipelineModule) -> dict[str, nn.Module]:
     return held
 
 
-def trained_layers(module: PipelineModule) -> set[int]:
-    """The layers of the whole pipeline with trainable parameters. Collective over each pipeline."""
+def trainable_parameters(module: PipelineModule) -> list[int]:
+    """How many each layer of the whole pipeline has; tied ones count wherever they stand. Collective."""
     held = held_modules(module)
-    trained = {
-        layer
+    mine = {
+        layer: sum(weight.numel() for weight in held[part.name].parameters() if weight.requires_grad)
         for part in parts_of(module)
-        if part.name in held and any(weight.requires_grad for weight in held[part.name].parameters())
+        if part.name in held
         for layer in part.layers
     }
-    return set().union(*gather_objects(trained, module.mpu().get_pipe_parallel_group()))
+    counts: dict[int, int] = {}
+    for theirs in gather_objects(mine, module.mpu().get_pipe_parallel_group()):
+        counts.update(theirs)
+    return [counts.get(layer, 0) for layer in range(len(module._layer_specs))]
 
 
 def move_layers(module: PipelineModule, boundaries: Sequence[int]) -> None:

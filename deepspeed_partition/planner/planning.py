@@ -63,7 +63,7 @@ def make_plan(
         ValueError: an argument that is malformed, or that no plan could follow.
     """
     started = time.perf_counter()
-    solver = solver_of(algorithm, chain)
+    solver = solver_of(algorithm)
     problem = _problem(chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds)
     plan = _solve(problem, solver)
     return replace(plan, planning_seconds=time.perf_counter() - started)
@@ -84,11 +84,11 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
     raise _piles_up(problem, min(too_large))
 
 
-def solver_of(algorithm: str | Sequence[int] | Solver, chain: Chain) -> Solver:
+def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
     """The solver that a name or a list of boundaries stands for.
 
     Raises:
-        ValueError: an unknown name, or boundaries that do not cut this chain.
+        ValueError: an unknown name, or no boundaries.
     """
     if isinstance(algorithm, str):
         text = algorithm.strip()
@@ -102,14 +102,14 @@ def solver_of(algorithm: str | Sequence[int] | Solver, chain: Chain) -> Solver:
             pattern = text.removeprefix("type:")
             return baselines.FixedCut(text, lambda chain, stages: baselines.by_type(chain, stages, pattern))
         if text and set(text) <= set("0123456789, -"):
-            return solver_of(_boundaries_in(text), chain)
+            return solver_of(_boundaries_in(text))
         raise ValueError(f"unknown algorithm {algorithm!r}: known are {', '.join(ALGORITHMS)}")
     if not isinstance(algorithm, Iterable) and not hasattr(algorithm, "solve"):
         raise ValueError(f"algorithm is {algorithm!r}: it is one of {', '.join(ALGORITHMS)}")
     if isinstance(algorithm, Iterable):
-        cuts = check_boundaries(algorithm, chain)
+        cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))
-        return baselines.FixedCut(name, lambda chain, stages: cuts)
+        return baselines.FixedCut(name, lambda chain, stages: check_boundaries(cuts, chain))
     return algorithm
 
 

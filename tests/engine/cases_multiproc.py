@@ -562,6 +562,14 @@ def plan_files(folder: Path) -> None:
         start([*mlp(), LayerSpec(nn.Linear, 4, 4)], plan=plan)
     with raised(PlanMismatchError, "devices"):
         start(mlp(), plan=plan, num_stages=1)
+    wider = [*mlp()[:-1], LayerSpec(nn.Linear, mlp()[-1].module_args[0], 7)]
+    for plan_argument, config in ((plan, {}), (None, planned("madpipe", plan=str(path)))):
+        with raised(PlanMismatchError, "measured on another model", "trainable parameters"):
+            start(wider, "madpipe", config, plan=plan_argument)
+    with raised(ValueError, "'save_plan'", "/no/such/folder/plan.json", "cannot be written"):
+        start(mlp(), "madpipe", planned(cut(), save_plan="/no/such/folder/plan.json"))
+    with raised(ValueError, "unknown algorithm 'best'"):
+        start(mlp(), "madpipe", planned("best"))
     broken = folder / "broken.json"
     if dist.get_rank() == 0:
         broken.write_text(path.read_text()[:100])
@@ -569,8 +577,6 @@ def plan_files(folder: Path) -> None:
         start(mlp(), plan=broken)
     with raised(PlanFormatError, "broken.json"):
         start(mlp(), "madpipe", planned("madpipe", plan=str(broken)))
-    with raised(OSError):
-        train(start(mlp(), "madpipe", planned(cut(), save_plan=str(folder / "missing" / "plan.json")))[0], data)
 
 
 def no_plan_fits(_: Path) -> None:
@@ -786,7 +792,7 @@ def installed_into_deepspeed(_: Path) -> None:
         engine, _, _ = start(mlp(), method, module_class=Before, **deepspeeds)
         assert not engine.owns_cut and all(type(boundary) is int for boundary in engine.module.parts)
     train(engine, data[:1])
-    with raised(NotImplementedError):
+    with raised(NotImplementedError, "magic", "'madpipe', a list of boundaries"):
         start(mlp(), "magic", module_class=Before, **deepspeeds)
 
 
