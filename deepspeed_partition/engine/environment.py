@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import sys
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
@@ -13,6 +15,9 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 logger = logging.getLogger("deepspeed_partition.engine")
+
+LAST_MEETING = timedelta(seconds=10)
+"""How long a rank that has finished waits for the others."""
 
 
 def announce(message: str, level: int = logging.INFO) -> None:
@@ -57,11 +62,19 @@ def prepare_cpu() -> None:
     """
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # Without it gloo now and then aborts the interpreter at exit, after correct results.
-        atexit.unregister(_destroy_process_groups)
-        atexit.register(_destroy_process_groups)
+        atexit.unregister(_leave_together)
+        atexit.register(_leave_together)
 
 
-def _destroy_process_groups() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def _leave_together() -> None:
+    """End the process groups at exit, no rank before the others.
+
+    A rank that ends while another still holds its connection now and then aborts in gloo, after correct
+    results, and the launcher then calls the job failed.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    if not hasattr(sys, "last_value"):  # after an error the others may never come
+        with suppress(RuntimeError):  # nor after a death: enough waited
+            torch.distributed.monitored_barrier(timeout=LAST_MEETING)
+    torch.distributed.destroy_process_group()
