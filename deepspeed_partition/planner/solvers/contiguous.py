@@ -83,10 +83,10 @@ def best_cut(times: TimedChain, table: StageTable, constraints: Constraints) -> 
     return cuts, period
 
 
-def lower_bound_ticks(times: TimedChain, num_devices: int) -> int:
-    """No allocation is faster than the mean load of a device, or than the longest layer."""
+def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
+    """No allocation is faster than the mean load of a stage, or than the longest layer."""
     longest = int(np.diff(times.compute).max())
-    return max(-(-int(times.compute[-1]) // num_devices), longest)
+    return max(-(-int(times.compute[-1]) // max_stages), longest)
 
 
 class _Search:

@@ -39,6 +39,7 @@ def min_max_cuts(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> 
 
 
 def trace(choices: list[NDArray[np.intp]], num_layers: int) -> Cuts:
+    """The boundaries that choices lead to: entry q - 1 says where the q-th stage from the end stops."""
     cuts = [0]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))

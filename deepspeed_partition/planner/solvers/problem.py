@@ -82,7 +82,7 @@ class Answer:
     """Contiguous cuts, best first, and what is proved of the first."""
 
     cuts: tuple[Cuts, ...]
-    """None where nothing fits; more than one where the next may have to stand in for the first."""
+    """Empty where nothing fits; more than one where the next may have to stand in for the first."""
     best_period: int | None = None
     """In ticks: nothing in the class has a shorter period. None: nothing is proved."""
 
