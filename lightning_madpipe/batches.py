@@ -1,18 +1,25 @@
-"""A Lightning batch cut into micro-batches along dimension 0, and what ranks must agree on about it."""
+"""A Lightning batch cut into micro-batches along dimension 0, what ranks must agree on about it, and what a step
+returns for the micro-batches joined again."""
 
 from __future__ import annotations
 
+import copy
+import numbers
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""
+
+JOINABLE = "return tensors or lists with an item per sample, in dicts, tuples or dataclasses of fixed fields"
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -59,6 +66,91 @@ def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
     return [_slice(batch, size, start, stop) for start, stop in pairwise(bounds)]
 
 
+def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean: bool = False) -> Any:
+    """What a step returns for a whole batch, from what it returned for the micro-batches.
+
+    Tensors and arrays whose dimension 0 counts the samples are joined along it, and so are lists of one item
+    per sample. Mappings, other lists, tuples and dataclasses are joined field by field. Anything else must be
+    the same for all micro-batches.
+
+    Args:
+        pieces: One for each micro-batch, in order.
+        sizes: Samples of each micro-batch.
+        where: What the pieces are, for the message.
+        mean: Take fractions, such as a loss, for means over the samples, and join them to the mean.
+
+    Raises:
+        ValueError: what cannot be joined.
+    """
+    first = pieces[0]
+    if any(type(piece) is not type(first) for piece in pieces):
+        kinds = ", ".join(sorted({type(piece).__name__ for piece in pieces}))
+        raise ValueError(f"{where} is of different types for the micro-batches of one batch, {kinds}: {JOINABLE}")
+    if isinstance(first, Tensor | numpy.ndarray) and all(
+        piece.ndim and len(piece) == size for piece, size in zip(pieces, sizes, strict=True)
+    ):
+        return torch.cat(list(pieces)) if isinstance(first, Tensor) else numpy.concatenate(pieces)
+    if mean and _is_fraction(first):
+        total = sum(piece * size for piece, size in zip(pieces, sizes, strict=True))
+        return total / sum(sizes)
+    if _is_per_sample(pieces, sizes):
+        return type(first)(item for piece in pieces for item in piece)
+    if isinstance(first, Mapping | list | tuple) or (is_dataclass(first) and not isinstance(first, type)):
+        return _joined_fields(pieces, sizes, where, mean)
+    if not all(_equal(piece, first) for piece in pieces[1:]) or isinstance(first, Tensor):
+        shown = f"of shape {tuple(first.shape)} " if isinstance(first, Tensor) else ""
+        raise ValueError(
+            f"{where}, a {type(first).__name__} {shown}for the first of {len(pieces)} micro-batches, cannot be "
+            f"joined: {JOINABLE}"
+        )
+    return first
+
+
+def _joined_fields(pieces: Sequence[Any], sizes: Sequence[int], where: str, mean: bool) -> Any:
+    names = _names(pieces[0])
+    if any(_names(piece) != names for piece in pieces):
+        raise ValueError(f"{where} has different fields for the micro-batches of one batch: {JOINABLE}")
+    children = [list(_children(piece)) for piece in pieces]
+    joined = iter(
+        [
+            join_pieces(same, sizes, f"{where}[{name!r}]", mean=mean)
+            for name, same in zip(names, zip(*children, strict=True), strict=True)
+        ]
+    )
+    return map_children(pieces[0], lambda _: next(joined))
+
+
+def _names(piece: Any) -> list[Any]:
+    if isinstance(piece, Mapping):
+        return list(piece)
+    return list(range(len(piece))) if isinstance(piece, list | tuple) else [f.name for f in fields(piece)]
+
+
+def _is_fraction(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+
+
+def _is_per_sample(pieces: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether these are lists of an item per sample; and not, by chance, of as many tensors for all samples."""
+    if not isinstance(pieces[0], list | tuple) or hasattr(pieces[0], "_fields"):
+        return False
+    counts = all(len(piece) == size for piece, size in zip(pieces, sizes, strict=True))
+    return counts and not all(
+        isinstance(item, Tensor) and item.ndim and len(item) == size
+        for piece, size in zip(pieces, sizes, strict=True)
+        for item in piece
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except (TypeError, ValueError):  # arrays, which have no single answer
+        return False
+
+
 def shapes_of(batch: Any) -> Shapes:
     """Micro-batches of the same shapes have activations of the same shapes."""
     return tuple(tuple(tensor.shape) for tensor in tensors_of(batch))
@@ -86,7 +178,7 @@ def _slice(batch: Any, size: int, start: int, stop: int) -> Any:
         return batch[start:stop]
     if isinstance(batch, list | tuple) and len(batch) == size and next(tensors_of(batch), None) is None:
         return batch[start:stop]
-    return _map_children(batch, lambda child: _slice(child, size, start, stop))
+    return map_children(batch, lambda child: _slice(child, size, start, stop))
 
 
 def _children(batch: Any) -> Iterator[Any]:
@@ -98,16 +190,28 @@ def _children(batch: Any) -> Iterator[Any]:
         yield from (getattr(batch, field.name) for field in fields(batch))
 
 
-def _map_children(batch: Any, function: Callable[[Any], Any]) -> Any:
+def map_children(batch: Any, function: Callable[[Any], Any]) -> Any:
     """A batch of the same type with ``function`` applied to each child; what has no children is itself."""
+    if type(batch) is dict:
+        return {key: function(child) for key, child in batch.items()}
+    if isinstance(batch, MutableMapping):
+        # With whatever else such a class remembers, such as the factory of a defaultdict.
+        mapping = copy.copy(batch)
+        for key, child in batch.items():
+            mapping[key] = function(child)
+        return mapping
     if isinstance(batch, Mapping):
-        mapped = {key: function(child) for key, child in batch.items()}
-        return mapped if type(batch) is dict else type(batch)(mapped)  # type: ignore[call-arg]
+        return type(batch)({key: function(child) for key, child in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(function, batch))
+    if isinstance(batch, deque):
+        return deque(map(function, batch), batch.maxlen)
     if isinstance(batch, list | tuple):
         return type(batch)(map(function, batch))
     if is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in fields(batch) if field.init]
-        return replace(batch, **{name: function(getattr(batch, name)) for name in names})
+        record = copy.copy(batch)
+        for field in fields(batch):
+            # Frozen or not, and with fields that its __init__ does not take.
+            object.__setattr__(record, field.name, function(getattr(batch, field.name)))
+        return record
     return batch

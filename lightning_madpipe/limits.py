@@ -18,8 +18,6 @@ def refusal_of(trainer: Any, module: Any, base: type) -> str | None:
     """
     strategy, name = trainer.strategy, type(module).__name__
     precision = strategy.precision_plugin.precision
-    if trainer.state.fn == "predict":
-        return "trainer.predict() is not available with the madpipe strategy yet: use test_step meanwhile"
     if precision not in PRECISIONS:
         return (
             f"precision={precision!r} is not available with the madpipe strategy yet: "

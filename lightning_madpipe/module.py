@@ -8,6 +8,10 @@ from typing import Any
 
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
+from torchmetrics import Metric
+
+PIPELINE = "pipeline_module"
+"""The attribute of the LightningModule that holds its pipeline, that is, this rank's layers."""
 
 HOW_TO_SAY_IT = (
     "write `def pipeline_layers(self): return [self.embed, *self.blocks, self.head]`, that is, "
@@ -88,6 +92,14 @@ def detach_layers(module: nn.Module, call: PipelineCall) -> None:
             object.__setattr__(module, name, child)
 
 
+def outside_pipeline(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The LightningModule and its submodules but for the pipeline, with their names."""
+    yield "", module
+    for name, child in module.named_children():
+        if name != PIPELINE:
+            yield from child.named_modules(prefix=name)
+
+
 def _declared_layers(module: Any) -> PipelineCall:
     layers = tuple(module.pipeline_layers())
     if not layers:
@@ -116,7 +128,13 @@ def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
                     f"{type(layer).__name__}, and on two stages these would train apart: list "
                     "lightning_madpipe.TiedModule(key, module, forward_fn=...) of one key at both places"
                 )
-    outside = [name for name, parameter in module.named_parameters() if parameter not in owners]
+    # A metric may compute with a network of its own, which nobody trains.
+    of_metrics = {weight for part in module.modules() if isinstance(part, Metric) for weight in part.parameters()}
+    outside = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter not in owners and parameter not in of_metrics
+    ]
     if outside:
         shown = ", ".join(outside[:3]) + (", ..." if len(outside) > 3 else "")
         raise ValueError(

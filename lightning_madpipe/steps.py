@@ -1,4 +1,4 @@
-"""The user's ``*_step`` on a pipeline: its input is taken on the first stage, its loss and logs on the last."""
+"""The user's ``*_step`` on a pipeline: its input is taken on the first stage, all else on the last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import numbers
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,8 +15,15 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torchmetrics import Metric
 
 from deepspeed_partition.engine.transplant import preserved_random_state
+from lightning_madpipe.batches import join_pieces, map_children
+from lightning_madpipe.leftovers import Leftovers
+from lightning_madpipe.metrics import BatchMetrics, MetricValue, metrics_of
+from lightning_madpipe.recorded import Call, recorded_loggers
+
+SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
 
 LogCall = dict[str, Any]
 """The arguments of one ``self.log`` call, by name."""
@@ -32,7 +39,7 @@ class MicroBatch:
     """
 
     step: str
-    """``training_step``, ``validation_step`` or ``test_step``."""
+    """``training_step``, ``validation_step``, ``test_step`` or ``predict_step``."""
     data: Any
     size: int
     """Samples."""
@@ -40,11 +47,23 @@ class MicroBatch:
     """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
     seed: int
     """For the step's own random numbers, which both ends of the pipeline must draw alike."""
+    place: int = 0
+    """Its number in the Lightning batch."""
+    is_last: bool = True
+    """Whether the Lightning batch ends with it."""
+    keeps_returned: bool = False
+    """Whether somebody will read what the step returns."""
     loss_scale: float = 1.0
     """Its share in the loss of the optimizer step, times the number that DeepSpeed divides by."""
     loss: Tensor | None = None
     """What the step returned, unscaled; None where it returned no loss."""
+    returned: Any = None
+    """What the step returned, where somebody reads it."""
     log_calls: list[LogCall] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    """Of loggers and of ``self.print``."""
+    error: Exception | None = None
+    """Raised by the step, to be raised again on every rank when the batch is through."""
 
 
 class StepResult(NamedTuple):
@@ -52,6 +71,7 @@ class StepResult(NamedTuple):
 
     loss: float | None
     log_calls: list[LogCall]
+    returned: Any
 
 
 class _InputTaken(BaseException):
@@ -66,6 +86,7 @@ class UserSteps:
         attribute: The attribute whose call runs all layers, see ``PipelineCall``.
         context: A context for each step, such as the precision's.
         error: The host's exception for a step that cannot run on a pipeline.
+        ignored: Attributes of the module that its user does not set.
     """
 
     def __init__(
@@ -74,15 +95,42 @@ class UserSteps:
         attribute: str,
         context: Callable[[], AbstractContextManager] = nullcontext,
         error: type[Exception] = ValueError,
+        ignored: Collection[str] = (),
     ) -> None:
         self._module = module
         self._attribute = attribute
         self._context = context
         self._error = error
+        self._ignored = ignored
         self._log_signature = inspect.signature(type(module).log)
+        self._metrics = BatchMetrics()
+        self.running: str | None = None
+        """The name of the step that runs."""
+        self.rehearsing = False
+        """Whether what runs is to leave no trace, and the other pipelines may not run it."""
 
-    def inputs(self, micro_batch: MicroBatch) -> Tensor | tuple[Tensor, ...]:
-        """What the step passes to the pipeline; it ends there."""
+    def leftovers(self, *, undoable: bool = False) -> Leftovers:
+        """The module as it is now, to tell later what a step left behind."""
+        return Leftovers(self._module, self._ignored, undoable=undoable)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Steps that run meanwhile leave nothing behind."""
+        before, rehearsed_already = self.leftovers(undoable=True), self.rehearsing
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing = rehearsed_already
+            before.undo()
+
+    def inputs(self, micro_batch: MicroBatch, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
+        """What the step passes to the pipeline; it ends there, and what it did until then is undone.
+
+        Args:
+            is_last_stage: Whether this rank runs all of the step, too. Otherwise tensors that it changed in place
+                stay so until the last stage's arrive.
+        """
         taken: tuple[Any, ...] | None = None
 
         def take(*arguments: Any, **keywords: Any) -> None:
@@ -95,11 +143,14 @@ class UserSteps:
             taken = arguments
             raise _InputTaken
 
+        before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad():
-                self._run(micro_batch, take, log=lambda *_, **__: None)
+                self._run(micro_batch, take, log=lambda *_, **__: None, record=lambda _: None)
         except _InputTaken:
             pass
+        finally:
+            before.undo()
         if taken is None:
             raise self._error(
                 f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
@@ -112,12 +163,27 @@ class UserSteps:
         return taken[0] if len(taken) == 1 else taken
 
     def loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
-        """Run the step on the pipeline's ``outputs``; its loss and logs are left in ``micro_batch``.
+        """Run the step on the pipeline's ``outputs``; what comes of it is left in ``micro_batch``.
 
         Returns:
-            The loss times ``loss_scale``; zero where the step returns no loss, as validation may.
+            The loss times ``loss_scale``; zero where the step returns no loss, as validation may, and where it
+            raises: the other ranks, which are in the middle of the batch, hear of that at its end.
         """
-        micro_batch.log_calls, micro_batch.loss = [], None
+        try:
+            return self._loss(outputs, micro_batch)
+        except Exception as flaw:
+            if self.rehearsing:
+                raise
+            micro_batch.error = flaw
+            tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+            floating = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+            return torch.stack([t.sum() * 0.0 for t in floating]).sum() if floating else torch.zeros(())
+
+    def _loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+        micro_batch.log_calls, micro_batch.calls = [], []
+        micro_batch.loss = micro_batch.returned = micro_batch.error = None
+        if micro_batch.place == 0:
+            self._metrics.begin()
         num_calls = 0
 
         def answer(*_: Any, **__: Any) -> Any:
@@ -132,9 +198,12 @@ class UserSteps:
 
         def log(*arguments: Any, **keywords: Any) -> None:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
-            micro_batch.log_calls.append(self._checked(micro_batch.step, bound.arguments))
+            micro_batch.log_calls.append(self._checked(micro_batch, bound.arguments))
 
-        returned = self._run(micro_batch, answer, log)
+        with self._metrics.watching(self._module):
+            returned = self._run(micro_batch, answer, log, micro_batch.calls.append)
+        if micro_batch.keeps_returned:
+            micro_batch.returned = _detached(returned)
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
@@ -142,7 +211,7 @@ class UserSteps:
         if micro_batch.step == "training_step":
             raise self._error(
                 f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one "
-                "element, or a dict with one as 'loss'"
+                "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
             )
         return torch.zeros((), device=self._module.device)
 
@@ -150,32 +219,66 @@ class UserSteps:
     def _called(self) -> str:
         return f"self.{self._attribute}()"
 
-    def _run(self, micro_batch: MicroBatch, call: Callable[..., Any], log: Callable[..., None]) -> Any:
+    def _run(
+        self,
+        micro_batch: MicroBatch,
+        call: Callable[..., Any],
+        log: Callable[..., None],
+        record: Callable[[Call], None],
+    ) -> Any:
         """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``."""
         layers = call if self._attribute == "forward" else _SequentialStandIn(call, self._called, self._error)
+
+        def show(*values: Any, **keywords: Any) -> None:
+            record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
+
         with (
             self._context(),
             _seeded(micro_batch.seed),
+            self._as_running(micro_batch.step),
             _replaced(self._module, self._attribute, layers),
             _replaced(self._module, "log", log),
+            _replaced(self._module, "print", show),
+            _recorded(self._module, record),
         ):
             return getattr(self._module, micro_batch.step)(micro_batch.data, *micro_batch.arguments)
 
-    def _checked(self, step: str, arguments: Mapping[str, Any]) -> LogCall:
+    @contextmanager
+    def _as_running(self, step: str) -> Iterator[None]:
+        self.running = step
+        try:
+            yield
+        finally:
+            self.running = None
+
+    def _checked(self, micro_batch: MicroBatch, arguments: Mapping[str, Any]) -> LogCall:
         log_call = {name: value for name, value in arguments.items() if name != "self"}
-        key, value = log_call["name"], log_call["value"]
-        if isinstance(value, Tensor) and value.numel() == 1:
+        key, value, step = log_call["name"], log_call["value"], micro_batch.step
+        if isinstance(value, Metric):
+            log_call["value"] = self._metric_value(value, log_call, micro_batch)
+        elif isinstance(value, Tensor) and value.numel() == 1:
             log_call["value"] = value.detach().reshape(())
         elif not isinstance(value, numbers.Real):
             raise self._error(
-                f"{step} logs {key!r}, a {type(value).__name__}: with a pipeline self.log takes numbers and "
-                "tensors of one element, so compute the metric's value first"
+                f"{step} logs {key!r}, a {type(value).__name__}: with a pipeline self.log takes numbers, "
+                "tensors of one element and torchmetrics metrics"
             )
         if log_call.get("sync_dist_group") is not None:
             raise self._error(
                 f"{step} logs {key!r} with a sync_dist_group, which the strategy itself sets: leave it out"
             )
         return log_call
+
+    def _metric_value(self, metric: Metric, log_call: LogCall, micro_batch: MicroBatch) -> MetricValue:
+        path = next((path for path, child in metrics_of(self._module).items() if child is metric), None)
+        if path is None:
+            raise self._error(
+                f"{micro_batch.step} logs {log_call['name']!r}, a {type(metric).__name__} that is no attribute of "
+                f"the {type(self._module).__name__}: set it as one, so that the other ranks have it, too"
+            )
+        on_step = log_call.get("on_step")
+        shown = micro_batch.step == "training_step" if on_step is None else on_step
+        return MetricValue(path, self._metrics.value_of(metric) if shown and micro_batch.is_last else None)
 
 
 class _SequentialStandIn:
@@ -199,15 +302,27 @@ class _SequentialStandIn:
 
 
 def result_of(micro_batches: Sequence[MicroBatch]) -> StepResult:
-    """The loss and the logs of a Lightning batch from those of its micro-batches.
+    """The loss, the logs and the output of a Lightning batch from those of its micro-batches.
 
     Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
     ``reduce_fx`` is sum, min or max, that is applied.
+
+    Raises:
+        ValueError: somebody reads what the step returns, and it cannot be joined.
     """
     with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
     losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
     sizes = [micro_batch.size for micro_batch in with_loss]
-    return StepResult(_weighted_mean(losses, sizes) if losses else None, _merged_logs(micro_batches))
+    loss = _weighted_mean(losses, sizes) if losses else None
+    return StepResult(loss, _merged_logs(micro_batches), _joined_output(micro_batches))
+
+
+def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
+    first = micro_batches[0]
+    if not first.keeps_returned:
+        return None
+    pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
+    return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
 
 
 def _merged_logs(micro_batches: Sequence[MicroBatch]) -> list[LogCall]:
@@ -218,9 +333,13 @@ def _merged_logs(micro_batches: Sequence[MicroBatch]) -> list[LogCall]:
         for log_call in micro_batch.log_calls:
             same[log_call["name"], seen[log_call["name"]]].append((log_call, micro_batch.size))
             seen[log_call["name"]] += 1
-    floats = iter(_as_floats([log_call["value"] for calls in same.values() for log_call, _ in calls]))
+    plain = [calls for calls in same.values() if not isinstance(calls[0][0]["value"], MetricValue)]
+    floats = iter(_as_floats([log_call["value"] for calls in plain for log_call, _ in calls]))
     merged = []
     for calls in same.values():
+        if isinstance(calls[0][0]["value"], MetricValue):
+            merged.append(calls[-1][0])  # the last micro-batch's knows the value of the batch
+            continue
         weights = [log_call.get("batch_size") or size for log_call, size in calls]
         values = [next(floats) for _ in calls]
         first = calls[0][0]
@@ -245,6 +364,25 @@ def _as_floats(values: Sequence[Any]) -> list[float]:
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     floats = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else map_children(value, _detached)
+
+
+@contextmanager
+def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
+    """Let ``self.logger`` record what it is told."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    loggers = trainer.loggers
+    trainer.loggers = recorded_loggers(loggers, record)
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
 
 
 @contextmanager

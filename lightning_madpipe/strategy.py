@@ -18,31 +18,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
-from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.transplant import preserved_random_state
 from deepspeed_partition.planner.plan import Plan
-from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
+from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.limits import refusal_of
-from lightning_madpipe.module import detach_layers, find_layers
+from lightning_madpipe.metrics import gather_between_pipelines
+from lightning_madpipe.module import PIPELINE, detach_layers, find_layers
+from lightning_madpipe.runner import BatchRunner
 from lightning_madpipe.settings import check_count, checked_config
-from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
-
-if TYPE_CHECKING:
-    from pytorch_lightning.strategies import DeepSpeedStrategy
-else:
-    DeepSpeedStrategy = object
-
-PIPELINE = "pipeline_module"
-"""The attribute of the LightningModule that holds its pipeline, that is, this rank's layers."""
+from lightning_madpipe.steps import UserSteps
 
 OUTSIDE_STATE = "madpipe_state_dict"
 """Where a checkpoint keeps the buffers of the LightningModule that belong to no layer."""
@@ -51,7 +45,7 @@ MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
 
 
-class PipelineStrategy(DeepSpeedStrategy):
+class PipelineStrategy(PipelineGroups):
     """Pipeline parallelism on a cut that is planned from measurements of the model's own layers.
 
     ``Trainer(strategy="madpipe", devices=4)``, or ``MadPipeStrategy(...)`` with arguments, all optional:
@@ -82,10 +76,11 @@ class PipelineStrategy(DeepSpeedStrategy):
     Raises:
         ValueError: a malformed argument, or an unknown one, with the known ones.
 
-    Limits: the part of a step after its call of ``forward`` runs on the last stage only. Attributes that it
-    sets are set there, and other ranks learn its loss and what it logs; nothing that it does may wait for
-    other ranks. ``on_after_backward`` comes once per optimizer step. On a rank that does not run the layer
-    ``module.head`` its weights stay the initial ones. Checkpoints are DeepSpeed's directories.
+    Limits: the part of a step after its call of ``forward`` runs on the last stage only. The other ranks learn
+    what it logs, returns and leaves behind on the module when the batch is through; it may wait for the last
+    stages of other pipelines and for nobody else. A step runs once per micro-batch. ``on_after_backward`` comes
+    once per optimizer step. On a rank that does not run the layer ``module.head`` its weights stay the initial
+    ones. Checkpoints are DeepSpeed's directories.
     """
 
     strategy_name = "madpipe"
@@ -149,14 +144,9 @@ class PipelineStrategy(DeepSpeedStrategy):
         self.num_micro_batches = num_micro_batches
         self.warmup_epochs = warmup_epochs
         self._engine: MadPipeEngine | None = None
-        self._steps: UserSteps | None = None
-        self._window: list[list[MicroBatch]] = []
-        self._last_loss = torch.zeros(())
-        self._rehearsed: set[str] = set()
-        self._begins = True
-        """Whether the next batch is the first of an epoch."""
+        self._runner: BatchRunner | None = None
         self._base_seed = 0
-        self._num_batches = 0
+        self._batch_numbers = count(1)
 
     # What is there after setup
 
@@ -191,11 +181,6 @@ class PipelineStrategy(DeepSpeedStrategy):
     def _module(self) -> Any:
         assert self.lightning_module is not None, "the Trainer connects it"
         return self.lightning_module
-
-    @property
-    def _user_steps(self) -> UserSteps:
-        assert self._steps is not None, "setup() makes it"
-        return self._steps
 
     def _resolved_num_stages(self) -> int:
         num_stages = self.num_stages or self.world_size
@@ -257,18 +242,10 @@ class PipelineStrategy(DeepSpeedStrategy):
                 f"this {type(module).__name__} runs in {self.pipeline.num_stages} stages already and not in "
                 f"num_stages={self._resolved_num_stages()}: build a new one"
             )
-        self._steps = UserSteps(
-            module,
-            self.pipeline.called_attribute,
-            self.precision_plugin.forward_context,
-            self._exception,
-        )
-        self.pipeline.loss_fn = self._steps.loss
         module.to(self.root_device)
         self._start_engine(trainer)
         self.model = module
-        self._window, self._rehearsed = [], set()
-        self._last_loss = torch.zeros((), device=self.root_device)
+        self._start_runner(trainer)
         self.barrier()
 
     def _build_pipeline(self) -> None:
@@ -322,7 +299,6 @@ class PipelineStrategy(DeepSpeedStrategy):
         )
         self.pipeline.engine = weakref.ref(self._engine)
         if fitting:
-            self._engine.before_optimizer_step = self._call_hooks_before_step
             self.optimizers = [engine_optimizer]
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
             if scheduler is not None and engine_optimizer is not optimizer:
@@ -385,163 +361,68 @@ class PipelineStrategy(DeepSpeedStrategy):
 
     # Steps
 
-    def training_step(self, batch: Any, *arguments: Any) -> Tensor:
-        """Collect the micro-batches of ``batch``; with the last batch of an optimizer step, run them all.
+    def training_step(self, batch: Any, *arguments: Any) -> Any:
+        """Run ``batch`` with those of its optimizer step; its loss, with what else was returned if it is read."""
+        return self._batches.train(batch, arguments)
 
-        Returns:
-            The loss of ``batch`` on this pipeline, the same on each of its ranks. While batches are being
-            collected: that of the last one before, 0 where there is none.
-        """
-        trainer, engine = self._module.trainer, self.deepspeed_engine
-        self._window.append(self._micro_batches("training_step", batch, arguments))
-        if trainer.fit_loop._should_accumulate():
-            return self._last_loss
-        window, self._window = self._window, []
-        for micro_batches in window:
-            total = sum(micro_batch.size for micro_batch in micro_batches)
-            for micro_batch in micro_batches:
-                share = micro_batch.size / total / trainer.accumulate_grad_batches
-                micro_batch.loss_scale = share * engine.gradient_accumulation_steps()
-        in_order = [micro_batch for micro_batches in window for micro_batch in micro_batches]
-        engine.micro_batches = len(in_order)
-        if engine.global_steps == 0:
-            engine.set_train_micro_batch_size(in_order[0].size)  # known now; the plan's chain names it
-        with self._announced_shapes(in_order):
-            engine.train_batch(self._feed(in_order))
-        results = self._shared_results(window)
-        for result in results:
-            self._log_again(result)
-        self._last_loss = torch.tensor(results[-1].loss, device=self.root_device)
-        return self._last_loss
+    def validation_step(self, batch: Any, *arguments: Any) -> Any:
+        """Run ``batch`` through the pipeline; what the user's step returned if a hook reads it, else its loss."""
+        return self._batches.evaluate("validation_step", batch, arguments)
 
-    def validation_step(self, batch: Any, *arguments: Any) -> Tensor | None:
-        """Run ``batch`` through the pipeline, and return its loss if the user's step returns one."""
-        return self._evaluate("validation_step", batch, arguments)
+    def test_step(self, batch: Any, *arguments: Any) -> Any:
+        """Run ``batch`` through the pipeline; what the user's step returned if a hook reads it, else its loss."""
+        return self._batches.evaluate("test_step", batch, arguments)
 
-    def test_step(self, batch: Any, *arguments: Any) -> Tensor | None:
-        """Run ``batch`` through the pipeline, and return its loss if the user's step returns one."""
-        return self._evaluate("test_step", batch, arguments)
+    def predict_step(self, batch: Any, *arguments: Any) -> Any:
+        """Run ``batch`` through the pipeline; the predictions, if somebody takes them."""
+        return self._batches.evaluate("predict_step", batch, arguments)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
         """Run the closure, that is ``training_step``, whose ``engine.train_batch`` ends with the step."""
         return closure()
 
-    def _evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Tensor | None:
-        micro_batches = self._micro_batches(step, batch, arguments)
-        # In inference mode, which Lightning may have entered, the engine would allocate buffers that
-        # training cannot use.
-        with torch.inference_mode(False), torch.no_grad(), self._announced_shapes(micro_batches):
-            self.deepspeed_engine.eval_batch(
-                self._feed(micro_batches),
-                compute_loss=True,
-                reduce_output=None,
-                bcast_loss=False,
-                num_micro_batches=len(micro_batches),
-            )
-        [result] = self._shared_results([micro_batches])
-        self._log_again(result)
-        return None if result.loss is None else torch.tensor(result.loss, device=self.root_device)
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._begins = self._begins or batch_idx == 0
+        self._batches.begins = self._batches.begins or batch_idx == 0
 
     def on_validation_start(self) -> None:
-        self._begins = True
+        self._batches.begins = True
 
     def on_test_start(self) -> None:
-        self._begins = True
+        self._batches.begins = True
 
-    def _micro_batches(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> list[MicroBatch]:
-        if self._begins:
-            self._check_same_batch(batch)
-            self._begins = False
-        try:
-            pieces = split_batch(batch, self._resolved_num_micro_batches())
-        except ValueError as flaw:
-            raise self._refusal(f"{step}: {flaw}") from None
-        self._num_batches += 1
-        # Primes keep the seeds of ranks, batches and pieces apart.
-        seed = self._base_seed + 7919 * self._num_batches + self.pipeline.mpu().get_data_parallel_rank()
-        micro_batches = [
-            MicroBatch(
-                step=step,
-                data=piece,
-                size=batch_size_of(piece),
-                arguments=arguments,
-                seed=seed + 15485863 * index,
-            )
-            for index, piece in enumerate(pieces)
-        ]
-        if step not in self._rehearsed:
-            # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
-            # ranks, and not one error and a wait on the others.
-            self._user_steps.inputs(micro_batches[0])
-            self._rehearsed.add(step)
-        return micro_batches
+    def on_predict_start(self) -> None:
+        self._batches.begins = True
 
-    def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
-        """What the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
-        for micro_batch in micro_batches:
-            first = self.deepspeed_engine.is_first_stage()
-            yield self._user_steps.inputs(micro_batch) if first else None, micro_batch
+    def _start_runner(self, trainer: Any) -> None:
+        module = self._module
+        steps = UserSteps(
+            module,
+            self.pipeline.called_attribute,
+            self.precision_plugin.forward_context,
+            self._exception,
+            # What a LightningModule has before its user gives it anything.
+            ignored=vars(self._lightning("core.module").LightningModule()),
+        )
+        self.pipeline.loss_fn = steps.loss
+        self._runner = BatchRunner(
+            trainer=trainer,
+            module=module,
+            pipeline=self.pipeline,
+            engine=self.deepspeed_engine,
+            steps=steps,
+            num_micro_batches=self._resolved_num_micro_batches(),
+            base_seed=self._base_seed,
+            batch_numbers=self._batch_numbers,
+            namespace=self.namespace,
+            refusal=self._refusal,
+        )
+        gather_between_pipelines(module, self.gather_state)
+        self.leave_out_needless_advice()
 
-    @contextmanager
-    def _announced_shapes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Where shapes differ within a batch, let the engine send them with every micro-batch of it.
-
-        Otherwise it sends them once per batch.
-        """
-        engine = self.deepspeed_engine
-        before = engine.dynamic_shape
-        shapes = {shapes_of(micro_batch.data) for micro_batch in micro_batches}
-        engine.dynamic_shape = before or len(shapes) > 1
-        try:
-            yield
-        finally:
-            engine.dynamic_shape = before
-
-    def _shared_results(self, window: Sequence[Sequence[MicroBatch]]) -> list[StepResult]:
-        """The results of the window's batches, on every rank of the pipeline."""
-        results = None
-        if self.deepspeed_engine.is_last_stage():
-            results = [result_of(micro_batches) for micro_batches in window]
-        box: list[Any] = [results]
-        if self.pipeline.num_stages > 1:
-            grid = self.pipeline.mpu()
-            last = grid.stage_to_global(self.pipeline.num_stages - 1)
-            torch.distributed.broadcast_object_list(box, src=last, group=grid.get_pipe_parallel_group())
-        return box[0]
-
-    def _log_again(self, result: StepResult) -> None:
-        for log_call in result.log_calls:
-            if log_call.get("sync_dist"):
-                # The ranks of a pipeline hold one value, which is to count once.
-                log_call = {**log_call, "sync_dist_group": self.pipeline.mpu().get_data_parallel_group()}
-            self._module.log(**log_call)
-
-    def _check_same_batch(self, batch: Any) -> None:
-        """At the beginning of an epoch: the ranks of a pipeline must read the same batches.
-
-        Random augmentation may make the inputs differ, of which only the first stage's count. Where samples
-        come in another order, every tensor differs.
-        """
-        if self.pipeline.num_stages == 1:
-            return
-        everyone = gather_objects(fingerprint_of(batch), self.pipeline.mpu().get_pipe_parallel_group())
-        for stage, tensors in enumerate(everyone[1:], start=1):
-            same_shapes = [shape for shape, _ in tensors] == [shape for shape, _ in everyone[0]]
-            if not same_shapes or (tensors and not set(tensors) & set(everyone[0])):
-                raise self._refusal(
-                    f"stages 0 and {stage} of a pipeline read different batches: use the Trainer's own "
-                    "distributed sampler (use_distributed_sampler=True), or one that is seeded alike on all ranks"
-                )
-
-    def _call_hooks_before_step(self) -> None:
-        """Lightning's hooks, on every rank, when the gradients of the whole step are there."""
-        call, trainer = self._lightning("trainer.call"), self._module.trainer
-        for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
-            call._call_callback_hooks(trainer, hook, *arguments)
-            call._call_lightning_module_hook(trainer, hook, *arguments)
+    @property
+    def _batches(self) -> BatchRunner:
+        assert self._runner is not None, "setup() makes it"
+        return self._runner
 
     # Checkpoints: DeepSpeed's directories, with the cut and with the state of what is no layer
 

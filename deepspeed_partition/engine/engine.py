@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import deepspeed
@@ -63,6 +64,8 @@ class MadPipeEngine(PipelineEngine):
     """The measurements that this run planned with."""
     before_optimizer_step: Callable[[], object] | None = None
     """Called on every rank once per step, with the gradients, right before they are clipped and applied."""
+    around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered on every rank while the layers and the loss function run to be measured."""
     options: Options
 
     # DeepSpeed's, without types there.
@@ -290,7 +293,8 @@ class MadPipeEngine(PipelineEngine):
             )
         from deepspeed_partition.engine.planning import plan_first_step  # the profiler, used only here
 
-        plan, self.chain = plan_first_step(self)
+        with self.around_measurements():
+            plan, self.chain = plan_first_step(self)
         before = self.module.parts
         self.recut(plan)
         announce(f"the layers are cut at {self.module.parts} as planned (until now: {before})")

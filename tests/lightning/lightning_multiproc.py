@@ -92,7 +92,6 @@ class Parts(cases.SequentialClassifier):
 
 
 def refusals(host: cases.Host) -> dict[str, Any]:
-    one_batch = cases.loader(16)
     lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
     return {
         "outside": refused(lambda: fit_changed(host, OutsideParameter())),
@@ -108,7 +107,6 @@ def refusals(host: cases.Host) -> dict[str, Any]:
             lambda: fit_changed(host, cases.Classifier(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
         ),
         "fp16": refused(lambda: fit_changed(host, cases.Classifier(), precision="16-mixed")),
-        "predict": refused(lambda: host.trainer().predict(cases.Classifier(), one_batch)),
         "stages": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"num_stages": 3})),
         "no tensors": refused(lambda: host.trainer().fit(cases.Classifier(), lonely)),
         "data": refused(lambda: host.trainer().fit(cases.Classifier(), shuffled_by_rank())),

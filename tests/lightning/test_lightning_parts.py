@@ -177,7 +177,7 @@ class NoLoss(Step):
 )
 def test_steps_that_cannot_run_on_a_pipeline(module: type, sentence: str) -> None:
     steps, micro = UserSteps(module(), "forward"), micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)])
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError) as refusal, steps.rehearsal():
         steps.loss(torch.zeros(4, 4), micro)
     assert sentence in str(refusal.value)
 
@@ -229,7 +229,7 @@ def test_a_key_that_is_logged_twice_stays_two_calls() -> None:
 
 
 def test_no_loss_and_no_logs() -> None:
-    assert result_of([micro_batch(torch.zeros(2))]) == (None, [])
+    assert result_of([micro_batch(torch.zeros(2))]) == (None, [], None)
 
 
 def test_given_options_win_over_the_configuration() -> None:

@@ -1,0 +1,99 @@
+"""What the strategy's collectives mean on pipelines.
+
+The ranks of one pipeline hold the same data, which counts once.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_madpipe.loaders import EvenLoader
+from lightning_madpipe.metrics import gathered
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import DeepSpeedStrategy
+
+    from lightning_madpipe.runner import BatchRunner
+else:
+    DeepSpeedStrategy = object
+
+
+class PipelineGroups(DeepSpeedStrategy):
+    """``reduce`` and ``all_gather`` over the data-parallel ranks; barriers, broadcasts and decisions over all.
+
+    Inside a step, which only the last stages run, the data-parallel ranks are those last stages.
+    """
+
+    _runner: BatchRunner | None
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if group is None and self._rehearses():
+            return tensor
+        return super().reduce(tensor, self._data_parallel_group() if group is None else group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if group is None and self._rehearses():
+            return torch.stack([tensor] * self._num_pipelines())
+        return super().all_gather(
+            tensor, group=self._data_parallel_group() if group is None else group, sync_grads=sync_grads
+        )
+
+    def gather_state(self, tensor: Tensor) -> list[Tensor]:
+        """A metric's state on each data-parallel rank."""
+        if self._rehearses():
+            return [tensor] * self._num_pipelines()
+        return gathered(tensor, self._data_parallel_group())
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        num_for = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(num_for)
+        return bool(num_for == self.world_size) if all else bool(num_for)
+
+    def barrier(self, *arguments: Any, **keywords: Any) -> None:
+        self._check_everyone_comes("barrier")
+        super().barrier(*arguments, **keywords)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._check_everyone_comes("broadcast")
+        return super().broadcast(obj, src)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A loader without a length ends on all pipelines at once."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._num_pipelines() == 1 or self._lightning("utilities.data").sized_len(dataloader) is not None:
+            return dataloader
+        announce = self._lightning("utilities.rank_zero").rank_zero_info
+        return EvenLoader(dataloader, self._data_parallel_group(), self.root_device, announce)
+
+    def leave_out_needless_advice(self) -> None:
+        """Lightning advises ``sync_dist=True`` for any value of an epoch; one pipeline has nothing to reduce."""
+        if self._num_pipelines() == 1:
+            category = self._lightning("utilities.warnings").PossibleUserWarning
+            start, end = map(re.escape, ("It is recommended to use `self.log(", "sync_dist=True)`"))
+            warnings.filterwarnings("ignore", message=f"{start}.*{end}", category=category)
+
+    def _data_parallel_group(self) -> Any:
+        return self.pipeline.mpu().get_data_parallel_group()  # type: ignore[attr-defined]
+
+    def _num_pipelines(self) -> int:
+        return self.pipeline.mpu().get_data_parallel_world_size()  # type: ignore[attr-defined]
+
+    def _rehearses(self) -> bool:
+        """Whether a step runs that the other pipelines do not run now."""
+        return self._runner is not None and self._runner.steps.rehearsing
+
+    def _check_everyone_comes(self, name: str) -> None:
+        if self._runner is not None and self._runner.steps.running is not None and self.world_size > 1:
+            raise self._refusal(  # type: ignore[attr-defined]
+                f"{self._runner.steps.running} calls strategy.{name}(), for which the ranks of the other stages "
+                "would have to come, and they do not run the step: call it in a hook"
+            )
+
+    def _lightning(self, module: str) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,243 @@
+"""What a step leaves behind on its LightningModule: found, brought to the other ranks, or undone.
+
+A step runs on the last stage. The attributes that it sets there, the lists that it lengthens, the buffers and
+the states of torchmetrics metrics that it changes are sent to the other ranks of the pipeline after the batch,
+so that a hook finds them wherever it runs. Up to its call of the pipeline the same step runs on the first stage,
+too, and some steps are rehearsed: what those runs leave behind is undone.
+
+Seen are numbers, strings, tensors, NumPy arrays, lists, tuples, dicts, sets, deques and dataclasses of them, in
+the attributes and buffers of the LightningModule and of its submodules outside the pipeline. Of any other object
+it is seen that an attribute names another one, not that it changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lightning_madpipe.module import outside_pipeline
+
+
+class Place(NamedTuple):
+    owner: str
+    """The path of the submodule; empty for the LightningModule itself."""
+    is_buffer: bool
+    name: str
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, ("self", self.owner, self.name)))
+
+
+class Change(NamedTuple):
+    """One attribute or buffer that is not what it was."""
+
+    place: Place
+    kind: str
+    """``bind`` a new value, ``delete``, ``refill`` the same object, ``extend`` the same list, or bind a new list
+    that ``continues`` it."""
+    value: Any = None
+    """The new contents; for ``extend`` and ``continues`` the items that were added."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A value as it was."""
+
+    value: Any
+    version: int | None = None
+    """Of a tensor; torch counts what changes it in place."""
+    contents: Any = None
+    """Of a container, its values seen; of a tensor or an array, a copy, where one was asked for."""
+
+
+class Leftovers:
+    """The module as it is now, to be compared with what it will be after a step.
+
+    Args:
+        module: The LightningModule.
+        ignored: Attributes that are not the user's.
+        undoable: Keep copies of tensors, so that :meth:`undo` brings them back, too.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str], *, undoable: bool) -> None:
+        self._module, self._ignored = module, frozenset(ignored)
+        memo: dict[int, _Seen] = {}
+        self._before = {place: _look(value, undoable, memo) for place, value in self._places()}
+
+    def changes(self) -> list[Change]:
+        """What is different now."""
+        now = dict(self._places())
+        gone = [Change(place, "delete") for place in self._before if place not in now]
+        differences = (_difference(place, self._before.get(place), value) for place, value in now.items())
+        return gone + [change for change in differences if change is not None]
+
+    def undo(self) -> None:
+        """Make the module what it was; tensors that were changed in place only if copies were kept."""
+        for change in self.changes():
+            table = _table(self._module, change.place)
+            if change.place in self._before:
+                seen = self._before[change.place]
+                _restore(seen, set())
+                table[change.place.name] = seen.value
+            else:
+                del table[change.place.name]
+
+    def _places(self) -> Iterator[tuple[Place, Any]]:
+        for path, owner in outside_pipeline(self._module):
+            for name, value in vars(owner).items():
+                # Layers stand here, too: those of the pipeline stay readable as plain attributes.
+                if name not in self._ignored and not isinstance(value, nn.Module):
+                    yield Place(path, False, name), value
+            for name, buffer in owner._buffers.items():
+                yield Place(path, True, name), buffer
+
+
+def make_changes(module: nn.Module, changes: list[Change]) -> None:
+    """Make the changes that another rank's step made."""
+    with torch.no_grad():
+        for place, kind, value in changes:
+            table = _table(module, place)
+            before = table.get(place.name)
+            if kind == "delete":
+                table.pop(place.name, None)
+            elif kind == "extend" and isinstance(before, list):
+                before.extend(value)
+            elif kind == "continues" and isinstance(before, list):
+                table[place.name] = [*before, *value]
+            elif kind != "refill" or not _refilled(before, value):
+                table[place.name] = value
+
+
+def _table(module: nn.Module, place: Place) -> dict[str, Any]:
+    owner = module.get_submodule(place.owner)
+    return owner._buffers if place.is_buffer else vars(owner)
+
+
+def _look(value: Any, copies: bool, memo: dict[int, _Seen]) -> _Seen:
+    if id(value) in memo:
+        return memo[id(value)]
+    seen = memo[id(value)] = _Seen(value)
+    if isinstance(value, nn.Parameter):
+        pass  # the optimizer changes it
+    elif isinstance(value, Tensor):
+        seen.version = _version(value)
+        if copies:
+            seen.contents = value.detach().clone()
+    elif isinstance(value, numpy.ndarray):
+        seen.contents = value.copy()
+    elif isinstance(value, set):
+        seen.contents = set(value)
+    elif isinstance(value, list | tuple | deque):
+        seen.contents = [_look(child, copies, memo) for child in value]
+    else:
+        table = _fields(value)
+        if table is not None:
+            seen.contents = {name: _look(child, copies, memo) for name, child in table.items()}
+    return seen
+
+
+def _fields(value: Any) -> dict[Any, Any] | None:
+    """The values in a dict or a dataclass, by name; None for anything else."""
+    if isinstance(value, dict):
+        return value
+    is_record = is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    return vars(value) if is_record else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    # One of inference mode has no version and cannot be changed outside of it, where steps run.
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
+    if value is not seen.value:
+        return False
+    if id(value) in visited or isinstance(value, nn.Parameter):
+        return True
+    visited.add(id(value))
+    if isinstance(value, Tensor):
+        return seen.version == _version(value)
+    if isinstance(value, numpy.ndarray):
+        return value.shape == seen.contents.shape and value.tobytes() == seen.contents.tobytes()
+    if isinstance(value, set):
+        return value == seen.contents
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(seen.contents) and _begins_with(value, seen.contents, visited)
+    table = _fields(value)
+    if table is None:
+        return True
+    return list(table) == list(seen.contents) and all(
+        _is_same(seen.contents[name], child, visited) for name, child in table.items()
+    )
+
+
+def _begins_with(values: Any, contents: list[_Seen], visited: set[int]) -> bool:
+    return all(_is_same(seen, child, visited) for seen, child in zip(contents, values, strict=False))
+
+
+def _difference(place: Place, seen: _Seen | None, value: Any) -> Change | None:
+    if seen is None:
+        return Change(place, "bind", value)
+    if _is_same(seen, value, set()):
+        return None
+    kept = value is seen.value
+    if type(value) is list and type(seen.value) is list:
+        length = len(seen.contents)
+        if len(value) >= length and _begins_with(value, seen.contents, set()):
+            return Change(place, "extend" if kept else "continues", value[length:])
+    return Change(place, "refill" if kept else "bind", value)
+
+
+def _restore(seen: _Seen, visited: set[int]) -> None:
+    value, contents = seen.value, seen.contents
+    if contents is None or id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, Tensor):
+        if _version(value) != seen.version:
+            value.detach().copy_(contents)
+        return
+    if isinstance(value, numpy.ndarray | set):
+        _refilled(value, contents)
+        return
+    children = contents.values() if isinstance(contents, dict) else contents
+    for child in children:
+        _restore(child, visited)
+    if isinstance(contents, dict):
+        table = _fields(value)
+        assert table is not None, "what was seen by its fields has some"
+        table.clear()
+        table.update({name: child.value for name, child in contents.items()})
+    elif not isinstance(value, tuple):
+        _refilled(value, [child.value for child in contents])
+
+
+def _refilled(old: Any, new: Any) -> bool:
+    """Give ``old`` the contents of ``new`` where it can take them, so that whoever holds it sees them."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        fits = old.shape == new.shape and old.dtype == new.dtype
+        if fits:
+            old.detach().copy_(new)
+        return fits
+    if isinstance(old, numpy.ndarray) and isinstance(new, numpy.ndarray):
+        fits = old.shape == new.shape and old.dtype == new.dtype
+        if fits:
+            old[...] = new
+        return fits
+    if type(old) is not type(new) and not (isinstance(old, deque) and isinstance(new, list)):
+        return False
+    if isinstance(old, list | deque):
+        old.clear()
+        old.extend(new)
+    elif isinstance(old, set | dict):
+        old.clear()
+        old.update(new)
+    else:
+        return False
+    return True

@@ -1,0 +1,348 @@
+"""Batches of Lightning through the pipeline, and what comes of them on every rank of it."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.collectives import gather_objects, portable
+from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
+from lightning_madpipe.leftovers import Change, Leftovers, make_changes
+from lightning_madpipe.metrics import MetricValue
+from lightning_madpipe.parcels import flaw_of_pickling, packed, unpacked
+from lightning_madpipe.recorded import Call, make
+from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
+
+BATCH_END_HOOKS = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+    "predict_step": "on_predict_batch_end",
+}
+"""The hook that is given what the step returned."""
+
+
+class Outcome(NamedTuple):
+    """What a run of the pipeline comes to, as the last stage tells it to the others."""
+
+    results: list[StepResult]
+    changes: list[Change]
+    calls: list[Call]
+    should_stop: bool
+    error: Exception | None
+
+
+class BatchRunner:
+    """Runs the batches of one fit, validate, test or predict.
+
+    Args:
+        trainer: Lightning's.
+        module: The LightningModule.
+        pipeline: Its pipeline.
+        engine: The pipeline's engine.
+        steps: Runs the user's steps.
+        num_micro_batches: Pieces of a Lightning batch.
+        base_seed: The same on every rank.
+        batch_numbers: Counts batches, alike on all ranks.
+        namespace: ``pytorch_lightning`` or ``lightning.pytorch``.
+        refusal: The host's exception with a sentence.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Any,
+        module: Any,
+        pipeline: PipelineModule,
+        engine: MadPipeEngine,
+        steps: UserSteps,
+        num_micro_batches: int,
+        base_seed: int,
+        batch_numbers: Iterator[int],
+        namespace: str,
+        refusal: Callable[[str], Exception],
+    ) -> None:
+        self.steps = steps
+        self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
+        self._num_micro_batches = num_micro_batches
+        self._base_seed, self._batch_numbers = base_seed, batch_numbers
+        self._namespace, self._refusal = namespace, refusal
+        self._window: list[list[MicroBatch]] = []
+        self._device = engine.device
+        self._last_loss = torch.zeros((), device=self._device)
+        self._rehearsed: set[str] = set()
+        self._read: dict[str, bool] = {}
+        self._told: set[str] = set()
+        self._before: Leftovers | None = None
+        self._results: list[StepResult] = []
+        self.begins = True
+        """Whether the next batch is the first of an epoch."""
+
+    # The two ways through the pipeline
+
+    def train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Collect the micro-batches of ``batch``; with the last batch of an optimizer step, run them all.
+
+        Returns:
+            The loss of ``batch`` on this pipeline, in a dict with what else the step returned if somebody reads
+            that; the same on each of its ranks. While batches are being collected: the loss of the last one
+            before, 0 where there is none.
+        """
+        engine, trainer = self._engine, self._trainer
+        self._window.append(self._micro_batches("training_step", batch, arguments))
+        if trainer.fit_loop._should_accumulate():
+            return self._last_loss
+        window, self._window = self._window, []
+        for micro_batches in window:
+            total = sum(micro_batch.size for micro_batch in micro_batches)
+            for micro_batch in micro_batches:
+                share = micro_batch.size / total / trainer.accumulate_grad_batches
+                micro_batch.loss_scale = share * engine.gradient_accumulation_steps()
+        in_order = [micro_batch for micro_batches in window for micro_batch in micro_batches]
+        engine.micro_batches = len(in_order)
+        if engine.global_steps == 0:
+            engine.set_train_micro_batch_size(in_order[0].size)  # known now; the plan's chain names it
+        engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
+        engine.around_measurements = self.steps.rehearsal
+        with self._announced_shapes(in_order):
+            self._remember()
+            engine.train_batch(self._feed(in_order))
+        result = self._results[-1]
+        self._last_loss = torch.tensor(result.loss, device=self._device)
+        if isinstance(result.returned, Mapping):
+            return {**result.returned, "loss": self._last_loss}
+        return self._last_loss
+
+    def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Run ``batch`` through the pipeline.
+
+        Returns:
+            What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
+        """
+        micro_batches = self._micro_batches(step, batch, arguments)
+        # In inference mode, which Lightning may have entered, the engine would allocate buffers that
+        # training cannot use.
+        with torch.inference_mode(False), torch.no_grad(), self._announced_shapes(micro_batches):
+            self._remember()
+            self._engine.eval_batch(
+                self._feed(micro_batches),
+                compute_loss=True,
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=len(micro_batches),
+            )
+            [result] = self._share([micro_batches])
+        self._log_again(result)
+        if self._read[step]:
+            return result.returned
+        return None if result.loss is None else torch.tensor(result.loss, device=self._device)
+
+    def _before_optimizer_step(self, window: Sequence[Sequence[MicroBatch]]) -> None:
+        """Let every rank have what the steps did, then call the hooks that see the gradients of all of it."""
+        self._results = self._share(window)
+        for result in self._results:
+            self._log_again(result)
+        call = self._lightning("trainer.call")
+        optimizers = self._trainer.strategy.optimizers
+        for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", optimizers[:1])):
+            call._call_callback_hooks(self._trainer, hook, *arguments)
+            call._call_lightning_module_hook(self._trainer, hook, *arguments)
+
+    # Micro-batches
+
+    def _micro_batches(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> list[MicroBatch]:
+        if self.begins or step not in self._read:
+            self._agree(step, batch)
+            self.begins = False
+        try:
+            pieces = split_batch(batch, self._num_micro_batches)
+        except ValueError as flaw:
+            raise self._refusal(f"{step}: {flaw}") from None
+        # Primes keep the seeds of ranks, batches and pieces apart.
+        data_parallel_rank = self._pipeline.mpu().get_data_parallel_rank()
+        seed = self._base_seed + 7919 * next(self._batch_numbers) + data_parallel_rank
+        micro_batches = [
+            MicroBatch(
+                step=step,
+                data=piece,
+                size=batch_size_of(piece),
+                arguments=arguments,
+                seed=seed + 15485863 * place,
+                place=place,
+                is_last=place == len(pieces) - 1,
+                keeps_returned=self._read[step],
+            )
+            for place, piece in enumerate(pieces)
+        ]
+        if step not in self._rehearsed:
+            # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
+            # ranks, and not one error and a wait on the others.
+            with self.steps.rehearsal():
+                self.steps.inputs(micro_batches[0])
+            self._rehearsed.add(step)
+        return micro_batches
+
+    def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
+        """What the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
+        is_first, is_last = self._engine.is_first_stage(), self._engine.is_last_stage()
+        for micro_batch in micro_batches:
+            yield self.steps.inputs(micro_batch, is_last_stage=is_last) if is_first else None, micro_batch
+
+    @contextmanager
+    def _announced_shapes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Where shapes differ within a batch, let the engine send them with every micro-batch of it.
+
+        Otherwise it sends them once per batch.
+        """
+        engine = self._engine
+        before = engine.dynamic_shape
+        shapes = {shapes_of(micro_batch.data) for micro_batch in micro_batches}
+        engine.dynamic_shape = before or len(shapes) > 1
+        try:
+            yield
+        finally:
+            engine.dynamic_shape = before
+
+    def _agree(self, step: str, batch: Any) -> None:
+        """At the beginning of an epoch: who reads what steps return, and whether all read the same batch.
+
+        Random augmentation may make the inputs differ, of which only the first stage's count. Where samples
+        come in another order, every tensor differs.
+        """
+        reads = self._somebody_reads(step)
+        if self._pipeline.num_stages > 1:
+            mine = fingerprint_of(batch), reads
+            everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
+            reads = any(theirs for _, theirs in everyone)
+            self._check_same_batch([tensors for tensors, _ in everyone])
+        self._read[step] = reads
+
+    def _check_same_batch(self, everyone: Sequence[Any]) -> None:
+        for stage, tensors in enumerate(everyone[1:], start=1):
+            same_shapes = [shape for shape, _ in tensors] == [shape for shape, _ in everyone[0]]
+            if not same_shapes or (tensors and not set(tensors) & set(everyone[0])):
+                raise self._refusal(
+                    f"stages 0 and {stage} of a pipeline read different batches: use the Trainer's own "
+                    "distributed sampler (use_distributed_sampler=True), or one that is seeded alike on all ranks"
+                )
+
+    def _somebody_reads(self, step: str) -> bool:
+        """Whether what ``step`` returns is worth sending: to a hook that is not Lightning's, or to the caller."""
+        callbacks = self._trainer.callbacks
+        if step == "predict_step":
+            writer = self._lightning("callbacks").BasePredictionWriter
+            if self._trainer.predict_loop.return_predictions or any(isinstance(c, writer) for c in callbacks):
+                return True
+        hooks = [getattr(owner, BATCH_END_HOOKS[step]) for owner in (self._module, *callbacks)]
+        # A hook in an instance, such as a LambdaCallback's, is a plain function of the user's module.
+        modules = [getattr(hook, "__module__", "") or "" for hook in hooks]
+        return not all(name.startswith(("pytorch_lightning.", "lightning.pytorch.")) for name in modules)
+
+    # What comes of a batch
+
+    def _remember(self) -> None:
+        """On the rank that runs whole steps, what the module is before them."""
+        sends = self._engine.is_last_stage() and self._pipeline.num_stages > 1
+        self._before = self.steps.leftovers() if sends else None
+
+    def _share(self, window: Sequence[Sequence[MicroBatch]]) -> list[StepResult]:
+        """The results of the window's batches; with them go to every rank of the pipeline all other traces.
+
+        Raises:
+            Exception: what a step raised, on every rank; in training on those of all pipelines.
+        """
+        step = window[0][0].step
+        outcome = self._outcome(window) if self._engine.is_last_stage() else None
+        if self._pipeline.num_stages > 1:
+            grid = self._pipeline.mpu()
+            last = grid.stage_to_global(self._pipeline.num_stages - 1)
+            box = [None if outcome is None else self._sendable(outcome, step)]
+            dist.broadcast_object_list(box, src=last, group=grid.get_pipe_parallel_group())
+            if outcome is None:
+                outcome = unpacked(box[0], self._device)
+                make_changes(self._module, outcome.changes)
+        assert outcome is not None, "the last stage has it and sends it"
+        if step == "training_step":
+            outcome = outcome._replace(error=self._error_anywhere(outcome.error))
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.should_stop:
+            self._trainer.should_stop = True
+        if self._trainer.is_global_zero:
+            for call in outcome.calls:
+                make(call, self._module, self._device)
+        return outcome.results
+
+    def _outcome(self, window: Sequence[Sequence[MicroBatch]]) -> Outcome:
+        in_order = [micro_batch for micro_batches in window for micro_batch in micro_batches]
+        error = next((micro_batch.error for micro_batch in in_order if micro_batch.error is not None), None)
+        results: list[StepResult] = []
+        if error is None:
+            try:
+                results = [result_of(micro_batches) for micro_batches in window]
+            except ValueError as flaw:
+                error = self._refusal(str(flaw))
+        changes = [] if self._before is None else self._before.changes()
+        self._before = None
+        calls = [call for micro_batch in in_order for call in micro_batch.calls]
+        return Outcome(results, changes, calls, self._trainer.should_stop, error)
+
+    def _sendable(self, outcome: Outcome, step: str) -> Outcome:
+        """``outcome`` for other processes, without what cannot leave this one."""
+        if outcome.error is not None:
+            return Outcome([], [], [], outcome.should_stop, portable(outcome.error))
+        sent = packed(outcome)
+        if flaw_of_pickling(sent) is None:
+            return sent
+        changes = [change for change in sent.changes if self._can_leave(f"{change.place}, set by {step},", change)]
+        calls = [call for call in sent.calls if self._can_leave(f"{call}, called by {step},", call)]
+        sent = sent._replace(changes=changes, calls=calls)
+        flaw = flaw_of_pickling(sent.results)
+        if flaw is not None:
+            error = self._refusal(f"what {step} returns or logs cannot be sent to the other ranks ({flaw})")
+            return Outcome([], [], [], outcome.should_stop, error)
+        return sent
+
+    def _can_leave(self, what: str, value: Any) -> bool:
+        flaw = flaw_of_pickling(value)
+        if flaw is not None and what not in self._told:
+            self._told.add(what)
+            # Said by this rank, which alone knows it.
+            warnings.warn(
+                f"madpipe: {what} cannot be sent to the other ranks of the pipeline ({flaw}): it stays on the "
+                "last stage, which alone runs the whole step",
+                stacklevel=1,
+            )
+        return flaw is None
+
+    def _error_anywhere(self, error: Exception | None) -> Exception | None:
+        """This pipeline's error, or else another one's: no rank makes an optimizer step alone."""
+        grid = self._pipeline.mpu()
+        group = grid.get_data_parallel_group()
+        if grid.get_data_parallel_world_size() == 1:
+            return error
+        failed = torch.tensor(int(error is not None), device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if not failed:
+            return None
+        errors = gather_objects(None if error is None else portable(error), group)
+        return error or next(theirs for theirs in errors if theirs is not None)
+
+    def _log_again(self, result: StepResult) -> None:
+        for log_call in result.log_calls:
+            value = log_call["value"]
+            if isinstance(value, MetricValue):
+                metric = self._module.get_submodule(value.path)
+                metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
+                log_call = {**log_call, "value": metric}
+            self._module.log(**log_call)
+
+    def _lightning(self, module: str) -> Any:
+        return importlib.import_module(f"{self._namespace}.{module}")
