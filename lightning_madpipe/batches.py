@@ -133,8 +133,13 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _is_per_sample(pieces: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether these are lists of an item per sample; and not, by chance, of as many tensors for all samples."""
-    if not isinstance(pieces[0], list | tuple) or hasattr(pieces[0], "_fields"):
+    """Whether these are lists of an item per sample, and not, by chance, of as many tensors for all samples.
+
+    A tuple is a record, but that data loaders make one of the samples' strings.
+    """
+    if not isinstance(pieces[0], list | tuple):
+        return False
+    if isinstance(pieces[0], tuple) and not all(isinstance(item, str) for piece in pieces for item in piece):
         return False
     counts = all(len(piece) == size for piece, size in zip(pieces, sizes, strict=True))
     return counts and not all(

@@ -167,13 +167,11 @@ class UserSteps:
 
         Returns:
             The loss times ``loss_scale``; zero where the step returns no loss, as validation may, and where it
-            raises: the other ranks, which are in the middle of the batch, hear of that at its end.
+            raises: the other ranks, which are in the middle of the batch, hear of its ``error`` at the end.
         """
         try:
             return self._loss(outputs, micro_batch)
         except Exception as flaw:
-            if self.rehearsing:
-                raise
             micro_batch.error = flaw
             tensors = outputs if isinstance(outputs, tuple) else (outputs,)
             floating = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]

@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 
 import lightning_cases as cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
+import step_cases  # noqa: E402
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -254,9 +255,12 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     pipelined = mode != "reference"
     host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
-    chosen = list(cases.SAME_AS_SINGLE[num_processes]) if mode != "launcher" else [cases.plain]
+    same, only_pipeline = cases.SAME_AS_SINGLE[num_processes], ONLY_PIPELINE[num_processes]
+    if os.environ.get("CASES_OF") == "steps":
+        same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
+    chosen = list(same) if mode != "launcher" else [cases.plain]
     if mode == "pipeline":
-        chosen += ONLY_PIPELINE[num_processes]
+        chosen += only_pipeline
     wanted = os.environ.get("CASES")
     results = {}
     for case in chosen:

@@ -1,0 +1,978 @@
+"""What users do in steps, hooks and loaders, on a pipeline as in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning_cases as cases
+import numpy
+import pytorch_lightning as pl
+import torch
+from lightning_cases import Host
+from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCallback
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers.logger import DummyExperiment, Logger, rank_zero_experiment
+from pytorch_lightning.utilities import CombinedLoader
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection, MetricTracker
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
+
+
+def plain(value: Any) -> Any:
+    """As JSON holds it."""
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [plain(child) for child in value]
+    if isinstance(value, Prediction):
+        return {"kind": "Prediction", "best": plain(value.best), "names": value.names}
+    return value
+
+
+def refused(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (MisconfigurationException, ValueError) as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return "not refused"
+
+
+def seeded(build: Callable[[], Any]) -> Any:
+    pl.seed_everything(0, verbose=False)
+    return build()
+
+
+# Predictions
+
+
+@dataclass
+class Prediction:
+    best: torch.Tensor
+    names: list[str]
+
+
+class Pair(NamedTuple):
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+class Predictor(cases.Classifier):
+    """Returns everything that can be joined."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self(batch[0])
+        best = logits.argmax(-1)
+        return {
+            "logits": logits,
+            "pair": Pair(logits.min(-1).values, logits.max(-1).values),
+            "record": Prediction(best, [f"class {index}" for index in best.tolist()]),
+            "list": [logits.sum(-1), best],
+            "array": logits.double().numpy(),
+            "boxes": [torch.zeros(index, 2) for index in best.tolist()],
+            "nothing": None,
+            "where": (batch_idx, dataloader_idx, "text"),
+        }
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval: str) -> None:
+        super().__init__(interval)
+        self.written: list[Any] = []
+
+    def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.written.append([plain(prediction["logits"]), batch_indices, batch_idx, dataloader_idx])
+
+    def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+        self.written.append([[plain(one["logits"]) for one in predictions], plain(batch_indices)])
+
+
+def predictions(host: Host) -> dict[str, Any]:
+    """A last batch of 5 samples, of which the pipeline makes micro-batches of 2, 1, 1 and 1; and one of 1."""
+    module = seeded(Predictor)
+    one = host.trainer().predict(module, cases.loader(37))
+    several = host.trainer(limit_predict_batches=1).predict(module, [cases.loader(37), cases.loader(17)])
+    writers = [Writer("batch"), Writer("epoch"), Writer("batch_and_epoch")]
+    quiet = host.trainer(*writers).predict(module, cases.loader(33), return_predictions=False)
+    ended: list[Any] = []
+    watching = LambdaCallback(on_predict_batch_end=lambda t, m, outputs, *_: ended.append(plain(outputs["list"])))
+    host.trainer(watching).predict(module, cases.loader(16), return_predictions=False)
+    return {
+        "one": plain(one),
+        "kinds": [type(one[0]["pair"]).__name__, type(one[0]["array"]).__name__, type(one[0]["where"]).__name__],
+        "several": plain(several),
+        "quiet": quiet,
+        "written": [writer.written for writer in writers],
+        "ended": ended,
+    }
+
+
+def default_predictions(host: Host) -> dict[str, Any]:
+    """``predict_step`` of Lightning, after a fit by the same Trainer."""
+    module = seeded(cases.Classifier)
+    x = cases.samples(21).tensors[0]
+    trainer = host.trainer(max_epochs=1)
+    trainer.fit(module, cases.loader(32))
+    return {"predictions": plain(trainer.predict(module, DataLoader(x, batch_size=8)))}
+
+
+class NoForward(cases.Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0].sum(-1)
+
+
+class Scalar(cases.Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).sum()
+
+
+class Changing(cases.Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {f"{len(batch[0])}": self(batch[0])}
+
+
+def refused_predictions(host: Host) -> dict[str, Any]:
+    def predict(build: Callable[[], Any], num_samples: int = 16) -> str:
+        return refused(lambda: host.trainer().predict(build(), cases.loader(num_samples)))
+
+    return {
+        "no forward": predict(NoForward),
+        "a list": predict(cases.Classifier),
+        "a scalar": predict(Scalar),
+        "other fields": predict(Changing, 5),
+    }
+
+
+# What steps return
+
+
+class Returns(cases.Classifier):
+    """Returns more than the loss, and reads it in hooks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits, "more": [batch[1], {"mean": logits.mean()}], "idx": batch_idx}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(["train", plain(outputs)])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(["validation", plain(outputs)])
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def returned(host: Host) -> dict[str, Any]:
+    module = seeded(Returns)
+    tested: list[Any] = []
+    watching = LambdaCallback(on_test_batch_end=lambda t, m, outputs, *_: tested.append(plain(outputs)))
+    trainer = host.trainer(watching, max_epochs=1)
+    trainer.fit(module, cases.loader(37), cases.loader(21, seed=3))
+    trainer.test(module, cases.loader(21, seed=3), verbose=False)
+    return {"seen": module.seen, "tested": tested}
+
+
+class Unread(cases.Classifier):
+    """What nobody reads need not be joinable."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"count": len(batch[0]), "logits": self(batch[0])[0]}
+
+
+def unread(host: Host) -> dict[str, Any]:
+    """One rank's callback is enough to have the outputs."""
+    host.trainer().validate(seeded(Unread), cases.loader(21), verbose=False)
+    counts: list[Any] = []
+    watching = LambdaCallback(on_validation_batch_end=lambda t, m, outputs, *_: counts.append(plain(outputs)))
+    callbacks = [watching] if os.environ.get("RANK", "0") == "0" else []
+    if not host.pipelined:
+        return {"read": None}
+    read = refused(lambda: host.trainer(*callbacks).validate(seeded(Unread), cases.loader(21), verbose=False))
+    return {"read": read}
+
+
+# What steps leave behind
+
+
+@dataclass
+class Totals:
+    samples: int
+    per_class: torch.Tensor
+
+
+class Leaves(cases.Classifier):
+    """The idiom of Lightning 2: steps fill lists, counters and buffers, and hooks of epochs read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("confusion", torch.zeros(cases.NUM_CLASSES, cases.NUM_CLASSES))
+        self.register_buffer("none", None)
+        self.outs: list[Any] = []
+        self.by_name: defaultdict[str, list[Any]] = defaultdict(list)
+        self.counts: Counter[int] = Counter()
+        self.recent: deque[float] = deque(maxlen=3)
+        self.array = numpy.zeros(cases.NUM_CLASSES)
+        self.classes: set[int] = set()
+        self.totals = Totals(0, torch.zeros(cases.NUM_CLASSES))
+        self.samples = 0
+        self.last: Any = None
+        self.epochs: list[Any] = []
+
+    def keep(self, batch: Any, logits: torch.Tensor) -> None:
+        x, y = batch
+        self.outs.append(logits.argmax(-1))
+        self.by_name["largest"].append(logits.max(-1).values)
+        self.counts.update(y.tolist())
+        self.recent.extend(y.float().tolist())
+        numpy.add.at(self.array, y.numpy(), 1.0)
+        self.classes |= set(y.tolist())
+        self.totals.samples += len(y)
+        self.totals.per_class += F.one_hot(y, cases.NUM_CLASSES).sum(0)
+        self.samples += len(y)
+        self.last = logits[-1]  # a view with a graph
+        self.confusion.index_put_((y, logits.argmax(-1)), torch.ones(len(y)), accumulate=True)
+        if self.none is None:
+            self.none = torch.zeros(1)
+        self.none = self.none + len(y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch[0])
+        self.keep(batch, logits)
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.samples += len(batch[0])  # before forward: the first stage runs it, too
+        self.samples -= len(batch[0])
+        self.keep(batch, self(batch[0]))
+
+    def end_epoch(self, name: str) -> None:
+        self.epochs.append(
+            {
+                "name": name,
+                "outs": plain(torch.cat(self.outs)),
+                "by_name": plain(torch.cat(self.by_name["largest"])),
+                "counts": plain(sorted(self.counts.items())),
+                "recent": plain(self.recent),
+                "array": plain(self.array),
+                "classes": sorted(self.classes),
+                "totals": [self.totals.samples, plain(self.totals.per_class)],
+                "samples": self.samples,
+                "last": plain(self.last),
+                "confusion": plain(self.confusion),
+                "none": plain(self.none),
+            }
+        )
+        self.log(f"{name}_samples", float(self.samples))
+
+    def on_train_epoch_end(self) -> None:
+        self.end_epoch("train")
+        self.outs.clear()
+        self.by_name.clear()
+        self.confusion.zero_()
+
+    def on_validation_epoch_end(self) -> None:
+        self.end_epoch("validation")
+
+
+def left_behind(host: Host) -> dict[str, Any]:
+    module = seeded(Leaves)
+    trainer = host.trainer(num_sanity_val_steps=1)
+    trainer.fit(module, cases.loader(37), cases.loader(21, seed=3))
+    return {"epochs": module.epochs, "metrics": plain(dict(trainer.callback_metrics))}
+
+
+class Counts(cases.Classifier):
+    """Counts the runs of a step and of what comes before its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after, self.draws = 0, 0, []
+        self.register_buffer("steps", torch.zeros(()))
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.before += 1
+        self.steps += 1
+        self.mean.update(1.0)
+        logits = self(batch[0])
+        self.after += 1
+        self.draws.append(float(torch.rand(())))
+        return F.cross_entropy(logits, batch[1])
+
+
+def counted(host: Host) -> dict[str, Any]:
+    """37 samples: two batches in 4 micro-batches each and one of 5 in 4; measuring repeats the step, unseen."""
+    module = seeded(Counts)
+    host.trainer(max_epochs=1).fit(module, cases.loader(37))
+    return {
+        "before": module.before,
+        "after": module.after,
+        "draws": len(module.draws),
+        "steps": float(module.steps),
+        "updates": module.mean.update_count,
+    }
+
+
+class Unsendable(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.secret = lambda: 1
+        self.number = batch_idx
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def unsendable(host: Host) -> dict[str, Any]:
+    module = seeded(Unsendable)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        host.trainer(max_epochs=1).fit(module, cases.loader(32))
+    sentences = [str(warning.message) for warning in said if "cannot be sent" in str(warning.message)]
+    return {"sentences": sentences, "has it": hasattr(module, "secret"), "number": module.number}
+
+
+# Metrics
+
+
+class WithMetrics(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        num = cases.NUM_CLASSES
+        self.accuracy = MulticlassAccuracy(num, average="micro")
+        self.f1 = MulticlassF1Score(num)
+        self.mean_loss = MeanMetric()
+        self.auroc = MulticlassAUROC(num)
+        self.confusion = MulticlassConfusionMatrix(num)
+        self.many = MetricCollection([MulticlassPrecision(num), MulticlassRecall(num)], prefix="val_")
+        self.tracker = MetricTracker(MulticlassAccuracy(num, average="micro"))
+        self.by_hand: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.f1(logits, y)
+        self.mean_loss.update(loss.detach(), weight=len(y))
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("f1", self.f1, on_step=True, on_epoch=False, metric_attribute="f1")
+        self.log("mean_loss", self.mean_loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics | self.trainer.logged_metrics
+        self.by_hand.append({name: float(value) for name, value in metrics.items()})
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.auroc.update(logits.softmax(-1), y)
+        self.confusion.update(logits, y)
+        self.many.update(logits, y)
+        self.tracker.update(logits, y)
+        self.log_dict(self.many)
+        self.log("auroc", self.auroc)
+
+    def on_validation_epoch_end(self) -> None:
+        self.by_hand.append(plain(self.confusion.compute()))
+        self.by_hand.append(plain(self.tracker.compute()))
+        self.confusion.reset()
+
+
+def with_metrics(host: Host) -> dict[str, Any]:
+    module = seeded(WithMetrics)
+    trainer = host.trainer(num_sanity_val_steps=1)
+    trainer.fit(module, cases.loader(37), cases.loader(21, seed=3))
+    return {
+        "by_hand": module.by_hand,
+        "metrics": plain(dict(trainer.callback_metrics)),
+        "logged": plain(dict(trainer.logged_metrics)),
+        "bar": plain(dict(trainer.progress_bar_metrics)),
+        "all": plain(module.tracker.compute_all()),
+    }
+
+
+def replicated_metrics(host: Host) -> dict[str, Any]:
+    """Two pipelines: what their metrics compute is over the data of both, as under DDP."""
+    num_processes = 2 if host.pipelined else 1
+    dataset = cases.samples(64)
+    pl.seed_everything(0, verbose=False)
+    module = WithMetrics()
+    trainer = host.trainer(strategy={"num_stages": 2}, use_distributed_sampler=True, max_epochs=2)
+    # One batch per epoch and rank: the same samples make the same step in whatever order.
+    data = DataLoader(dataset, batch_size=64 // num_processes)
+    trainer.fit(module, data, DataLoader(cases.samples(32, seed=3), batch_size=32 // num_processes))
+    metrics = plain(dict(trainer.callback_metrics))
+    hand = [record for record in module.by_hand if not isinstance(record, dict)]
+    epoch = {name: value for name, value in metrics.items() if not name.endswith("_step") and name != "f1"}
+    return {"hand": hand, "metrics": epoch}
+
+
+# Logging
+
+
+class LogsEverywhere(cases.Classifier):
+    """In all forms, in all hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("quiet", loss, logger=False)
+        self.log("double", loss.double(), on_epoch=True)
+        self.log("sized", loss, batch_size=len(y), on_epoch=True)
+        self.log("integer", y.sum(), reduce_fx="sum", on_epoch=True, on_step=False)
+        self.log("zero", loss, rank_zero_only=True)
+        self.log_dict({"a": loss, "b": 2 * loss.item()}, on_epoch=True, on_step=True, prog_bar=True)
+        self.log("shared", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.print("printed", batch_idx, len(y), sep="|")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits = self(batch[0])
+        self.log("val", F.cross_entropy(logits, batch[1]))
+        self.log(f"own_{dataloader_idx}", logits.max(), add_dataloader_idx=False, reduce_fx="max")
+        self.log("sum", float(len(batch[1])), reduce_fx=torch.sum, on_step=True, on_epoch=True)
+
+    test_step = validation_step
+
+    def note(self, hook: str, **arguments: Any) -> None:
+        self.log(f"in_{hook}", float(self.global_step + self.current_epoch), **arguments)
+
+    def on_train_start(self) -> None:
+        self.note("train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.note("train_epoch_start")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("train_batch_start", on_step=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("train_batch_end", prog_bar=True)
+        self.log("outputs", outputs["loss"], on_epoch=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("before_optimizer_step", on_step=True, on_epoch=True)
+        self.log("rate", optimizer.param_groups[0]["lr"])
+
+    def on_train_epoch_end(self) -> None:
+        self.note("train_epoch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("validation_epoch_end", sync_dist=True)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.note("validation_batch_end")
+
+    def on_test_epoch_end(self) -> None:
+        self.note("test_epoch_end")
+
+
+class Metrics(Callback):
+    """What loggers, callbacks and the progress bar can know after each batch."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.rows.append(
+            [plain(dict(kind)) for kind in (trainer.callback_metrics, trainer.logged_metrics)]
+            + [plain(dict(trainer.progress_bar_metrics))]
+        )
+
+
+def logs_everywhere(host: Host) -> dict[str, Any]:
+    module, metrics = seeded(LogsEverywhere), Metrics()
+    trainer = host.trainer(metrics)
+    validation = [cases.loader(21, seed=3), cases.loader(16, seed=4)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, cases.loader(37), validation)
+    after_fit = plain(dict(trainer.callback_metrics))
+    tested = trainer.test(module, validation, verbose=False)
+    validated = trainer.validate(module, validation, verbose=False)
+    return {
+        "rows": metrics.rows,
+        "after": after_fit,
+        "tested": tested,
+        "validated": validated,
+        "advice": sum("recommended to use `self.log" in str(warning.message) for warning in said),
+        "printed": printed.getvalue().count("printed|"),
+    }
+
+
+class Experiment:
+    def __init__(self) -> None:
+        self.images: list[Any] = []
+        self.parts: dict[str, list[Any]] = defaultdict(list)
+
+    def add_image(self, name: str, image: torch.Tensor, step: int) -> None:
+        self.images.append([name, plain(image), step])
+
+
+class Board(Logger):
+    """A logger with an experiment, which only rank 0 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    name, version = "board", 0
+    board: Experiment | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Experiment:
+        self.board = self.board or Experiment()
+        return self.board
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append([metrics, step])
+
+    def log_hyperparams(self, *_: Any) -> None:
+        pass
+
+
+class Shows(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert isinstance(self.logger, Board) and self.logger.name == "board"
+        self.logger.experiment.add_image("input", batch[0][:1, :2], batch_idx)
+        logits = self(batch[0])
+        shown = logits.detach()[:1].round(decimals=3)
+        self.logger.experiment.add_image("output", shown, step=self.global_step)
+        shown.zero_()
+        self.logger.experiment.parts["sizes"].append(len(batch[0]))
+        self.rate = self.lr_schedulers().get_last_lr()[0]
+        assert self.optimizers().param_groups[-1]["lr"] == self.rate
+        return F.cross_entropy(logits, batch[1])
+
+
+def shown(host: Host) -> dict[str, Any]:
+    """One micro-batch per batch, so that a step runs as often as in one process."""
+    module, board = seeded(Shows), Board()
+    host.trainer(logger=board, max_epochs=1, strategy={"num_micro_batches": 1}).fit(module, cases.loader(37))
+    images = board.board.images if board.board else None
+    parts = dict(board.board.parts) if board.board else None
+    return {"rank 0": [images, parts], "rate": module.rate}
+
+
+# Collectives
+
+
+class Gathers(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mean = self.trainer.strategy.reduce(batch[0].mean(), reduce_op="sum")
+        logits = self(batch[0] + 0 * mean)
+        everyone = self.all_gather(torch.tensor([float(len(batch[0]))]))
+        self.log("gathered", everyone.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        strategy, rank = self.trainer.strategy, float(self.trainer.global_rank)
+        pipeline_rank = float(int(rank) // 2) if self.trainer.world_size == 4 else 0.0
+        ones = torch.ones(2)
+        self.values = {
+            "gathered": plain(self.all_gather({"rank": torch.tensor([pipeline_rank])})),
+            "sum": float(strategy.reduce(torch.tensor(pipeline_rank + 1), reduce_op="sum")),
+            "mean": float(strategy.reduce(torch.tensor(pipeline_rank + 1))),
+            "max": float(strategy.reduce(torch.tensor(pipeline_rank), reduce_op="max")),
+            "number": strategy.reduce(3.0),
+            "any": strategy.reduce_boolean_decision(rank == 1, all=False),
+            "all": strategy.reduce_boolean_decision(rank == 1),
+            "really all": strategy.reduce_boolean_decision(True),
+            "broadcast": strategy.broadcast([rank]),
+            "ones": float(strategy.reduce(ones, reduce_op="sum").sum()),
+        }
+        strategy.barrier()
+        self.log("synced_sum", pipeline_rank + 1, sync_dist=True, reduce_fx="sum")
+        self.log("synced_mean", pipeline_rank + 1, sync_dist=True)
+        self.log("synced_max", pipeline_rank + 1, sync_dist=True, reduce_fx="max")
+        self.log("synced_min", pipeline_rank + 1, sync_dist=True, reduce_fx=torch.min)
+
+
+def gathers(host: Host) -> dict[str, Any]:
+    module = seeded(Gathers)
+    strategy = {"num_stages": 2}
+    trainer = host.trainer(strategy=strategy, use_distributed_sampler=True, max_epochs=1)
+    trainer.fit(module, DataLoader(cases.samples(32), batch_size=8))
+    return {"values": module.values, "metrics": plain(dict(trainer.callback_metrics))}
+
+
+# Loops
+
+
+class Recorded(cases.Classifier):
+    """Knows every hook's place in a run, and tests what a step may ask the Trainer."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+        self.stop_at = stop_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self.trainer.training and not self.trainer.sanity_checking
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss)
+        self.log("place", float(100 * self.current_epoch + self.global_step), reduce_fx="max")
+        if batch_idx == self.stop_at:
+            self.trainer.should_stop = True
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+        self.log("sanity", float(self.trainer.sanity_checking))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.events.append(["train", batch_idx, self.global_step, self.current_epoch])
+
+    def on_validation_epoch_end(self) -> None:
+        metric = self.trainer.callback_metrics
+        self.events.append(["validation", self.global_step, {name: float(value) for name, value in metric.items()}])
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.events.append(["test", batch_idx, dataloader_idx])
+
+
+def run_loop(host: Host, stop_at: int | None = None, several: bool = False, **arguments: Any) -> dict[str, Any]:
+    module = seeded(lambda: Recorded(stop_at))
+    trainer = host.trainer(**arguments)
+    validation = [cases.loader(21, seed=3), cases.loader(9, seed=4)] if several else cases.loader(37, seed=3)
+    trainer.fit(module, cases.loader(70), validation)
+    return {
+        "events": module.events,
+        "metrics": plain(dict(trainer.callback_metrics)),
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
+
+
+def loops(host: Host) -> dict[str, Any]:
+    """Five batches per epoch, the last one of six samples."""
+    return {
+        "sanity": run_loop(host, max_epochs=1, num_sanity_val_steps=2),
+        "several": run_loop(host, several=True, max_epochs=1, num_sanity_val_steps=1),
+        "interval": run_loop(host, max_epochs=1, val_check_interval=2),
+        "fraction": run_loop(host, max_epochs=1, val_check_interval=0.5),
+        "every n": run_loop(host, max_epochs=3, check_val_every_n_epoch=2, limit_train_batches=2),
+        "limits": run_loop(host, limit_train_batches=0.4, limit_val_batches=1),
+        "no validation": run_loop(host, max_epochs=1, limit_val_batches=0),
+        "no training": run_loop(host, max_epochs=1, limit_train_batches=0),
+        "overfit": run_loop(host, max_epochs=3, overfit_batches=1),
+        "fast": run_loop(host, fast_dev_run=True),
+        "fast 2": run_loop(host, fast_dev_run=2),
+        "steps": run_loop(host, max_epochs=-1, max_steps=7),
+        "min epochs": run_loop(host, stop_at=1, max_epochs=4, min_epochs=2),
+        "stopped": run_loop(host, stop_at=1, max_epochs=4),
+        "min steps": run_loop(host, stop_at=1, max_epochs=4, min_steps=8),
+        "window": run_loop(host, max_epochs=1, accumulate_grad_batches=4, val_check_interval=5),
+    }
+
+
+def timed(host: Host) -> dict[str, Any]:
+    """Whenever it is that the time is over, it is at the same step on all ranks."""
+    trainer = host.trainer(max_epochs=-1, max_time={"seconds": 1})
+    trainer.fit(seeded(lambda: Recorded()), cases.loader(70))
+    return {"steps": trainer.global_step, "some": trainer.global_step > 0}
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+        self.size = 37
+
+    def train_dataloader(self) -> Any:
+        return cases.loader(self.size)
+
+    def val_dataloader(self) -> Any:
+        return cases.loader(21, seed=3)
+
+    def test_dataloader(self) -> Any:
+        return [cases.loader(21, seed=4), cases.loader(9, seed=5)]
+
+    def predict_dataloader(self) -> Any:
+        return cases.loader(9, seed=5)
+
+
+class WithPredictions(Recorded):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+def data_modules(host: Host) -> dict[str, Any]:
+    module, data = seeded(WithPredictions), Data()
+    trainer = host.trainer(max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    tested = trainer.test(module, datamodule=data, verbose=False)
+    validated = trainer.validate(module, datamodule=data, verbose=False)
+    predicted = trainer.predict(module, datamodule=data)
+    return {
+        "calls": data.calls, "events": module.events, "results": [tested, validated, plain(predicted)],
+    }  # fmt: skip
+
+
+class SeveralLoaders(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) else list(batch)
+        parts = [part for part in parts if part is not None]
+        loss = F.cross_entropy(self(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts]))
+        self.log("loss", loss, on_epoch=True, batch_size=sum(len(y) for _, y in parts))
+        return loss
+
+
+def combined(host: Host) -> dict[str, Any]:
+    """Several loaders whose batches have the same size."""
+    records = []
+    for loaders in (
+        {"a": cases.loader(32), "b": cases.loader(32, seed=5)},
+        [cases.loader(32), cases.loader(32, seed=6)],
+        CombinedLoader({"a": cases.loader(32), "b": cases.loader(48, seed=7)}, "max_size_cycle"),
+        CombinedLoader([cases.loader(32), cases.loader(16, seed=8)], "min_size"),
+    ):
+        module, recorder = seeded(SeveralLoaders), cases.Recorder()
+        trainer = host.trainer(recorder, max_epochs=1)
+        trainer.fit(module, loaders)
+        records.append({"rows": recorder.rows, "metrics": plain(dict(trainer.callback_metrics))})
+    return {"records": records}
+
+
+class Growing(cases.Classifier):
+    def train_dataloader(self) -> Any:
+        return cases.loader(16 * (1 + self.current_epoch), seed=self.current_epoch)
+
+
+def reloaded(host: Host) -> dict[str, Any]:
+    module, recorder = seeded(Growing), cases.Recorder()
+    host.trainer(recorder, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module)
+    return {"rows": recorder.rows}
+
+
+class Stream(IterableDataset):
+    def __init__(self, num_samples: int, seed: int = 2) -> None:
+        self.dataset = cases.samples(num_samples, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+def streamed(host: Host) -> dict[str, Any]:
+    module, recorder = seeded(cases.Classifier), cases.Recorder()
+    trainer = host.trainer(recorder)
+    trainer.fit(module, DataLoader(Stream(37), 16), DataLoader(Stream(21, 3), 16))
+    tested = trainer.test(module, DataLoader(Stream(21, 3), 16), verbose=False)
+    return {"rows": recorder.rows, "metrics": plain(dict(trainer.callback_metrics)), "tested": tested}
+
+
+def uneven_streams(host: Host) -> dict[str, Any]:
+    """The second pipeline's data ends two batches before the first one's: so does the epoch."""
+    rank = int(os.environ["RANK"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = seeded(cases.Classifier)
+        trainer = host.trainer(max_epochs=2, strategy={"num_stages": 2})
+        stream = DataLoader(Stream(80 if rank < 2 else 48, seed=rank // 2), 16)
+        validation = DataLoader(Stream(16 if rank < 2 else 33, seed=3), 16)
+        trainer.fit(module, stream, validation)
+    return {"steps": trainer.global_step, "epoch": trainer.current_epoch}
+
+
+# Batches
+
+
+class Encoding(dict):
+    """As Hugging Face's: a mapping with attributes, made from a mapping."""
+
+    def __init__(self, data: dict[str, Any], encodings: Any = None) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    names: tuple[str, ...]
+
+
+class Batch(NamedTuple):
+    sample: Any
+    y: torch.Tensor
+
+
+class Structured(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfers: list[str] = []
+        self.kinds: set[str] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kinds.add(f"{type(batch).__name__} of {type(batch.sample).__name__}")
+        encoding = batch.sample["inner"][0]
+        assert isinstance(encoding, Encoding)
+        logits = self(encoding["record"].x)
+        names = encoding["record"].names
+        assert len(names) == len(logits) and batch.sample["scale"] == 2.0 and batch.sample["word"] == "word"
+        each = F.cross_entropy(logits, batch.y, reduction="none")
+        wanted = batch.sample["mask"]
+        loss = (each * wanted).sum() / len(each)
+        named = torch.tensor([float(int(name) % 2) for name in names])
+        self.log("named", (named * wanted).mean(), batch_size=len(each))
+        return loss
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transfers.append("before")
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.transfers.append("transfer")
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transfers.append("after")
+        batch.sample["inner"][0]["record"].x.mul_(2)
+        return batch
+
+
+def structured(items: list[Any]) -> Batch:
+    x = torch.stack([x for x, _ in items])
+    y = torch.stack([y for _, y in items])
+    record = Sample(x, tuple(str(index) for index in range(len(items))))
+    sample = {
+        "inner": [Encoding({"record": record})], "mask": x[:, 0] > 0, "scale": torch.tensor(2.0), "word": "word",
+    }  # fmt: skip
+    return Batch(sample, y)
+
+
+def structured_batches(host: Host) -> dict[str, Any]:
+    """The last batch has one sample, the one of the second fit three, which is less than the micro-batches."""
+    records = []
+    for num_samples in (33, 35):
+        module, recorder = seeded(Structured), cases.Recorder()
+        data = DataLoader(cases.samples(num_samples), 16, collate_fn=structured)
+        trainer = host.trainer(recorder, max_epochs=1)
+        trainer.fit(module, data)
+        records.append(
+            {
+                "rows": recorder.rows,
+                "metrics": plain(dict(trainer.callback_metrics)),
+                "transfers": module.transfers,
+                "kinds": sorted(module.kinds),
+            }
+        )
+    return {"records": records}
+
+
+# Errors
+
+
+class Skips(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return None if batch_idx == 1 else F.cross_entropy(logits, batch[1])
+
+
+class Raises(cases.Classifier):
+    """In the last micro-batch of the second batch."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.raises_in = step
+        self.steps_made = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.one("training", batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.one("validation", batch, batch_idx)
+
+    def one(self, step: str, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch[0])
+        if step == self.raises_in and batch_idx == 1:
+            raise ValueError(f"the user's own error in {step}")
+        return F.cross_entropy(logits, batch[1])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps_made += 1
+
+
+class Waits(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.trainer.strategy.barrier()
+        return loss
+
+
+def step_errors(host: Host) -> dict[str, Any]:
+    """Raised on the last stage only, when the others are in the middle of the batch."""
+
+    def fit(module: Any) -> str:
+        return refused(lambda: host.trainer(max_epochs=1).fit(module, cases.loader(54), cases.loader(37)))
+
+    training, validation = Raises("training"), Raises("validation")
+    return {
+        "skips": fit(Skips()),
+        "training": [fit(training), training.steps_made],
+        "validation": [fit(validation), validation.steps_made],
+        "waits": fit(Waits()),
+        "works": fit(cases.Classifier()),  # nothing of the above is in the way
+    }
+
+
+def step_errors_of_a_pipeline(host: Host) -> dict[str, Any]:
+    """Only the second of two pipelines raises: no rank makes the step."""
+    module = Raises("training" if int(os.environ["RANK"]) >= 2 else "never")
+    trainer = host.trainer(max_epochs=1, strategy={"num_stages": 2})
+    sentence = refused(lambda: trainer.fit(module, cases.loader(54)))
+    return {"sentence": sentence, "steps": [module.steps_made, trainer.global_step]}
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [
+        predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, loops,
+        data_modules, combined, reloaded, streamed, structured_batches,
+    ],
+    4: [predictions, left_behind, replicated_metrics, gathers],
+}  # fmt: skip
+
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [refused_predictions, unread, counted, unsendable, timed, step_errors],
+    4: [uneven_streams, step_errors_of_a_pipeline],
+}
