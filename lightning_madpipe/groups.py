@@ -33,16 +33,19 @@ class PipelineGroups(DeepSpeedStrategy):
     _runner: BatchRunner | None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if group is None and self._rehearses():
-            return tensor
-        return super().reduce(tensor, self._data_parallel_group() if group is None else group, reduce_op)
+        if group is None:
+            if self._rehearses():
+                return tensor
+            group = self._data_parallel_group()
+        return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if group is None and self._rehearses():
-            return torch.stack([tensor] * self._num_pipelines())
-        return super().all_gather(
-            tensor, group=self._data_parallel_group() if group is None else group, sync_grads=sync_grads
-        )
+        # LightningModule.all_gather fills in the world where its caller names no group.
+        if group is None or group is dist.group.WORLD:
+            if self._rehearses():
+                return torch.stack([tensor] * self._num_pipelines())
+            group = self._data_parallel_group()
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def gather_state(self, tensor: Tensor) -> list[Tensor]:
         """A metric's state on each data-parallel rank."""
@@ -69,7 +72,7 @@ class PipelineGroups(DeepSpeedStrategy):
         if self._num_pipelines() == 1 or self._lightning("utilities.data").sized_len(dataloader) is not None:
             return dataloader
         announce = self._lightning("utilities.rank_zero").rank_zero_info
-        return EvenLoader(dataloader, self._data_parallel_group(), self.root_device, announce)
+        return EvenLoader(dataloader, self.root_device, announce)
 
     def leave_out_needless_advice(self) -> None:
         """Lightning advises ``sync_dist=True`` for any value of an epoch; one pipeline has nothing to reduce."""

@@ -10,25 +10,22 @@ import torch.distributed as dist
 
 
 class EvenLoader:
-    """Hands out a batch only if every data-parallel rank has one.
+    """Hands out a batch only if every rank has one.
 
-    Pipelines average their gradients: one whose data ended later would wait for the others for ever. Collective;
-    attributes are those of the loader.
+    Pipelines average their gradients: one whose data ended later would wait for the others for ever. Collective
+    over the job; attributes are those of the loader.
 
     Args:
         loader: It has no length.
-        group: The data-parallel ranks.
         device: For a tensor that they agree with.
         announce: Told that something was left over, in a sentence.
     """
 
-    def __init__(
-        self, loader: Any, group: dist.ProcessGroup, device: torch.device, announce: Callable[[str], None]
-    ) -> None:
-        self._madpipe_parts = loader, group, device, announce
+    def __init__(self, loader: Any, device: torch.device, announce: Callable[[str], None]) -> None:
+        self._madpipe_parts = loader, device, announce
 
     def __iter__(self) -> Iterator[Any]:
-        loader, group, device, announce = self._madpipe_parts
+        loader, device, announce = self._madpipe_parts
         num_batches = 0
         nothing = object()
         iterator = iter(loader)
@@ -36,13 +33,13 @@ class EvenLoader:
             batch = next(iterator, nothing)
             # The least over all ranks of "has one" and of "has none".
             least = torch.tensor([batch is not nothing, batch is nothing], dtype=torch.int32, device=device)
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
             everyone_has, nobody_has = least.tolist()
             if not everyone_has:
                 if not nobody_has:
                     announce(
-                        f"madpipe: a data-parallel rank has no batch after {num_batches}: the epoch ends here on "
-                        "all, and the rest of the others' data is dropped"
+                        f"madpipe: the data of some ranks ends after {num_batches} batches: the epoch ends there "
+                        "for all, and the rest of the others' data is dropped"
                     )
                 return
             num_batches += 1

@@ -110,7 +110,7 @@ class BatchRunner:
         if engine.global_steps == 0:
             engine.set_train_micro_batch_size(in_order[0].size)  # known now; the plan's chain names it
         engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
-        engine.around_measurements = self.steps.rehearsal
+        engine.around_measurements = lambda: self._measurement(in_order)
         with self._announced_shapes(in_order):
             self._remember()
             engine.train_batch(self._feed(in_order))
@@ -194,6 +194,13 @@ class BatchRunner:
         is_first, is_last = self._engine.is_first_stage(), self._engine.is_last_stage()
         for micro_batch in micro_batches:
             yield self.steps.inputs(micro_batch, is_last_stage=is_last) if is_first else None, micro_batch
+
+    @contextmanager
+    def _measurement(self, in_order: Sequence[MicroBatch]) -> Iterator[None]:
+        with self.steps.rehearsal():
+            yield
+        # The first pipeline was measured alone. Its steps begin anew: they may gather something from the others.
+        self._engine.set_dataiterator(self._feed(in_order))
 
     @contextmanager
     def _announced_shapes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
