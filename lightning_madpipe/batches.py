@@ -97,7 +97,7 @@ def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean
         return type(first)(item for piece in pieces for item in piece)
     if isinstance(first, Mapping | list | tuple) or (is_dataclass(first) and not isinstance(first, type)):
         return _joined_fields(pieces, sizes, where, mean)
-    if not all(_equal(piece, first) for piece in pieces[1:]) or isinstance(first, Tensor):
+    if isinstance(first, Tensor) or not all(_equal(piece, first) for piece in pieces[1:]):
         shown = f"of shape {tuple(first.shape)} " if isinstance(first, Tensor) else ""
         raise ValueError(
             f"{where}, a {type(first).__name__} {shown}for the first of {len(pieces)} micro-batches, cannot be "
@@ -152,7 +152,7 @@ def _is_per_sample(pieces: Sequence[Any], sizes: Sequence[int]) -> bool:
 def _equal(left: Any, right: Any) -> bool:
     try:
         return bool(left == right)
-    except (TypeError, ValueError):  # arrays, which have no single answer
+    except (TypeError, ValueError, RuntimeError):  # arrays, which have no single answer
         return False
 
 

@@ -1,0 +1,327 @@
+"""What steps, hooks and loaders do on a pipeline is what they do in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning_cases import Classifier
+from test_lightning_pipeline import HERE, SCRIPT, Records, assert_same, python, run, torchrun
+from torch import nn
+
+from lightning_madpipe.batches import join_pieces, map_children, split_batch
+from lightning_madpipe.leftovers import Leftovers, make_changes
+from lightning_madpipe.parcels import packed, unpacked
+
+
+def records_of(num_processes: int, folder: Path) -> Records:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CASES_OF", "steps")
+        for mode, start in (("reference", python()), ("pipeline", torchrun(num_processes))):
+            run([*start, str(SCRIPT), mode, str(num_processes), str(folder / mode)], folder / f"{mode}.log")
+    return Records(folder, "pipeline", num_processes)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(4, tmp_path_factory.mktemp("four"))
+
+
+# Records.of asserts that every rank saw the same.
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "loops", "data_modules",
+        "combined", "reloaded", "streamed", "structured_batches",
+    ],
+)  # fmt: skip
+def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
+    assert_same(two.of(case), two.reference[case])
+
+
+@pytest.mark.parametrize("case", ["predictions", "left_behind"])
+def test_four_stages_do_what_one_process_does(four: Records, case: str) -> None:
+    assert_same(four.of(case), four.reference[case])
+
+
+def test_metrics_of_two_pipelines_are_over_the_data_of_both(four: Records) -> None:
+    assert_same(four.of("replicated_metrics"), four.reference["replicated_metrics"])
+
+
+def test_logs_of_every_form_and_hook(two: Records) -> None:
+    printed = []
+    for record in [two.reference, *two.ranks]:
+        record = dict(record["logs_everywhere"])
+        printed.append(record.pop("printed"))
+        assert_same(record, {k: v for k, v in two.reference["logs_everywhere"].items() if k != "printed"})
+    assert two.reference["logs_everywhere"]["advice"] == 0
+    # Three batches in two epochs; on a pipeline each in four micro-batches. Rank 0 alone prints.
+    assert printed == [6, 24, 0]
+
+
+def test_a_step_reaches_the_loggers_of_rank_0(two: Records) -> None:
+    reference, ranks = two.reference["shown"], [rank["shown"] for rank in two.ranks]
+    assert reference["rank 0"][1] == {"sizes": [16, 16, 5]}
+    assert_same(ranks[0], reference)
+    assert ranks[1] == {"rank 0": [None, None], "rate": ranks[0]["rate"]}
+
+
+def test_a_step_runs_once_per_micro_batch(two: Records) -> None:
+    """Whatever measures or rehearses it before leaves nothing: 16 + 16 + 5 samples are 4 + 4 + 4 pieces."""
+    assert two.of("counted") == {"before": 12, "after": 12, "draws": 12, "steps": 12.0, "updates": 12}
+
+
+def test_what_cannot_be_sent_is_named_and_stays(two: Records) -> None:
+    first, last = (rank["unsendable"] for rank in two.ranks)
+    [sentence] = last["sentences"]
+    assert "self.secret, set by training_step, cannot be sent to the other ranks" in sentence
+    assert last["has it"] and not first["has it"] and first["sentences"] == []
+    assert first["number"] == last["number"] == 1
+
+
+def test_predictions_that_cannot_be_are_refused_on_every_rank(two: Records) -> None:
+    refusals = two.of("refused_predictions")
+    assert "predict_step does not call self.forward()" in refusals["no forward"]
+    assert "predict_step calls self.forward() with list" in refusals["a list"]
+    assert "what predict_step returns, a Tensor of shape ()" in refusals["a scalar"]
+    assert "has different fields for the micro-batches" in refusals["other fields"]
+
+
+def test_outputs_are_joined_only_where_somebody_reads_them(two: Records) -> None:
+    """One rank's callback is somebody; without one the same step passes."""
+    assert "what validation_step returns['count'], a int" in two.of("unread")["read"]
+
+
+def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
+    errors = two.of("step_errors")
+    assert "training_step returns NoneType" in errors["skips"] and "return a loss times 0" in errors["skips"]
+    # One step was made before it; and none where validation comes first and raises.
+    assert errors["training"] == ["ValueError: the user's own error in training", 1]
+    assert errors["validation"] == ["ValueError: the user's own error in validation", 0]
+    assert "calls strategy.barrier()" in errors["waits"]
+    assert errors["works"] == "not refused"
+
+
+def test_time_is_over_at_the_same_step_everywhere(two: Records) -> None:
+    assert two.of("timed")["some"]
+
+
+def test_collectives_are_over_pipelines_and_decisions_over_all(four: Records) -> None:
+    record = four.of("gathers")
+    assert record["values"] == {
+        "gathered": {"rank": [[0.0], [1.0]]}, "sum": 3.0, "mean": 1.5, "max": 1.0, "number": 3.0, "any": True,
+        "all": False, "really all": True, "broadcast": [0.0], "ones": 4.0,
+    }  # fmt: skip
+    # 32 samples in all: what a step gathers is from both pipelines.
+    assert_same(
+        record["metrics"],
+        {"gathered": 32.0, "synced_sum": 3.0, "synced_mean": 1.5, "synced_max": 2.0, "synced_min": 1.0},
+    )
+
+
+def test_streams_of_other_lengths_end_together(four: Records) -> None:
+    # The first pipeline has five batches and the second three, twice.
+    assert four.of("uneven_streams") == {"steps": 6, "epoch": 2}
+
+
+def test_an_error_in_one_pipeline_stops_all_before_the_step(four: Records) -> None:
+    record = four.of("step_errors_of_a_pipeline")
+    assert record == {"sentence": "ValueError: the user's own error in training", "steps": [1, 1]}
+
+
+@pytest.mark.parametrize("what, sentence", [("layer", "the layer's own error"), ("anomaly", "returned nan values")])
+@pytest.mark.parametrize("start", [python(), torchrun(2)], ids=["launcher", "torchrun"])
+def test_a_job_ends_where_one_rank_fails(start: list[str], what: str, sentence: str, tmp_path: Path) -> None:
+    """A rank in a layer cannot be heard by those that wait for its output: whoever started them ends them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [*start, str(HERE / "failing_multiproc.py"), what]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    printed = log.read_text()
+    assert code != 0 and sentence in printed, printed[-3000:]
+    assert "the job reached its end" not in printed
+
+
+# Without other processes
+
+
+@given(st.integers(1, 30), st.integers(1, 9))
+def test_joined_pieces_are_the_whole(size: int, num_pieces: int) -> None:
+    x = torch.arange(size)
+    whole = {"x": x, "names": [str(number) for number in range(size)], "twice": (2 * x, {"array": x.numpy()})}
+    pieces = split_batch({"x": x, "names": whole["names"]}, num_pieces)
+    returned = [
+        {**piece, "twice": (2 * piece["x"], {"array": piece["x"].numpy()}), "fixed": "text"} for piece in pieces
+    ]
+    joined = join_pieces(returned, [len(piece["x"]) for piece in pieces], "it")
+    assert torch.equal(joined["x"], x) and joined["names"] == whole["names"] and joined["fixed"] == "text"
+    assert torch.equal(joined["twice"][0], 2 * x) and (joined["twice"][1]["array"] == x.numpy()).all()
+
+
+def test_means_are_joined_by_samples_where_they_are_means() -> None:
+    pieces = [{"loss": torch.tensor(1.0), "share": 0.5}, {"loss": torch.tensor(4.0), "share": 2.0}]
+    assert join_pieces(pieces, [2, 1], "it", mean=True) == {"loss": torch.tensor(2.0), "share": 1.0}
+    with pytest.raises(ValueError, match=r"it\['loss'\], a Tensor of shape \(\)"):
+        join_pieces(pieces, [2, 1], "it")
+
+
+@pytest.mark.parametrize(
+    "pieces", [[3, 4], [{"a": 1}, {"b": 1}], [None, torch.zeros(2)], [torch.zeros(3, 2), torch.zeros(3, 2)]]
+)
+def test_what_cannot_be_joined(pieces: list[Any]) -> None:
+    with pytest.raises(ValueError, match="return tensors or lists with an item per sample"):
+        join_pieces(pieces, [2, 2], "it")
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Totals:
+    number: int
+    values: torch.Tensor
+
+
+def test_parcels_keep_values_aliases_and_little_else() -> None:
+    large = torch.arange(1000.0)
+    view = large[3:5]
+    value = {"pair": Pair(view, view), "mask": torch.tensor([[True], [False]]), "half": view.bfloat16()}
+    value["empty"], value["number"], value["graph"] = torch.zeros(0, 3), 7, nn.Linear(2, 1)(torch.ones(1, 2))
+    sent = packed(value)
+    assert len(sent["pair"].left.elements) == 8, "the storage of the view went with it"
+    got = unpacked(sent, torch.device("cpu"))
+    assert got["pair"].left is got["pair"].right and torch.equal(got["pair"].left, view)
+    for name in ("mask", "half", "empty"):
+        assert torch.equal(got[name], value[name]) and got[name].dtype == value[name].dtype
+    assert got["number"] == 7 and not got["graph"].requires_grad
+    got["pair"].left.zero_()
+    assert view[0] == 3
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(2))
+        self.pipeline_module = nn.BatchNorm1d(2)
+        self.child = nn.BatchNorm1d(2, affine=False)
+        self.items: list[Any] = [torch.ones(1)]
+        self.table: dict[str, Any] = defaultdict(list)
+        self.counts: Counter[str] = Counter()
+        self.recent: deque[int] = deque([1, 2], maxlen=2)
+        self.totals, self.array, self.members = Totals(0, torch.zeros(2)), numpy.zeros(2), {1}
+        self.nested = ({"deep": [torch.zeros(1)]},)
+        self.number, self.gone = 1, "here"
+        self.items_elsewhere = self.items
+
+
+def change_item(module: Stateful) -> None:
+    module.items[0] += 1
+
+
+def grow(module: Stateful) -> None:
+    module.items.append(torch.zeros(2))
+    module.items = [*module.items, "more"]
+
+
+CHANGES = {
+    "number": lambda m: setattr(m, "number", 2),
+    "new": lambda m: setattr(m, "fresh", torch.ones(2)),
+    "deleted": lambda m: delattr(m, "gone"),
+    "buffer in place": lambda m: m.buffer.add_(1),
+    "buffer bound": lambda m: setattr(m, "buffer", torch.ones(3)),
+    "child": lambda m: m.child(torch.randn(4, 2)),
+    "append": lambda m: m.items.append(3),
+    "grow a new list": grow,
+    "item in place": change_item,
+    "shorter": lambda m: m.items.clear(),
+    "table": lambda m: m.table["a"].append(1),
+    "counts": lambda m: m.counts.update("ab"),
+    "recent": lambda m: m.recent.append(3),
+    "record": lambda m: m.totals.values.add_(1),
+    "record's number": lambda m: setattr(m.totals, "number", 5),
+    "array": lambda m: m.array.__setitem__(0, 2.0),
+    "members": lambda m: m.members.add(2),
+    "nested": lambda m: m.nested[0]["deep"][0].add_(1),
+}
+
+
+def contents(value: Any) -> Any:
+    """Comparable."""
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return ("array", value.tolist())
+    if isinstance(value, Totals):
+        return contents(vars(value))
+    if isinstance(value, deque):
+        return ("deque", list(value), value.maxlen)
+    return map_children(value, contents)
+
+
+def state(module: Stateful) -> dict[str, Any]:
+    hidden = vars(nn.Module())
+    own = {name: contents(value) for name, value in vars(module).items() if name not in hidden}
+    buffers = {name: contents(buffer) for name, buffer in module.named_buffers() if "pipeline" not in name}
+    return {**own, **buffers}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_is_undone_or_repeated_elsewhere(name: str) -> None:
+    here, there, untouched = Stateful(), Stateful(), Stateful()
+    ignored = vars(nn.Module())
+    before = Leftovers(here, ignored, undoable=True)
+    assert before.changes() == []
+    CHANGES[name](here)
+    changes = before.changes()
+    assert changes and state(here) != state(untouched)
+    make_changes(there, unpacked(packed(changes), torch.device("cpu")))
+    assert state(there) == state(here)
+    assert there.items_elsewhere is there.items or here.items is not here.items_elsewhere
+    before.undo()
+    assert state(here) == state(untouched)
+    assert here.items is here.items_elsewhere
+
+
+def test_only_the_new_items_of_a_list_are_sent() -> None:
+    module = Stateful()
+    before = Leftovers(module, vars(nn.Module()), undoable=False)
+    module.items.append("new")
+    assert {change.kind: change.value for change in before.changes()} == {"extend": ["new"]}
+
+
+def test_the_pipeline_and_the_weights_are_no_leftovers() -> None:
+    module = Classifier()
+    module.pipeline_module = nn.BatchNorm1d(2)
+    module.listed = [module.head.weight]
+    before = Leftovers(module, vars(nn.Module()), undoable=False)
+    module.pipeline_module(torch.randn(4, 2))
+    with torch.no_grad():
+        module.head.weight.add_(1)
+    assert before.changes() == []
+
+
