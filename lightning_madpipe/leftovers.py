@@ -68,7 +68,10 @@ class Leftovers:
     def __init__(self, module: nn.Module, ignored: Collection[str], *, undoable: bool) -> None:
         self._module, self._ignored = module, frozenset(ignored)
         memo: dict[int, _Seen] = {}
-        self._before = {place: _look(value, undoable, memo) for place, value in self._places()}
+        # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
+        self._before = {
+            place: _look(value, undoable or place.is_buffer, memo) for place, value in self._places()
+        }
 
     def changes(self) -> list[Change]:
         """What is different now."""
@@ -100,6 +103,7 @@ class Leftovers:
 
 def make_changes(module: nn.Module, changes: list[Change]) -> None:
     """Make the changes that another rank's step made."""
+    extended: set[int] = set()
     with torch.no_grad():
         for place, kind, value in changes:
             table = _table(module, place)
@@ -107,7 +111,9 @@ def make_changes(module: nn.Module, changes: list[Change]) -> None:
             if kind == "delete":
                 table.pop(place.name, None)
             elif kind == "extend" and isinstance(before, list):
-                before.extend(value)
+                if id(before) not in extended:  # one list may stand in several places
+                    before.extend(value)
+                    extended.add(id(before))
             elif kind == "continues" and isinstance(before, list):
                 table[place.name] = [*before, *value]
             elif kind != "refill" or not _refilled(before, value):
@@ -162,7 +168,8 @@ def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
         return True
     visited.add(id(value))
     if isinstance(value, Tensor):
-        return seen.version == _version(value)
+        known = seen.contents
+        return seen.version == _version(value) and (known is None or torch.equal(value, known))
     if isinstance(value, numpy.ndarray):
         return value.shape == seen.contents.shape and value.tobytes() == seen.contents.tobytes()
     if isinstance(value, set):
@@ -200,7 +207,7 @@ def _restore(seen: _Seen, visited: set[int]) -> None:
         return
     visited.add(id(value))
     if isinstance(value, Tensor):
-        if _version(value) != seen.version:
+        if not _is_same(seen, value, set()):
             value.detach().copy_(contents)
         return
     if isinstance(value, numpy.ndarray | set):
