@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_madpipe.loaders import EvenLoader
 from lightning_madpipe.metrics import gathered
+from lightning_madpipe.module import PIPELINE
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DeepSpeedStrategy
@@ -82,10 +83,12 @@ class PipelineGroups(DeepSpeedStrategy):
             warnings.filterwarnings("ignore", message=f"{start}.*{end}", category=category)
 
     def _data_parallel_group(self) -> Any:
-        return self.pipeline.mpu().get_data_parallel_group()  # type: ignore[attr-defined]
+        # There is no pipeline yet in the user's setup().
+        pipeline = getattr(self.lightning_module, PIPELINE, None)
+        return dist.group.WORLD if pipeline is None else pipeline.mpu().get_data_parallel_group()
 
     def _num_pipelines(self) -> int:
-        return self.pipeline.mpu().get_data_parallel_world_size()  # type: ignore[attr-defined]
+        return dist.get_world_size(self._data_parallel_group())
 
     def _rehearses(self) -> bool:
         """Whether a step runs that the other pipelines do not run now."""

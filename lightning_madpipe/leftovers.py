@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
+from operator import is_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy
@@ -22,6 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_madpipe.module import outside_pipeline
+
+PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
+"""Types whose values never change."""
 
 
 class Place(NamedTuple):
@@ -53,7 +58,9 @@ class _Seen:
     version: int | None = None
     """Of a tensor; torch counts what changes it in place."""
     contents: Any = None
-    """Of a container, its values seen; of a tensor or an array, a copy, where one was asked for."""
+    """Of a container, what it held; of an array, and of a tensor where one was asked for, a copy."""
+    inner: dict[Any, _Seen] = field(default_factory=dict)
+    """Of a container, those of its contents that may change themselves, by index or key."""
 
 
 class Leftovers:
@@ -69,9 +76,7 @@ class Leftovers:
         self._module, self._ignored = module, frozenset(ignored)
         memo: dict[int, _Seen] = {}
         # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
-        self._before = {
-            place: _look(value, undoable or place.is_buffer, memo) for place, value in self._places()
-        }
+        self._before = {place: _look(value, undoable or place.is_buffer, memo) for place, value in self._places()}
 
     def changes(self) -> list[Change]:
         """What is different now."""
@@ -133,18 +138,20 @@ def _look(value: Any, copies: bool, memo: dict[int, _Seen]) -> _Seen:
         pass  # the optimizer changes it
     elif isinstance(value, Tensor):
         seen.version = _version(value)
-        if copies:
+        if copies and value.layout is torch.strided:
             seen.contents = value.detach().clone()
-    elif isinstance(value, numpy.ndarray):
+    elif isinstance(value, numpy.ndarray | set):
         seen.contents = value.copy()
-    elif isinstance(value, set):
-        seen.contents = set(value)
     elif isinstance(value, list | tuple | deque):
-        seen.contents = [_look(child, copies, memo) for child in value]
-    else:
-        table = _fields(value)
-        if table is not None:
-            seen.contents = {name: _look(child, copies, memo) for name, child in table.items()}
+        seen.contents = list(value)
+        children = enumerate(seen.contents)
+        # Most lists are long because they hold numbers or strings.
+        seen.inner = {i: _look(child, copies, memo) for i, child in children if type(child) not in PLAIN}
+    elif (table := _fields(value)) is not None:
+        seen.contents = dict(table)
+        seen.inner = {
+            name: _look(child, copies, memo) for name, child in table.items() if type(child) not in PLAIN
+        }
     return seen
 
 
@@ -167,25 +174,27 @@ def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
     if id(value) in visited or isinstance(value, nn.Parameter):
         return True
     visited.add(id(value))
+    known = seen.contents
     if isinstance(value, Tensor):
-        known = seen.contents
         return seen.version == _version(value) and (known is None or torch.equal(value, known))
-    if isinstance(value, numpy.ndarray):
-        return value.shape == seen.contents.shape and value.tobytes() == seen.contents.tobytes()
-    if isinstance(value, set):
-        return value == seen.contents
-    if isinstance(value, list | tuple | deque):
-        return len(value) == len(seen.contents) and _begins_with(value, seen.contents, visited)
-    table = _fields(value)
-    if table is None:
+    if known is None:
         return True
-    return list(table) == list(seen.contents) and all(
-        _is_same(seen.contents[name], child, visited) for name, child in table.items()
-    )
+    if isinstance(value, numpy.ndarray):
+        return value.shape == known.shape and value.tobytes() == known.tobytes()
+    if isinstance(value, set):
+        return value == known
+    table = _fields(value)
+    return len(value if table is None else table) == len(known) and _begins_with(value, seen, visited)
 
 
-def _begins_with(values: Any, contents: list[_Seen], visited: set[int]) -> bool:
-    return all(_is_same(seen, child, visited) for seen, child in zip(contents, values, strict=False))
+def _begins_with(value: Any, seen: _Seen, visited: set[int]) -> bool:
+    """Whether the items of a container are those that it held, and perhaps more."""
+    table = _fields(value)
+    if table is not None:
+        same = all(map(is_, seen.contents, table)) and all(map(is_, seen.contents.values(), table.values()))
+    else:
+        same = all(map(is_, seen.contents, value))
+    return same and all(_is_same(child, child.value, visited) for child in seen.inner.values())
 
 
 def _difference(place: Place, seen: _Seen | None, value: Any) -> Change | None:
@@ -196,7 +205,7 @@ def _difference(place: Place, seen: _Seen | None, value: Any) -> Change | None:
     kept = value is seen.value
     if type(value) is list and type(seen.value) is list:
         length = len(seen.contents)
-        if len(value) >= length and _begins_with(value, seen.contents, set()):
+        if len(value) >= length and _begins_with(value, seen, set()):
             return Change(place, "extend" if kept else "continues", value[length:])
     return Change(place, "refill" if kept else "bind", value)
 
@@ -213,16 +222,15 @@ def _restore(seen: _Seen, visited: set[int]) -> None:
     if isinstance(value, numpy.ndarray | set):
         _refilled(value, contents)
         return
-    children = contents.values() if isinstance(contents, dict) else contents
-    for child in children:
+    for child in seen.inner.values():
         _restore(child, visited)
     if isinstance(contents, dict):
         table = _fields(value)
         assert table is not None, "what was seen by its fields has some"
         table.clear()
-        table.update({name: child.value for name, child in contents.items()})
+        table.update(contents)
     elif not isinstance(value, tuple):
-        _refilled(value, [child.value for child in contents])
+        _refilled(value, contents)
 
 
 def _refilled(old: Any, new: Any) -> bool:

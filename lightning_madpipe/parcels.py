@@ -44,13 +44,12 @@ def unpacked(value: Any, device: torch.device, memo: dict[int, Tensor] | None = 
     return map_children(value, lambda child: unpacked(child, device, memo))
 
 
-def flaw_of_pickling(value: Any) -> str | None:
-    """Why ``value`` cannot be sent; None if it can."""
+def pickled(value: Any) -> tuple[bytes | None, str]:
+    """``value`` as bytes; or None, and why it cannot be sent."""
     try:
-        pickle.dumps(value)
+        return pickle.dumps(value), ""
     except Exception as flaw:  # pickling runs code of any class
-        return f"{type(flaw).__name__}: {flaw}"
-    return None
+        return None, f"{type(flaw).__name__}: {flaw}"
 
 
 def _packed_tensor(tensor: Tensor) -> PackedTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from deepspeed_partition.engine.collectives import gather_objects, portable
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
 from lightning_madpipe.metrics import MetricValue
-from lightning_madpipe.parcels import flaw_of_pickling, packed, unpacked
+from lightning_madpipe.parcels import packed, pickled, unpacked
 from lightning_madpipe.recorded import Call, make
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
 
@@ -270,10 +271,12 @@ class BatchRunner:
         if self._pipeline.num_stages > 1:
             grid = self._pipeline.mpu()
             last = grid.stage_to_global(self._pipeline.num_stages - 1)
-            box = [None if outcome is None else self._sendable(outcome, step)]
+            box = [b""]
+            if outcome is not None:
+                outcome, box[0] = self._with_parcel(outcome, step)
             dist.broadcast_object_list(box, src=last, group=grid.get_pipe_parallel_group())
             if outcome is None:
-                outcome = unpacked(box[0], self._device)
+                outcome = unpacked(pickle.loads(box[0]), self._device)
                 make_changes(self._module, outcome.changes)
         assert outcome is not None, "the last stage has it and sends it"
         if step == "training_step":
@@ -301,25 +304,25 @@ class BatchRunner:
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
         return Outcome(results, changes, calls, self._trainer.should_stop, error)
 
-    def _sendable(self, outcome: Outcome, step: str) -> Outcome:
-        """``outcome`` for other processes, without what cannot leave this one."""
+    def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
+        """``outcome``, and as bytes for other processes, without what cannot leave this one."""
         if outcome.error is not None:
-            return Outcome([], [], [], outcome.should_stop, portable(outcome.error))
+            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error)))
         sent = packed(outcome)
-        if flaw_of_pickling(sent) is None:
-            return sent
+        parcel, _ = pickled(sent)
+        if parcel is not None:
+            return outcome, parcel
         changes = [change for change in sent.changes if self._can_leave(f"{change.place}, set by {step},", change)]
         calls = [call for call in sent.calls if self._can_leave(f"{call}, called by {step},", call)]
-        sent = sent._replace(changes=changes, calls=calls)
-        flaw = flaw_of_pickling(sent.results)
-        if flaw is not None:
-            error = self._refusal(f"what {step} returns or logs cannot be sent to the other ranks ({flaw})")
-            return Outcome([], [], [], outcome.should_stop, error)
-        return sent
+        parcel, flaw = pickled(sent._replace(changes=changes, calls=calls))
+        if parcel is not None:
+            return outcome, parcel
+        error = self._refusal(f"what {step} returns cannot be sent to the other ranks ({flaw})")
+        return self._with_parcel(outcome._replace(error=error), step)
 
     def _can_leave(self, what: str, value: Any) -> bool:
-        flaw = flaw_of_pickling(value)
-        if flaw is not None and what not in self._told:
+        parcel, flaw = pickled(value)
+        if parcel is None and what not in self._told:
             self._told.add(what)
             # Said by this rank, which alone knows it.
             warnings.warn(
@@ -327,7 +330,7 @@ class BatchRunner:
                 "last stage, which alone runs the whole step",
                 stacklevel=1,
             )
-        return flaw is None
+        return parcel is not None
 
     def _error_anywhere(self, error: Exception | None) -> Exception | None:
         """This pipeline's error, or else another one's: no rank makes an optimizer step alone."""

@@ -9,7 +9,6 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning_cases as cases
@@ -18,13 +17,11 @@ import pytorch_lightning as pl
 import torch
 from lightning_cases import Host
 from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCallback
-from pytorch_lightning.loggers import CSVLogger
-from pytorch_lightning.loggers.logger import DummyExperiment, Logger, rank_zero_experiment
+from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -252,7 +249,7 @@ class Leaves(cases.Classifier):
         self.epochs: list[Any] = []
 
     def keep(self, batch: Any, logits: torch.Tensor) -> None:
-        x, y = batch
+        y = batch[1]
         self.outs.append(logits.argmax(-1))
         self.by_name["largest"].append(logits.max(-1).values)
         self.counts.update(y.tolist())
@@ -668,7 +665,9 @@ class Recorded(cases.Classifier):
 
     def on_validation_epoch_end(self) -> None:
         metric = self.trainer.callback_metrics
-        self.events.append(["validation", self.global_step, {name: float(value) for name, value in metric.items()}])
+        self.events.append(
+            ["validation", self.global_step, {name: float(value) for name, value in metric.items()}]
+        )
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.events.append(["test", batch_idx, dataloader_idx])

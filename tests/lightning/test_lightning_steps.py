@@ -146,8 +146,15 @@ def test_an_error_in_one_pipeline_stops_all_before_the_step(four: Records) -> No
     assert record == {"sentence": "ValueError: the user's own error in training", "steps": [1, 1]}
 
 
-@pytest.mark.parametrize("what, sentence", [("layer", "the layer's own error"), ("anomaly", "returned nan values")])
-@pytest.mark.parametrize("start", [python(), torchrun(2)], ids=["launcher", "torchrun"])
+@pytest.mark.parametrize(
+    "start, what, sentence",
+    [
+        (python(), "layer", "the layer's own error"),
+        (torchrun(2), "layer", "the layer's own error"),
+        (torchrun(2), "anomaly", "returned nan values"),
+    ],
+    ids=["launcher", "torchrun", "anomaly"],
+)
 def test_a_job_ends_where_one_rank_fails(start: list[str], what: str, sentence: str, tmp_path: Path) -> None:
     """A rank in a layer cannot be heard by those that wait for its output: whoever started them ends them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -323,5 +330,3 @@ def test_the_pipeline_and_the_weights_are_no_leftovers() -> None:
     with torch.no_grad():
         module.head.weight.add_(1)
     assert before.changes() == []
-
-
