@@ -53,6 +53,7 @@ class BatchRunner:
         base_seed: The same on every rank.
         batch_numbers: Counts batches, alike on all ranks.
         namespace: ``pytorch_lightning`` or ``lightning.pytorch``.
+        call_hooks: Called when the gradients of a step are there, and what its batches did is known.
         refusal: The host's exception with a sentence.
     """
 
@@ -68,13 +69,14 @@ class BatchRunner:
         base_seed: int,
         batch_numbers: Iterator[int],
         namespace: str,
+        call_hooks: Callable[[], None],
         refusal: Callable[[str], Exception],
     ) -> None:
         self.steps = steps
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
-        self._namespace, self._refusal = namespace, refusal
+        self._namespace, self._call_hooks, self._refusal = namespace, call_hooks, refusal
         self._window: list[list[MicroBatch]] = []
         self._device = engine.device
         self._last_loss = torch.zeros((), device=self._device)
@@ -150,11 +152,7 @@ class BatchRunner:
         self._results = self._share(window)
         for result in self._results:
             self._log_again(result)
-        call = self._lightning("trainer.call")
-        optimizers = self._trainer.strategy.optimizers
-        for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", optimizers[:1])):
-            call._call_callback_hooks(self._trainer, hook, *arguments)
-            call._call_lightning_module_hook(self._trainer, hook, *arguments)
+        self._call_hooks()
 
     # Micro-batches
 

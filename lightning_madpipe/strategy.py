@@ -414,6 +414,7 @@ class PipelineStrategy(PipelineGroups):
             base_seed=self._base_seed,
             batch_numbers=self._batch_numbers,
             namespace=self.namespace,
+            call_hooks=self._call_hooks_before_step,
             refusal=self._refusal,
         )
         gather_between_pipelines(module, self.gather_state)
@@ -423,6 +424,13 @@ class PipelineStrategy(PipelineGroups):
     def _batches(self) -> BatchRunner:
         assert self._runner is not None, "setup() makes it"
         return self._runner
+
+    def _call_hooks_before_step(self) -> None:
+        """Lightning's hooks, on every rank, when the gradients of the whole step are there."""
+        call, trainer = self._lightning("trainer.call"), self._module.trainer
+        for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
+            call._call_callback_hooks(trainer, hook, *arguments)
+            call._call_lightning_module_hook(trainer, hook, *arguments)
 
     # Checkpoints: DeepSpeed's directories, with the cut and with the state of what is no layer
 

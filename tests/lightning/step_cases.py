@@ -9,6 +9,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import lightning_cases as cases
@@ -20,6 +21,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCa
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker
@@ -904,7 +906,75 @@ def structured_batches(host: Host) -> dict[str, Any]:
     return {"records": records}
 
 
+class MaskedLayer(nn.Module):
+    """Takes and returns what attention layers hand on: activations, a mask of bools, and one of numbers."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_inputs, num_outputs)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, kept, bias = inputs
+        return torch.tanh(self.linear(x + bias)).masked_fill(~kept, 0.0), kept, bias
+
+
+class MaskedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(cases.WIDTH, cases.NUM_CLASSES)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.linear(inputs[0])
+
+
+class Masked(cases.Steps):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        widths = [cases.NUM_FEATURES, *[cases.WIDTH] * 4]
+        self.layers = nn.ModuleList(MaskedLayer(a, b) for a, b in pairwise(widths))
+        self.head = MaskedHead()
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [*self.layers, self.head]
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        handed_on: Any = inputs
+        for layer in self.pipeline_layers():
+            handed_on = layer(handed_on)
+        return handed_on
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x, x[:, :1] > -1.0, x[:, 1:2] * 0.1)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("loss", F.cross_entropy(self(x, x[:, :1] > -1.0, x[:, 1:2] * 0.1), y))
+
+
+def masked(host: Host) -> dict[str, Any]:
+    """Between the layers stand tuples, with tensors that get no gradient."""
+    return cases.fit(host, Masked, cases.loader(54))
+
+
 # Errors
+
+
+class GivesDict(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": x}
+
+
+class WithDict(cases.Classifier):
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, GivesDict(), self.head]
+
+
+def refused_layers(host: Host) -> dict[str, Any]:
+    return {"dict": refused(lambda: host.trainer(max_epochs=1).fit(WithDict(), cases.loader(16)))}
 
 
 class Skips(cases.Classifier):
@@ -971,12 +1041,12 @@ def step_errors_of_a_pipeline(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, loops,
-        data_modules, combined, reloaded, streamed, structured_batches,
+        data_modules, combined, reloaded, streamed, structured_batches, masked,
     ],
     4: [predictions, left_behind, replicated_metrics],
 }  # fmt: skip
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [refused_predictions, unread, counted, unsendable, timed, step_errors],
+    2: [refused_predictions, unread, counted, unsendable, timed, refused_layers, step_errors],
     4: [gathers, uneven_streams, step_errors_of_a_pipeline],
 }
