@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from lightning_cases import Classifier
 from test_lightning_pipeline import HERE, SCRIPT, Records, assert_same, python, run, torchrun
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_madpipe.batches import join_pieces, map_children, split_batch
 from lightning_madpipe.leftovers import Leftovers, make_changes
+from lightning_madpipe.module import detach_layers, find_layers
 from lightning_madpipe.parcels import packed, unpacked
 
 
@@ -240,6 +242,26 @@ def test_mappings_of_other_classes_stay_what_they_are() -> None:
     assert second[0]["x"].tolist() == second[1]["x"].tolist() == [2, 3]
     assert second[0].default_factory is list and type(second[1]) is UserDict and second[1].n_sequences == 1
     assert first[1]["x"].tolist() == [0, 1] and len(encoding["x"]) == 4
+
+
+class NetworkDistance(Metric):
+    """Computes with a network, as FID does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(2, 2)
+
+    def update(self) -> None: ...
+
+    def compute(self) -> None: ...
+
+
+def test_the_network_of_a_metric_is_no_layer() -> None:
+    module = Classifier()
+    module.distance = NetworkDistance()
+    call = find_layers(module)
+    detach_layers(module, call)
+    assert len(call.layers) == 8 and module.distance in module.children()
 
 
 class Stateful(nn.Module):
