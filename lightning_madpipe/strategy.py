@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
 from deepspeed_partition.engine.collectives import gather_objects
@@ -33,6 +33,7 @@ from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.limits import refusal_of
 from lightning_madpipe.module import detach_layers, find_layers
+from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
 from lightning_madpipe.settings import check_count, checked_config
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
 
@@ -308,10 +309,17 @@ class PipelineStrategy(DeepSpeedStrategy):
         config = dict(self.config)
         optimizer, scheduler = None, None
         if fitting:
-            optimizer, scheduler = self._configured_optimizer()
+            try:
+                optimizer, scheduler = configured_optimizer(
+                    self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers,
+                    self._module,
+                    set(self.pipeline.parameters()),
+                )
+            except ValueError as flaw:
+                raise self._refusal(str(flaw)) from None
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
-        every_group = None if optimizer is None else _EveryGroup(optimizer)
+        every_group = None if optimizer is None else EveryGroup(optimizer)
         self._engine, engine_optimizer, _, _ = initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             model=self.pipeline,
@@ -326,7 +334,7 @@ class PipelineStrategy(DeepSpeedStrategy):
             self.optimizers = [engine_optimizer]
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
             if scheduler is not None and engine_optimizer is not optimizer:
-                _attach(scheduler.scheduler, every_group)
+                attach(scheduler.scheduler, every_group)
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
             if self.warmup_epochs is not None:
@@ -347,7 +355,7 @@ class PipelineStrategy(DeepSpeedStrategy):
         self._engine = None
         self.optimizers = []
         self._lightning("strategies.deepspeed").remove_module_hooks(self.pipeline)
-        _renew_parameters(self.pipeline)
+        renew_parameters(self.pipeline)
         gc.collect()
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -357,31 +365,6 @@ class PipelineStrategy(DeepSpeedStrategy):
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # until the first batch comes
         self.config.setdefault("gradient_clipping", trainer.gradient_clip_val or 0.0)
         self.config.setdefault("steps_per_print", sys.maxsize)
-
-    def _configured_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """The user's optimizer, with this rank's parameters in its groups, and the scheduler's config or None."""
-        configure = self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers
-        one_of_each = "a pipeline works with one optimizer and at most one scheduler"
-        try:
-            optimizers, schedulers = configure(self._module)
-        except RuntimeError as flaw:
-            if "multiple optimizers" not in str(flaw):
-                raise
-            # Lightning's advice, manual optimization, would be refused here.
-            raise self._refusal(f"configure_optimizers returns several optimizers: {one_of_each}") from None
-        if len(schedulers) > 1:
-            raise self._refusal(f"configure_optimizers returns {len(schedulers)} schedulers: {one_of_each}")
-        optimizer = optimizers[0]
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-            raise self._refusal(
-                f"configure_optimizers returns {type(optimizer).__name__}: a pipeline works with a torch "
-                "optimizer whose step needs no closure"
-            )
-        # Groups may name layers that run elsewhere, such as self.head.parameters().
-        local = set(self.pipeline.parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [weight for weight in group["params"] if weight in local]
-        return optimizer, schedulers[0] if schedulers else None
 
     # Steps
 
@@ -574,56 +557,3 @@ def strategy_class(namespace: str) -> type:
     base = importlib.import_module(f"{namespace}.strategies").DeepSpeedStrategy
     body = {"namespace": namespace, "__doc__": PipelineStrategy.__doc__, "__module__": "lightning_madpipe"}
     return type("MadPipeStrategy", (PipelineStrategy, base), body)
-
-
-class _EveryGroup:
-    """An optimizer as its scheduler sees it: with the groups that have no parameters on this rank.
-
-    DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
-    Groups are recognized by an entry of their own, because loading a state replaces them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._made_for = list(optimizer.param_groups)
-        for place, group in enumerate(self._made_for):
-            group["madpipe_place"] = place
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        in_use = {group["madpipe_place"]: group for group in self._optimizer.param_groups}
-        return [in_use.get(place, group) for place, group in enumerate(self._made_for)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    # Callbacks look for the optimizer of a scheduler, and name what they log after its class.
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._optimizer
-
-    def __hash__(self) -> int:
-        return hash(self._optimizer)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._optimizer)
-
-
-def _attach(scheduler: Any, optimizer: Any) -> None:
-    scheduler.optimizer = optimizer
-    for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
-        _attach(part, optimizer)
-
-
-def _renew_parameters(module: nn.Module) -> None:
-    """Replace every Parameter by a new one of the same data, with sharing and DeepSpeed's mark kept."""
-    renewed: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, old in part._parameters.items():
-            if old is None:
-                continue
-            if old not in renewed:
-                renewed[old] = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                renewed[old].ds_pipe_replicated = getattr(old, "ds_pipe_replicated", False)  # type: ignore[attr-defined]
-            part._parameters[name] = renewed[old]
