@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["MadPipeStrategy", "TiedModule", "strategy_class"]
+__all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
 
 _PREFERRED = (
     "lightning.pytorch"
@@ -44,6 +44,10 @@ def __getattr__(name: str) -> Any:
         from lightning_madpipe.module import TiedModule
 
         return TiedModule
+    if name == "consolidate":
+        from lightning_madpipe.checkpoints import consolidate
+
+        return consolidate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -33,26 +33,17 @@ from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.limits import refusal_of
 from lightning_madpipe.module import detach_layers, find_layers
+from lightning_madpipe.names import PIPELINE, one_device_names
 from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
+from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
-
-if TYPE_CHECKING:
-    from pytorch_lightning.strategies import DeepSpeedStrategy
-else:
-    DeepSpeedStrategy = object
-
-PIPELINE = "pipeline_module"
-"""The attribute of the LightningModule that holds its pipeline, that is, this rank's layers."""
-
-OUTSIDE_STATE = "madpipe_state_dict"
-"""Where a checkpoint keeps the buffers of the LightningModule that belong to no layer."""
 
 MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
 
 
-class PipelineStrategy(DeepSpeedStrategy):
+class PipelineStrategy(Checkpointing):
     """Pipeline parallelism on a cut that is planned from measurements of the model's own layers.
 
     ``Trainer(strategy="madpipe", devices=4)``, or ``MadPipeStrategy(...)`` with arguments, all optional:
@@ -268,6 +259,7 @@ class PipelineStrategy(DeepSpeedStrategy):
         module.to(self.root_device)
         self._start_engine(trainer)
         self.model = module
+        self._watch_dumps(trainer)
         self._window, self._rehearsed = [], set()
         self._last_loss = torch.zeros((), device=self.root_device)
         self.barrier()
@@ -297,6 +289,7 @@ class PipelineStrategy(DeepSpeedStrategy):
         pipeline.seed_layers = False
         pipeline.called_attribute = call.attribute
         pipeline.model_name = type(module).__name__  # which the plan names
+        pipeline.one_device_names = one_device_names(module, call)
         pipeline.engine = lambda: None
         detach_layers(module, call)
         setattr(module, PIPELINE, pipeline)
@@ -525,18 +518,6 @@ class PipelineStrategy(DeepSpeedStrategy):
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
             call._call_callback_hooks(trainer, hook, *arguments)
             call._call_lightning_module_hook(trainer, hook, *arguments)
-
-    # Checkpoints: DeepSpeed's directories, with the cut and with the state of what is no layer
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        state = self._module.state_dict()
-        outside = {name: value for name, value in state.items() if not name.startswith(f"{PIPELINE}.")}
-        super().save_checkpoint({**checkpoint, OUTSIDE_STATE: outside}, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *arguments, **keywords)
-        self._module.load_state_dict(checkpoint.get(OUTSIDE_STATE, {}), strict=False)
-        return checkpoint
 
     # Lightning, of either namespace
 
