@@ -11,14 +11,23 @@ from torch import nn
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
 
 
+NEED_SHAPES = ("Adafactor", "Muon")
+"""Optimizers of torch whose update of a matrix is not that of its elements."""
+
+
 def configured_optimizer(
-    configure: Callable[[Any], tuple[list[Any], list[Any]]], module: Any, local: set[nn.Parameter]
+    configure: Callable[[Any], tuple[list[Any], list[Any]]],
+    module: Any,
+    local: set[nn.Parameter],
+    *,
+    flattened: bool,
 ) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of ``module.configure_optimizers()``, with this rank's parameters in its groups.
 
     Args:
         configure: Lightning's reader of all that ``configure_optimizers()`` may return.
         local: The parameters of this rank's stage.
+        flattened: Whether DeepSpeed will give the optimizer one flat tensor per group.
 
     Returns:
         The optimizer, and the configuration of its scheduler or None.
@@ -36,6 +45,14 @@ def configured_optimizer(
     if len(schedulers) > 1:
         raise ValueError(f"configure_optimizers returns {len(schedulers)} schedulers: {ONE_OF_EACH}")
     optimizer = optimizers[0]
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError("configure_optimizers returns no optimizer with parameters: return one, to train")
+    if flattened and type(optimizer).__name__ in NEED_SHAPES:
+        raise ValueError(
+            f"configure_optimizers returns {type(optimizer).__name__}, which looks at the shape of each "
+            "parameter, and DeepSpeed's ZeRO, bf16 and fp16 optimizers flatten them: use precision='32-true' and "
+            "stage=0, or another optimizer"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"configure_optimizers returns {type(optimizer).__name__}: a pipeline works with a torch "

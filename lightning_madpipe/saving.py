@@ -33,6 +33,7 @@ class Checkpointing(DeepSpeedStrategy):
     pipeline: Any
     _refusal: Callable[[str], Exception]
     _start_engine: Callable[[Any], None]
+    _checkpoint_io: Any
     _dumps_weights = True
     """False while Lightning collects a full checkpoint, whose weights DeepSpeed writes."""
 
@@ -48,6 +49,12 @@ class Checkpointing(DeepSpeedStrategy):
         """
         collect = checkpoints.consolidated_state if self._dumps_weights else checkpoints.local_state
         return collect(self._module, self.pipeline, self._names)
+
+    @property
+    def checkpoint_io_plugin(self) -> Any:
+        """The CheckpointIO of ``Trainer(plugins=...)``; None for Lightning's own."""
+        io = self._checkpoint_io
+        return None if io is None or type(io).__name__ == "TorchCheckpointIO" else io
 
     def _watch_dumps(self, trainer: Any) -> None:
         # Lightning (2.4 to 2.6) asks for the state dict without saying whether the checkpoint has weights

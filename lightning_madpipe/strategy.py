@@ -9,6 +9,7 @@ to the other ranks and logged there again, so that callbacks decide alike everyw
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import inspect
@@ -31,13 +32,14 @@ from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.transplant import preserved_random_state
 from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
-from lightning_madpipe.limits import refusal_of
+from lightning_madpipe.limits import clips_by_value, notes_on, refusal_of
 from lightning_madpipe.module import detach_layers, find_layers
 from lightning_madpipe.names import PIPELINE, one_device_names
 from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
 from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
+from lightning_madpipe.summary import summarize_whole, whole_module
 
 MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
@@ -136,7 +138,7 @@ class PipelineStrategy(Checkpointing):
             "save_plan": None if save_plan is None else str(save_plan),
             "time_limit_seconds": time_limit_seconds,
         }
-        self.config = checked_config(self.config, options, stage)
+        self.config = self._given_config = checked_config(self.config, options, stage)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.warmup_epochs = warmup_epochs
@@ -178,6 +180,12 @@ class PipelineStrategy(Checkpointing):
     def handles_gradient_accumulation(self) -> bool:
         """False: Lightning says when a window of batches is full, the short last one of an epoch included."""
         return False
+
+    @property
+    def wraps_optimizer(self) -> bool:
+        """Whether DeepSpeed puts an optimizer of its own around the user's, on flat copies of the weights."""
+        low = any(self.config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+        return low or self.config.get("zero_optimization", {}).get("stage", 0) > 0
 
     @property
     def _module(self) -> Any:
@@ -234,10 +242,13 @@ class PipelineStrategy(Checkpointing):
 
     def setup(self, trainer: Any) -> None:
         module = self._module
-        refusal = refusal_of(trainer, module, self._lightning("core.module").LightningModule)
+        # Anew each time: another Trainer may have other settings.
+        self.config, self._config_initialized = copy.deepcopy(self._given_config), False
+        self._init_config_if_needed()
+        base, callbacks = self._lightning("core.module").LightningModule, self._lightning("callbacks")
+        refusal = refusal_of(trainer, module, base, callbacks)
         if refusal is not None:
             raise self._refusal(refusal)
-        self._init_config_if_needed()
         self.accelerator.setup(trainer)  # type: ignore[union-attr]
         self.precision_plugin.convert_module(module)
         # Every rank takes its seeds from rank 0: one model and one course, however the layers are cut.
@@ -260,9 +271,20 @@ class PipelineStrategy(Checkpointing):
         self._start_engine(trainer)
         self.model = module
         self._watch_dumps(trainer)
+        if trainer.state.fn == "fit":
+            self._prepare_callbacks(trainer, base, callbacks)
         self._window, self._rehearsed = [], set()
         self._last_loss = torch.zeros((), device=self.root_device)
         self.barrier()
+
+    def _prepare_callbacks(self, trainer: Any, base: Any, callbacks: Any) -> None:
+        defaults = [kind.on_before_backward for kind in (base, callbacks.Callback)]
+        for note in notes_on(trainer, self._module, defaults):
+            self._lightning("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
+        whole = self.pipeline.whole_module()
+        for callback in trainer.callbacks:
+            if whole is not None and isinstance(callback, callbacks.ModelSummary):
+                summarize_whole(self, whole, callback, self._lightning("utilities.model_summary").summarize)
 
     def _build_pipeline(self) -> None:
         module, num_stages = self._module, self._resolved_num_stages()
@@ -291,6 +313,8 @@ class PipelineStrategy(Checkpointing):
         pipeline.model_name = type(module).__name__  # which the plan names
         pipeline.one_device_names = one_device_names(module, call)
         pipeline.engine = lambda: None
+        whole = whole_module(module, call)
+        pipeline.whole_module = lambda: whole  # not as a child of the pipeline
         detach_layers(module, call)
         setattr(module, PIPELINE, pipeline)
         # Lightning's summary would run it through the whole model, of which this rank has a part.
@@ -307,6 +331,7 @@ class PipelineStrategy(Checkpointing):
                     self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers,
                     self._module,
                     set(self.pipeline.parameters()),
+                    flattened=self.wraps_optimizer,
                 )
             except ValueError as flaw:
                 raise self._refusal(str(flaw)) from None
@@ -336,6 +361,12 @@ class PipelineStrategy(Checkpointing):
                     f"(warmup_epochs={self.warmup_epochs} changes nothing here)"
                 )
 
+    def _format_config(self) -> None:
+        super()._format_config()
+        if self.config.get("fp16", {}).get("enabled"):
+            # Its optimizer keeps fp32 weights that are known by parameter, which the one without ZeRO does not.
+            self.config["zero_optimization"] = {**self.config.get("zero_optimization", {}), "stage": 1}
+
     def _stop_engine(self) -> None:
         """End what an earlier fit, validate or test left on the pipeline, of this Trainer or of another one.
 
@@ -356,7 +387,8 @@ class PipelineStrategy(Checkpointing):
         num_micro_batches = self._resolved_num_micro_batches() * trainer.accumulate_grad_batches
         self.config["gradient_accumulation_steps"] = num_micro_batches
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # until the first batch comes
-        self.config.setdefault("gradient_clipping", trainer.gradient_clip_val or 0.0)
+        by_norm = 0.0 if clips_by_value(trainer) else trainer.gradient_clip_val or 0.0
+        self.config.setdefault("gradient_clipping", by_norm)
         self.config.setdefault("steps_per_print", sys.maxsize)
 
     # Steps
@@ -400,6 +432,9 @@ class PipelineStrategy(Checkpointing):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
         """Run the closure, that is ``training_step``, whose ``engine.train_batch`` ends with the step."""
+        call, trainer = self._lightning("trainer.call"), self._module.trainer
+        call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         return closure()
 
     def _evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Tensor | None:
@@ -518,6 +553,8 @@ class PipelineStrategy(Checkpointing):
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
             call._call_callback_hooks(trainer, hook, *arguments)
             call._call_lightning_module_hook(trainer, hook, *arguments)
+        if trainer.gradient_clip_val and clips_by_value(trainer):
+            torch.nn.utils.clip_grad_value_(self.pipeline.parameters(), trainer.gradient_clip_val)
 
     # Lightning, of either namespace
 
