@@ -6,7 +6,11 @@ Written like ``lightning_cases.py``; the layers are cut by hand, which spares me
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn, optim
@@ -119,12 +124,10 @@ class RichSummary(Summary, shipped.RichModelSummary):
 
 def summaries(host: cases.Host) -> dict[str, Any]:
     shown = {}
-    for depth in (1, 2, -1):
-        for kind in (Summary, RichSummary):
-            callback = kind(max_depth=depth)
-            trained(host, seeded(), callback, max_epochs=1, enable_model_summary=True)
-            # Other ranks print nothing.
-            shown[f"{kind.__name__} {depth}"] = json.loads(json.dumps(callback.shown))
+    for kind, depth in ((Summary, 2), (RichSummary, 1)):
+        callback = kind(max_depth=depth)
+        trained(host, seeded(), callback, max_epochs=1, enable_model_summary=True)
+        shown[kind.__name__] = json.loads(json.dumps(callback.shown))
     tied = Summary(max_depth=-1)
     tokens = torch.randint(cases.VOCABULARY, (16, 6), generator=torch.Generator().manual_seed(4))
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16)
@@ -157,15 +160,10 @@ def watching_callbacks(host: cases.Host) -> dict[str, Any]:
         enable_progress_bar=True,
         validation=cases.loader(21, seed=3),
     )
-    throughput = sorted(name for name in trainer.logged_metrics if "device/" in name)
-    # Lightning logs throughput with the logger only; the names in the file are those of one process.
-    return {
-        **end(trainer),
-        **counts,
-        "rates": rates.lrs,
-        "timed": timer.time_elapsed("train") > 0,
-        "names": throughput,
-    }
+    header = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    measured = sorted(name for name in header if name.startswith("train/"))  # by the ThroughputMonitor
+    timed = timer.time_elapsed("train") > 0
+    return {**end(trainer), **counts, "rates": rates.lrs, "timed": timed, "measured": measured}
 
 
 def timed_out(host: cases.Host) -> dict[str, Any]:
@@ -253,7 +251,7 @@ MODEL_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "best two": {"monitor": "train_loss_step", "every_n_train_steps": 1, "save_top_k": 2, "filename": "{step}"},
     "highest": {"monitor": "accuracy", "mode": "max", "save_last": True, "filename": "{epoch}"},
     "link": {"save_last": "link"},
-    "interval": {"train_time_interval": __import__("datetime").timedelta(seconds=0), "save_top_k": -1},
+    "interval": {"train_time_interval": timedelta(0), "save_top_k": -1},
     "weights": {"save_weights_only": True, "save_last": True},
 }
 
@@ -309,6 +307,7 @@ def whole_model_files(host: cases.Host) -> dict[str, Any]:
     for name, arguments in WHOLE_MODELS.items():
         folder = host.folder / "whole" / name
         callback = shipped.ModelCheckpoint(folder, filename="callback", save_weights_only=True)
+        arguments = {**arguments, "strategy": {**arguments.get("strategy", {}), "num_stages": 2}}
         trainer = trained(host, seeded(Keeping), callback, **(arguments if host.pipelined else {}))
         trainer.save_checkpoint(folder / "full.ckpt")
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=True)
@@ -659,12 +658,284 @@ PROFILED = {
 }  # fmt: skip
 
 
+# Precision
+
+
+def low_precision(host: cases.Host) -> dict[str, Any]:
+    """Half precision, against 32 bits in one process. A CPU computes in fp16, though DeepSpeed would not start."""
+    records = {}
+    for precision in ("bf16-mixed", "bf16-true", "16-mixed", "16-true"):
+        with _fp16_allowed(host.pipelined):
+            chosen = precision if host.pipelined else "32-true"
+            trainer = trained(host, seeded(), precision=chosen, validation=cases.loader(21, seed=3))
+            records[precision] = end(trainer)
+    return records
+
+
+@contextmanager
+def _fp16_allowed(allowed: bool) -> Iterator[None]:
+    if not allowed:
+        yield
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        yield
+    finally:
+        del accelerator.is_fp16_supported
+
+
+def loss_scales(host: cases.Host) -> dict[str, Any]:
+    """The loss scale of the configuration; with one that is too large, every step is skipped and counted."""
+    records = {}
+    for power in (8, 40):
+        config = {"fp16": {"enabled": True, "initial_scale_power": power, "hysteresis": 1}}
+        with _fp16_allowed(True):
+            module, rates = seeded(), cases.Rates()
+            before = {name: value.clone() for name, value in module.state_dict().items()}
+            trainer = trained(host, module, rates, precision="16-mixed", strategy={"config": config})
+        engine, after = trainer.strategy.deepspeed_engine, trainer.strategy.lightning_module_state_dict()
+        records[str(power)] = {
+            "scale": engine.optimizer.loss_scale,
+            "ZeRO": engine.zero_optimization_stage(),
+            "skipped": engine.skipped_steps,
+            "steps": [trainer.global_step, engine.global_steps],
+            "rates": rates.rates,
+            "moved": any(
+                not torch.allclose(value.float(), before[name], atol=1e-3) for name, value in after.items()
+            ),
+        }
+        records[str(power)]["moved"] = trainer.strategy.broadcast(records[str(power)]["moved"])
+    return records
+
+
+# After an exception
+
+
+class Failing(pl.Callback):
+    """Fails in the second epoch, on every rank."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            raise OSError("the disk is full")
+
+
+def after_an_exception(host: cases.Host) -> dict[str, Any]:
+    keep = shipped.OnExceptionCheckpoint(host.folder / "failed")
+    said = []
+    try:
+        trained(host, seeded(Keeping), Failing(), keep, enable_checkpointing=True)
+    except OSError as error:
+        said.append(str(error))
+    rates = cases.Rates()
+    trainer = trained(host, seeded(Keeping, seed=9), rates, ckpt_path=host.folder / "failed" / "on_exception.ckpt")
+    return {**end(trainer), "said": said, "rates": rates.rates}
+
+
+def changed_settings(host: cases.Host) -> dict[str, Any]:
+    """A second fit of one Trainer goes by the settings that it has then."""
+    module = seeded()
+    trainer = trained(host, module, max_epochs=1, gradient_clip_val=1e-3)
+    trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.fit_loop.max_epochs = 2, 0.5, 2
+    trainer.fit(module, cases.loader(54))
+    engine = trainer.strategy.deepspeed_engine
+    again = refused(lambda: pl.Trainer(strategy=trainer.strategy, devices=2, logger=False))
+    return {"engine": [engine.gradient_clipping(), engine.gradient_accumulation_steps()], "another Trainer": again}
+
+
+# Saves that fail, and checkpoints that do not fit
+
+
+def failed_saves(host: cases.Host) -> dict[str, Any]:
+    """What was there before stays, nothing half-written appears, and the next save finds its way."""
+    folder = host.folder / "saves"
+    trainer = trained(host, seeded(), max_epochs=1)
+    path, strategy = folder / "full.ckpt", trainer.strategy
+    trainer.save_checkpoint(path)
+    before = _files(path)
+    engine, save = strategy.deepspeed_engine, strategy.deepspeed_engine.save_checkpoint
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        save(*arguments, **keywords)
+        raise OSError(28, "No space left on device")
+
+    engine.save_checkpoint = fail
+    failed = refused(lambda: trainer.save_checkpoint(path))
+    kept = _files(path) == before
+    engine.save_checkpoint = save
+    trainer.save_checkpoint(path)
+    (folder / "file").touch()
+    strategy.barrier()
+    record = {
+        "failed": failed.replace(str(folder), ""),
+        "kept": kept,
+        "again": _files(path).keys() == before.keys(),
+        "names": sorted(entry.name for entry in folder.iterdir()),
+        "no folder": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt")),
+        "no file": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt", weights_only=True)),
+        "options": refused(lambda: trainer.save_checkpoint(folder / "x.ckpt", storage_options={})),
+    }
+    strategy.barrier()
+    return record
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+class Wider(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[4] = nn.Linear(cases.WIDTH, cases.WIDTH)
+
+
+def wrong_checkpoints(host: cases.Host) -> dict[str, Any]:
+    trainer = trained(host, seeded(), max_epochs=1)
+    folder = host.folder / "wrong"
+    trainer.save_checkpoint(folder / "full.ckpt")
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    copies = {name: folder / f"{name}.ckpt" for name in ("cut short", "without a file", "unfinished", "not mine")}
+    if trainer.is_global_zero:
+        for copy in copies.values():
+            shutil.copytree(folder / "full.ckpt", copy)
+        _cut_short(copies["cut short"] / "checkpoint" / "mp_rank_01_model_states.pt")
+        (copies["without a file"] / "checkpoint" / "layer_03-model_states.pt").unlink()
+        (copies["unfinished"] / "checkpoint" / "madpipe-model.json").unlink()
+        model = copies["not mine"] / "checkpoint" / "madpipe-model.json"
+        model.write_text(model.read_text().replace("madpipe-model/1", "madpipe-model/9"))
+        _cut_short(Path(shutil.copy(folder / "weights.ckpt", folder / "torn.ckpt")))
+    trainer.strategy.barrier()
+
+    def resume(path: Path, build: Any = cases.Classifier, **strategy: Any) -> str:
+        sentence = refused(lambda: trained(host, seeded(build), ckpt_path=path, strategy=strategy))
+        return sentence.replace(str(folder), "")
+
+    def test(path: Path, build: Any = cases.Classifier) -> str:
+        run = host.trainer(strategy={"algorithm": CUT})
+        return refused(lambda: run.test(seeded(build), cases.loader(16), ckpt_path=path, verbose=False))
+
+    return {
+        **{name: resume(copy) for name, copy in copies.items()},
+        "nothing": resume(folder / "absent.ckpt"),
+        "a part": resume(folder / "full.ckpt" / "checkpoint"),
+        "other shapes": resume(folder / "full.ckpt", Wider),
+        "other layers": resume(folder / "full.ckpt", cases.SequentialClassifier, algorithm=[0, 2, 5]),
+        "other stages": resume(folder / "full.ckpt", num_stages=1, algorithm=[0, 8]),
+        "weights": resume(folder / "weights.ckpt"),
+        "other file": test(folder / "weights.ckpt", Wider),
+        "torn file": test(folder / "torn.ckpt"),
+        "tested other": test(folder / "full.ckpt", Wider),
+    }
+
+
+def _cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+# What is refused
+
+
+class OwnZeroGrad(cases.Classifier):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class OwnClipping(cases.Classifier):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Backbone(cases.Classifier):
+    @property
+    def backbone(self) -> nn.Module:
+        return self.embed
+
+
+def _with(configure: Callable[[Any], Any]) -> Any:
+    return type("Classifier", (cases.Classifier,), {"configure_optimizers": configure})
+
+
+def not_available(host: cases.Host) -> dict[str, Any]:
+    def of(callback: Any, build: Any = cases.Classifier, **arguments: Any) -> str:
+        callbacks = [] if callback is None else [callback]
+        return refused(lambda: trained(host, seeded(build), *callbacks, max_epochs=1, **arguments))
+
+    def deep(kind: str) -> Any:
+        return getattr(shipped, kind, None)
+
+    loaders = DataModule()
+    sentences = {
+        "BackboneFinetuning": of(shipped.BackboneFinetuning(), Backbone),
+        "GradientAccumulationScheduler": of(shipped.GradientAccumulationScheduler({0: 1, 1: 2})),
+        "StochasticWeightAveraging": of(shipped.StochasticWeightAveraging(swa_lrs=0.1)),
+        "ModelPruning": of(shipped.ModelPruning("l1_unstructured", amount=0.5)),
+        "BatchSizeFinder": refused(
+            lambda: host.trainer(shipped.BatchSizeFinder(), strategy={"algorithm": CUT}).fit(seeded(), loaders)
+        ),
+        "finder": of(shipped.LearningRateFinder(), Rated, strategy={"stage": 1}),
+        "plugin": of(shipped.ModelCheckpoint(host.folder / "io"), plugins=[AsyncCheckpointIO()]),
+        "sync_batchnorm": of(None, sync_batchnorm=True),
+        "64-true": of(None, precision="64-true"),
+        "16-mixed": of(None, precision="16-mixed"),
+        "transformer-engine": of(None, precision="transformer-engine"),
+        "optimizer_zero_grad": of(None, OwnZeroGrad),
+        "configure_gradient_clipping": of(None, OwnClipping),
+        "LBFGS": of(None, _with(lambda module: optim.LBFGS(module.parameters()))),
+        "no optimizer": of(None, _with(lambda module: None)),
+        "two schedulers": of(None, _with(_two_schedulers)),
+        "Adafactor": of(None, _with(lambda module: optim.Adafactor(module.parameters())), strategy={"stage": 1}),
+    }
+    for kind in ("WeightAveraging", "EMAWeightAveraging"):
+        if deep(kind) is not None:  # Lightning 2.6
+            sentences[kind] = of(deep(kind)())
+    return sentences
+
+
+def _two_schedulers(module: Any) -> Any:
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    return [optimizer], [schedulers.StepLR(optimizer, 1), schedulers.StepLR(optimizer, 2)]
+
+
+class DataModule(pl.LightningDataModule):
+    batch_size = 16
+
+    def train_dataloader(self) -> Any:
+        return cases.loader(32, self.batch_size)
+
+
+def weights_past_a_plugin(host: cases.Host) -> dict[str, Any]:
+    """A CheckpointIO writes the files of whole models."""
+    path = host.folder / "plugin"
+    callback = shipped.ModelCheckpoint(path, filename="weights", save_weights_only=True)
+    trained(host, seeded(), callback, max_epochs=1, plugins=[AsyncCheckpointIO()])
+    return {"names": list(torch.load(path / "weights.ckpt", weights_only=False)["state_dict"])}
+
+
+def notes(host: cases.Host) -> dict[str, Any]:
+    """What is not called and what shows nothing is said once, and only where it matters."""
+    said = {}
+    board = TensorBoardLogger(str(host.folder / "graph"), log_graph=True)
+    for name, callbacks, logger in (("quiet", [], False), ("notes", [Listener()], board)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(host, seeded(), *callbacks, max_epochs=1, logger=logger)
+        said[name] = [str(warning.message) for warning in caught if "madpipe:" in str(warning.message)]
+    return said
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         hooks, summaries, watching_callbacks, timed_out, rate_finder, rate_finder_with_a_plan, model_checkpoints,
         resumed_by_word, whole_model_files, names_and_values, files_of_one_device, folders_on_other_stages,
-        optimizers, own_steps, settings, loggers, profilers,
+        optimizers, own_steps, settings, loggers, profilers, low_precision, after_an_exception,
+    ],
+    4: [whole_model_files],
+}  # fmt: skip
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [
+        loss_scales, changed_settings, failed_saves, wrong_checkpoints, not_available, weights_past_a_plugin, notes,
     ],
     4: [],
 }  # fmt: skip
-ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}
