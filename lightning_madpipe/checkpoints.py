@@ -142,8 +142,15 @@ def read_folder(path: Path) -> SavedModel:
     return saved
 
 
-def check_same_model(path: Path, saved: SavedModel, model: str, shapes: Mapping[str, Sequence[int]]) -> None:
+def check_same_model(
+    path: Path, saved: SavedModel, model: str, shapes: Mapping[str, Sequence[int]], names: OneDeviceNames
+) -> None:
     """Refuse a checkpoint of another model.
+
+    Args:
+        model: The class of this LightningModule.
+        shapes: Those of its pipeline.
+        names: What they are called on one device.
 
     Raises:
         ValueError: a layer of one is missing in the other, or has another shape.
@@ -151,14 +158,11 @@ def check_same_model(path: Path, saved: SavedModel, model: str, shapes: Mapping[
     for name in sorted(shapes.keys() | saved.shapes.keys()):
         here, there = shapes.get(name), saved.shapes.get(name)
         if here is None or there is None or list(here) != list(there):
+            called = saved.names.get(name, names.of(name))[0]
             raise ValueError(
-                f"the checkpoint {path} is of another model, a {saved.model}: {_called(saved, name)} is "
-                f"{_described(there)} there and {_described(here)} in this {model}"
+                f"the checkpoint {path} is of another model, a {saved.model}: {called} is {_described(there)} "
+                f"there and {_described(here)} in this {model}"
             )
-
-
-def _called(saved: SavedModel, name: str) -> str:
-    return next(iter(saved.names.get(name, ())), name)
 
 
 def _described(shape: Sequence[int] | None) -> str:

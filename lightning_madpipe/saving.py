@@ -153,7 +153,7 @@ class Checkpointing(DeepSpeedStrategy):
                     "load_from_checkpoint() and fit without ckpt_path, or resume from a checkpoint folder"
                 )
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
-            return on_every_rank(lambda: self.checkpoint_io.load_checkpoint(path, **keywords))
+            return on_every_rank(lambda: _read_file(self.checkpoint_io, path, keywords))
         except ValueError as flaw:
             raise self._refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
 
@@ -163,7 +163,7 @@ class Checkpointing(DeepSpeedStrategy):
 
         def check() -> checkpoints.SavedModel:
             saved = checkpoints.read_folder(path)
-            checkpoints.check_same_model(path, saved, type(self._module).__name__, shapes)
+            checkpoints.check_same_model(path, saved, type(self._module).__name__, shapes, self._names)
             return saved
 
         saved = from_rank_0(check)
@@ -195,6 +195,16 @@ class Checkpointing(DeepSpeedStrategy):
 def _is_file(path: str) -> bool:
     """Whether ``path`` is a file, or something remote, which Lightning's reader knows."""
     return Path(path).is_file() or "://" in path
+
+
+def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        checkpoint = io.load_checkpoint(path, **keywords)
+    except Exception as flaw:  # of a reader that the user may have written, of any format
+        raise ValueError(f"the file is damaged, or no checkpoint ({type(flaw).__name__}: {flaw})") from flaw
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError("the file is no Lightning checkpoint, because it holds no state_dict")
+    return checkpoint
 
 
 def _make_room(path: Path, unfinished: Path) -> None:

@@ -136,6 +136,40 @@ def summaries(host: cases.Host) -> dict[str, Any]:
     return {**shown, "tied": json.loads(json.dumps(tied.shown))}
 
 
+class Names(pl.Callback):
+    """What a summary callback would show of the module."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        [summary] = [each for each in trainer.callbacks if isinstance(each, shipped.ModelSummary)]
+        self.names = list(summary._summary(trainer, module).layer_names)
+
+
+class FromSpecs(cases.Steps):
+    def pipeline_layers(self) -> list[Any]:
+        from deepspeed.pipe import LayerSpec
+
+        first, last = (cases.NUM_FEATURES, cases.WIDTH), (cases.WIDTH, cases.NUM_CLASSES)
+        return [LayerSpec(nn.Linear, *first), LayerSpec(cases.Block), LayerSpec(nn.Linear, *last)]
+
+
+def summary_of_specs(host: cases.Host) -> dict[str, Any]:
+    """Layers that are built on their stage only; their weights are saved by the names that they have there."""
+    names = Names()
+    callbacks = (names, shipped.ModelSummary(max_depth=1))
+    trainer = trained(host, seeded(FromSpecs), *callbacks, max_epochs=1, strategy={"algorithm": [0, 1, 3]})
+    trainer.save_checkpoint(host.folder / "specs.ckpt", weights_only=True)
+    state = torch.load(host.folder / "specs.ckpt", weights_only=False)["state_dict"]
+    data = cases.loader(21, seed=3)
+    stages = ({"num_stages": 1}, {"num_stages": 2, "algorithm": [0, 2, 3]})
+    tested = [
+        host.trainer(strategy=strategy).test(
+            seeded(FromSpecs, seed=9), data, ckpt_path=host.folder / "specs.ckpt", verbose=False
+        )
+        for strategy in stages
+    ]
+    return {"names": names.names, "state": sorted(state), "tested": tested}
+
+
 def watching_callbacks(host: cases.Host) -> dict[str, Any]:
     """Those that look on and those that count: nothing may change, and they must have seen the run."""
     counts = {"epochs": 0}
@@ -935,7 +969,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
-        loss_scales, changed_settings, failed_saves, wrong_checkpoints, not_available, weights_past_a_plugin, notes,
+        summary_of_specs, loss_scales, changed_settings, failed_saves, wrong_checkpoints, not_available, weights_past_a_plugin,
+        notes,
     ],
     4: [],
 }  # fmt: skip
