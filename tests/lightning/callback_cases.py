@@ -969,8 +969,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
-        summary_of_specs, loss_scales, changed_settings, failed_saves, wrong_checkpoints, not_available, weights_past_a_plugin,
-        notes,
+        summary_of_specs, loss_scales, changed_settings, failed_saves, wrong_checkpoints, not_available,
+        weights_past_a_plugin, notes,
     ],
     4: [],
 }  # fmt: skip

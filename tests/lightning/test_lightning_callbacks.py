@@ -289,7 +289,8 @@ WRONG_STARTS: dict[str, tuple[str, str]] = {
     "no import": ("Trainer(strategy='madpipe')", "You selected an invalid strategy name: `strategy='madpipe'`"),
     "unknown argument": ("import lightning_madpipe as m; m.MadPipeStrategy(memori=1)", "unknown argument memori"),
     "one device": (
-        "import lightning_madpipe; t = Trainer(strategy='madpipe', **ONE); t.fit(Classifier(), loader(16)); print('done')",
+        "import lightning_madpipe\n"
+        "Trainer(strategy='madpipe', **ONE).fit(Classifier(), loader(16)); print('done')",
         "done",
     ),
     "more stages than layers": (
@@ -326,7 +327,7 @@ def test_a_wrong_start_is_told_what_to_do(start: str, tmp_path: Path) -> None:
     prelude = (
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
         "from pytorch_lightning import Trainer\nfrom lightning_cases import Classifier, loader\n"
-        "ONE = {'accelerator': 'cpu', 'devices': 1, 'max_epochs': 1, 'logger': False, 'enable_checkpointing': False}\n"
+        "ONE = dict(accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_checkpointing=False)\n"
     )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", prelude + program]
