@@ -35,11 +35,11 @@ from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, 
 from lightning_madpipe.limits import clips_by_value, notes_on, refusal_of
 from lightning_madpipe.module import detach_layers, find_layers
 from lightning_madpipe.names import PIPELINE, one_device_names
+from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
 from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
 from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
-from lightning_madpipe.summary import summarize_whole, whole_module
 
 MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
@@ -79,7 +79,8 @@ class PipelineStrategy(Checkpointing):
     Limits: the part of a step after its call of ``forward`` runs on the last stage only. Attributes that it
     sets are set there, and other ranks learn its loss and what it logs; nothing that it does may wait for
     other ranks. ``on_after_backward`` comes once per optimizer step. On a rank that does not run the layer
-    ``module.head`` its weights stay the initial ones. Checkpoints are DeepSpeed's directories.
+    ``module.head`` its weights stay the initial ones. Checkpoints are DeepSpeed's directories; those of
+    weights only are ordinary Lightning files of the whole model. FEATURES.md goes through the rest.
     """
 
     strategy_name = "madpipe"
@@ -242,7 +243,7 @@ class PipelineStrategy(Checkpointing):
 
     def setup(self, trainer: Any) -> None:
         module = self._module
-        # Anew each time: another Trainer may have other settings.
+        # Anew each time: the Trainer may have other settings than in the fit before.
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
         base, callbacks = self._lightning("core.module").LightningModule, self._lightning("callbacks")
@@ -285,6 +286,9 @@ class PipelineStrategy(Checkpointing):
         for callback in trainer.callbacks:
             if whole is not None and isinstance(callback, callbacks.ModelSummary):
                 summarize_whole(self, whole, callback, self._lightning("utilities.model_summary").summarize)
+            if isinstance(callback, callbacks.ThroughputMonitor):
+                num_stages = self.pipeline.num_stages
+                count_pipelines(callback, num_pipelines=self.world_size // num_stages, num_stages=num_stages)
 
     def _build_pipeline(self) -> None:
         module, num_stages = self._module, self._resolved_num_stages()

@@ -26,8 +26,8 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
 CUT = [0, 4, 8]
-ENDS = 8
-"""Optimizer steps of ``trained``: two epochs of four batches."""
+ENDS = 4
+"""Optimizer steps of an epoch of ``trained``."""
 
 
 def trained(host: cases.Host, module: Any, *callbacks: Any, **arguments: Any) -> pl.Trainer:
@@ -581,7 +581,7 @@ def optimizers(host: cases.Host) -> dict[str, Any]:
         kind = type("Classifier", (cases.Classifier,), {"configure_optimizers": configure})
         for stage in (0, 1) if name in WRAPPED else (0,):
             groups = Groups()
-            trainer = trained(host, seeded(kind), groups, strategy={"stage": stage})
+            trainer = trained(host, seeded(kind), groups, max_epochs=1, strategy={"stage": stage})
             records[f"{name} ZeRO-{stage}"] = {**end(trainer), "groups": groups.seen}
     return records
 
@@ -623,7 +623,7 @@ def own_steps(host: cases.Host) -> dict[str, Any]:
     for kind in (WarmUp, WarmUpBefore, OwnScheduling):
         for stage in (0, 1):
             rates = cases.Rates()
-            trainer = trained(host, seeded(kind), rates, strategy={"stage": stage})
+            trainer = trained(host, seeded(kind), rates, max_epochs=1, strategy={"stage": stage})
             records[f"{kind.__name__} ZeRO-{stage}"] = {**end(trainer), "rates": rates.rates}
     return records
 
@@ -651,7 +651,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def settings(host: cases.Host) -> dict[str, Any]:
     records = {}
     for name, arguments in SETTINGS.items():
-        trainer = trained(host, seeded(), validation=cases.loader(21, seed=3), **arguments)
+        trainer = trained(host, seeded(), max_epochs=1, validation=cases.loader(21, seed=3), **arguments)
         [config] = trainer.lr_scheduler_configs
         counts = [trainer.estimated_stepping_batches, trainer.num_training_batches, trainer.num_val_batches]
         kinds = [type(trainer.optimizers[0]).__name__, type(config.scheduler).__name__, config.interval]
@@ -675,7 +675,7 @@ def profilers(host: cases.Host) -> dict[str, Any]:
     """What a profiler has seen, by name and number of calls, where one process sees it, too."""
     records = {}
     for name in ("simple", "advanced", "pytorch"):
-        trainer = trained(host, seeded(), profiler=name, validation=cases.loader(21, seed=3))
+        trainer = trained(host, seeded(), profiler=name, max_epochs=1, validation=cases.loader(21, seed=3))
         records[name] = end(trainer)
         if name == "simple":
             seen = trainer.profiler.recorded_durations

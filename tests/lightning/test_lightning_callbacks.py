@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning.callbacks
+import torch
 from test_lightning_pipeline import Records, assert_same, python, run, torchrun
 
 import lightning_madpipe
@@ -94,6 +95,23 @@ def test_settings_of_a_second_fit_are_those_it_has_then(two: Records) -> None:
         assert "set through MadPipeStrategy class" in rank["changed_settings"]["another Trainer"]
 
 
+def test_throughput_counts_a_pipeline_once() -> None:
+    """Two pipelines of three stages: twice the batches of one, and the operations of three devices."""
+    from lightning_fabric.utilities.throughput import Throughput
+
+    from lightning_madpipe.observers import count_pipelines
+
+    monitor = pytorch_lightning.callbacks.ThroughputMonitor(batch_size_fn=len)
+    monitor._throughputs = {"train": Throughput(available_flops=100.0, world_size=6, window_size=2)}
+    count_pipelines(monitor, num_pipelines=2, num_stages=3)
+    throughput = monitor._throughputs["train"]
+    throughput.update(time=1.0, batches=1, samples=4, flops=30)
+    throughput.update(time=2.0, batches=2, samples=8, flops=30)
+    seen = throughput.compute()
+    assert seen["device/samples_per_sec"] == 4.0 and seen["samples_per_sec"] == 8.0
+    assert seen["device/mfu"] == pytest.approx(30 / 300)
+
+
 # Whole-model files
 
 
@@ -106,8 +124,9 @@ def check_whole_models(records: Records) -> None:
         assert record["hyper-parameters"] == reference["hyper-parameters"]
         assert record["note"] == ["hello at 8"] * 3
         assert record["now"] == ["now", ["hello at 8"]], "load_from_checkpoint: hyper-parameters and hooks"
-        tolerance = 1e-5 if kind.startswith("fp32") else 2e-2
-        assert_same(record["outputs"], reference["outputs"], kind, tolerance)
+        tolerance = 1e-5 if kind.startswith("fp32") else 1e-2
+        difference = torch.tensor(record["outputs"]) - torch.tensor(reference["outputs"])
+        assert difference.abs().max() < tolerance, kind
 
 
 def test_whole_model_files_are_those_of_one_device(two: Records) -> None:
@@ -129,14 +148,15 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 sys.path.insert(0, {str(HERE)!r})
 import callback_cases, json
-print(json.dumps(callback_cases.outputs(callback_cases.Keeping.load_from_checkpoint(sys.argv[1]))))
+modules = [callback_cases.Keeping.load_from_checkpoint(path) for path in sys.argv[1:]]
+print(json.dumps([callback_cases.outputs(module) for module in modules]))
 """
-    for file in ("trainer", "callback", "offline"):
-        path = folder / "pipeline" / "whole" / "bf16 ZeRO-1" / f"{file}.ckpt"
-        printed = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
-        assert printed.returncode == 0, printed.stderr
-        shown = json.loads(printed.stdout.splitlines()[-1])
-        assert_same(shown, two.of("whole_model_files")["bf16 ZeRO-1"]["outputs"])
+    files = folder / "pipeline" / "whole" / "bf16 ZeRO-1"
+    paths = [str(files / f"{file}.ckpt") for file in ("trainer", "callback", "offline")]
+    printed = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    for outputs in json.loads(printed.stdout.splitlines()[-1]):
+        assert_same(outputs, two.of("whole_model_files")["bf16 ZeRO-1"]["outputs"])
 
 
 def test_a_plugin_writes_whole_model_files(two: Records) -> None:
