@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import PlanFormatError
-from lightning_madpipe.names import PIPELINE, OneDeviceNames, expanded
+from lightning_madpipe.module import PIPELINE
+from lightning_madpipe.names import OneDeviceNames, expanded
 
 TAG = "checkpoint"
 """Of DeepSpeed's folders, as Lightning's own DeepSpeed strategy has it."""

@@ -9,6 +9,9 @@ from typing import Any
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
+PIPELINE = "pipeline_module"
+"""The attribute of the LightningModule that holds its pipeline, that is, this rank's layers."""
+
 HOW_TO_SAY_IT = (
     "write `def pipeline_layers(self): return [self.embed, *self.blocks, self.head]`, that is, "
     "what forward() runs, in order"

@@ -9,10 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_madpipe.module import PipelineCall
-
-PIPELINE = "pipeline_module"
-"""The attribute of the LightningModule that holds its pipeline, that is, this rank's layers."""
+from lightning_madpipe.module import PIPELINE, PipelineCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

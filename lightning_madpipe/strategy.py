@@ -33,8 +33,8 @@ from deepspeed_partition.engine.transplant import preserved_random_state
 from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.limits import clips_by_value, notes_on, refusal_of
-from lightning_madpipe.module import detach_layers, find_layers
-from lightning_madpipe.names import PIPELINE, one_device_names
+from lightning_madpipe.module import PIPELINE, detach_layers, find_layers
+from lightning_madpipe.names import one_device_names
 from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
 from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
 from lightning_madpipe.saving import Checkpointing
