@@ -2,8 +2,8 @@
 
 The import registers the strategy for ``pytorch_lightning`` and, where it is installed, for
 ``lightning.pytorch``. These are two packages with base classes of their own: ``MadPipeStrategy`` belongs
-to ``lightning.pytorch`` if that one was imported before this package and ``pytorch_lightning`` was not, else
-to ``pytorch_lightning``; ``strategy_class(namespace)`` gives the other one.
+to ``lightning.pytorch`` if that one was imported before this package and ``pytorch_lightning`` was not, or
+is not installed, else to ``pytorch_lightning``; ``strategy_class(namespace)`` gives the other one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["MadPipeStrategy", "TiedModule", "strategy_class"]
+__all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
+
+NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
+
+_INSTALLED = [namespace for namespace in NAMESPACES if find_spec(namespace.partition(".")[0]) is not None]
+if not _INSTALLED:
+    raise ImportError("lightning_madpipe needs PyTorch Lightning: pip install pytorch-lightning (or lightning)")
 
 _PREFERRED = (
     "lightning.pytorch"
     if "lightning.pytorch" in sys.modules and "pytorch_lightning" not in sys.modules
-    else "pytorch_lightning"
+    else _INSTALLED[0]
 )
 
 
@@ -27,10 +33,12 @@ def strategy_class(namespace: str = _PREFERRED) -> type:
     """The strategy's class for ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
 
     Raises:
-        ValueError: another namespace.
+        ValueError: another namespace, or one that is not installed.
     """
-    if namespace not in ("pytorch_lightning", "lightning.pytorch"):
+    if namespace not in NAMESPACES:
         raise ValueError(f"namespace is {namespace!r}, not 'pytorch_lightning' or 'lightning.pytorch'")
+    if namespace not in _INSTALLED:
+        raise ValueError(f"{namespace} is not installed here, but {_INSTALLED[0]} is: use that one")
     from lightning_madpipe import strategy
 
     return strategy.strategy_class(namespace)
@@ -44,6 +52,10 @@ def __getattr__(name: str) -> Any:
         from lightning_madpipe.module import TiedModule
 
         return TiedModule
+    if name == "consolidate":
+        from lightning_madpipe.checkpoints import consolidate
+
+        return consolidate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -52,9 +64,7 @@ def _build(namespace: str, **arguments: Any) -> Any:
 
 
 def _register() -> None:
-    for namespace in ("pytorch_lightning", "lightning.pytorch"):
-        if find_spec(namespace.partition(".")[0]) is None:
-            continue
+    for namespace in _INSTALLED:
         try:
             strategies = importlib.import_module(f"{namespace}.strategies")
         except RuntimeError as flaw:

@@ -28,6 +28,7 @@ def checked_config(config: Mapping[str, Any], options: Mapping[str, Any], zero_s
         )
     if zero_stage:
         checked.setdefault("zero_optimization", {"stage": zero_stage})
+    checked.setdefault("zero_allow_untested_optimizer", True)  # any optimizer of torch, as Lightning's default
     configured_stage = checked.get("zero_optimization", {}).get("stage", 0)
     if configured_stage not in (0, 1):
         raise ValueError(

@@ -9,6 +9,7 @@ to the other ranks and logged there again, so that callbacks decide alike everyw
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import inspect
@@ -25,27 +26,27 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
-from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
 from deepspeed_partition.engine.transplant import preserved_random_state
 from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.groups import PipelineGroups
-from lightning_madpipe.limits import refusal_of
+from lightning_madpipe.limits import clips_by_value, notes_on, refusal_of
 from lightning_madpipe.metrics import gather_between_pipelines
 from lightning_madpipe.module import PIPELINE, detach_layers, find_layers
+from lightning_madpipe.names import one_device_names
+from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
+from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
 from lightning_madpipe.runner import BatchRunner
+from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config
 from lightning_madpipe.steps import UserSteps
-
-OUTSIDE_STATE = "madpipe_state_dict"
-"""Where a checkpoint keeps the buffers of the LightningModule that belong to no layer."""
 
 MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
 
 
-class PipelineStrategy(PipelineGroups):
+class PipelineStrategy(PipelineGroups, Checkpointing):
     """Pipeline parallelism on a cut that is planned from measurements of the model's own layers.
 
     ``Trainer(strategy="madpipe", devices=4)``, or ``MadPipeStrategy(...)`` with arguments, all optional:
@@ -80,7 +81,8 @@ class PipelineStrategy(PipelineGroups):
     what it logs, returns and leaves behind on the module when the batch is through; it may wait for the last
     stages of other pipelines and for nobody else. A step runs once per micro-batch. ``on_after_backward`` comes
     once per optimizer step. On a rank that does not run the layer ``module.head`` its weights stay the initial
-    ones. Checkpoints are DeepSpeed's directories.
+    ones. Checkpoints are DeepSpeed's directories; those of weights only are ordinary Lightning files of the whole
+    model. FEATURES.md goes through the rest.
     """
 
     strategy_name = "madpipe"
@@ -139,7 +141,7 @@ class PipelineStrategy(PipelineGroups):
             "save_plan": None if save_plan is None else str(save_plan),
             "time_limit_seconds": time_limit_seconds,
         }
-        self.config = checked_config(self.config, options, stage)
+        self.config = self._given_config = checked_config(self.config, options, stage)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.warmup_epochs = warmup_epochs
@@ -176,6 +178,12 @@ class PipelineStrategy(PipelineGroups):
     def handles_gradient_accumulation(self) -> bool:
         """False: Lightning says when a window of batches is full, the short last one of an epoch included."""
         return False
+
+    @property
+    def wraps_optimizer(self) -> bool:
+        """Whether DeepSpeed puts an optimizer of its own around the user's, on flat copies of the weights."""
+        low = any(self.config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+        return low or self.config.get("zero_optimization", {}).get("stage", 0) > 0
 
     @property
     def _module(self) -> Any:
@@ -227,10 +235,13 @@ class PipelineStrategy(PipelineGroups):
 
     def setup(self, trainer: Any) -> None:
         module = self._module
-        refusal = refusal_of(trainer, module, self._lightning("core.module").LightningModule)
+        # Anew each time: the Trainer may have other settings than in the fit before.
+        self.config, self._config_initialized = copy.deepcopy(self._given_config), False
+        self._init_config_if_needed()
+        base, callbacks = self._lightning("core.module").LightningModule, self._lightning("callbacks")
+        refusal = refusal_of(trainer, module, base, callbacks)
         if refusal is not None:
             raise self._refusal(refusal)
-        self._init_config_if_needed()
         self.accelerator.setup(trainer)  # type: ignore[union-attr]
         self.precision_plugin.convert_module(module)
         # Every rank takes its seeds from rank 0: one model and one course, however the layers are cut.
@@ -245,8 +256,23 @@ class PipelineStrategy(PipelineGroups):
         module.to(self.root_device)
         self._start_engine(trainer)
         self.model = module
+        self._watch_dumps(trainer)
+        if trainer.state.fn == "fit":
+            self._prepare_callbacks(trainer, base, callbacks)
         self._start_runner(trainer)
         self.barrier()
+
+    def _prepare_callbacks(self, trainer: Any, base: Any, callbacks: Any) -> None:
+        defaults = [kind.on_before_backward for kind in (base, callbacks.Callback)]
+        for note in notes_on(trainer, self._module, defaults):
+            self._lightning("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
+        whole = self.pipeline.whole_module()
+        for callback in trainer.callbacks:
+            if whole is not None and isinstance(callback, callbacks.ModelSummary):
+                summarize_whole(self, whole, callback, self._lightning("utilities.model_summary").summarize)
+            if isinstance(callback, callbacks.ThroughputMonitor):
+                num_stages = self.pipeline.num_stages
+                count_pipelines(callback, num_pipelines=self.world_size // num_stages, num_stages=num_stages)
 
     def _build_pipeline(self) -> None:
         module, num_stages = self._module, self._resolved_num_stages()
@@ -273,7 +299,10 @@ class PipelineStrategy(PipelineGroups):
         pipeline.seed_layers = False
         pipeline.called_attribute = call.attribute
         pipeline.model_name = type(module).__name__  # which the plan names
+        pipeline.one_device_names = one_device_names(module, call)
         pipeline.engine = lambda: None
+        whole = whole_module(module, call)
+        pipeline.whole_module = lambda: whole  # not as a child of the pipeline
         detach_layers(module, call)
         setattr(module, PIPELINE, pipeline)
         # Lightning's summary would run it through the whole model, of which this rank has a part.
@@ -285,10 +314,18 @@ class PipelineStrategy(PipelineGroups):
         config = dict(self.config)
         optimizer, scheduler = None, None
         if fitting:
-            optimizer, scheduler = self._configured_optimizer()
+            try:
+                optimizer, scheduler = configured_optimizer(
+                    self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers,
+                    self._module,
+                    set(self.pipeline.parameters()),
+                    flattened=self.wraps_optimizer,
+                )
+            except ValueError as flaw:
+                raise self._refusal(str(flaw)) from None
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
-        every_group = None if optimizer is None else _EveryGroup(optimizer)
+        every_group = None if optimizer is None else EveryGroup(optimizer)
         self._engine, engine_optimizer, _, _ = initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             model=self.pipeline,
@@ -302,7 +339,7 @@ class PipelineStrategy(PipelineGroups):
             self.optimizers = [engine_optimizer]
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
             if scheduler is not None and engine_optimizer is not optimizer:
-                _attach(scheduler.scheduler, every_group)
+                attach(scheduler.scheduler, every_group)
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
             if self.warmup_epochs is not None:
@@ -310,6 +347,12 @@ class PipelineStrategy(PipelineGroups):
                     "madpipe: the plan is made before the first optimizer step "
                     f"(warmup_epochs={self.warmup_epochs} changes nothing here)"
                 )
+
+    def _format_config(self) -> None:
+        super()._format_config()
+        if self.config.get("fp16", {}).get("enabled"):
+            # Its optimizer keeps fp32 weights that are known by parameter, which the one without ZeRO does not.
+            self.config["zero_optimization"] = {**self.config.get("zero_optimization", {}), "stage": 1}
 
     def _stop_engine(self) -> None:
         """End what an earlier fit, validate or test left on the pipeline, of this Trainer or of another one.
@@ -323,7 +366,7 @@ class PipelineStrategy(PipelineGroups):
         self._engine = None
         self.optimizers = []
         self._lightning("strategies.deepspeed").remove_module_hooks(self.pipeline)
-        _renew_parameters(self.pipeline)
+        renew_parameters(self.pipeline)
         gc.collect()
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -331,33 +374,9 @@ class PipelineStrategy(PipelineGroups):
         num_micro_batches = self._resolved_num_micro_batches() * trainer.accumulate_grad_batches
         self.config["gradient_accumulation_steps"] = num_micro_batches
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # until the first batch comes
-        self.config.setdefault("gradient_clipping", trainer.gradient_clip_val or 0.0)
+        by_norm = 0.0 if clips_by_value(trainer) else trainer.gradient_clip_val or 0.0
+        self.config.setdefault("gradient_clipping", by_norm)
         self.config.setdefault("steps_per_print", sys.maxsize)
-
-    def _configured_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """The user's optimizer, with this rank's parameters in its groups, and the scheduler's config or None."""
-        configure = self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers
-        one_of_each = "a pipeline works with one optimizer and at most one scheduler"
-        try:
-            optimizers, schedulers = configure(self._module)
-        except RuntimeError as flaw:
-            if "multiple optimizers" not in str(flaw):
-                raise
-            # Lightning's advice, manual optimization, would be refused here.
-            raise self._refusal(f"configure_optimizers returns several optimizers: {one_of_each}") from None
-        if len(schedulers) > 1:
-            raise self._refusal(f"configure_optimizers returns {len(schedulers)} schedulers: {one_of_each}")
-        optimizer = optimizers[0]
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-            raise self._refusal(
-                f"configure_optimizers returns {type(optimizer).__name__}: a pipeline works with a torch "
-                "optimizer whose step needs no closure"
-            )
-        # Groups may name layers that run elsewhere, such as self.head.parameters().
-        local = set(self.pipeline.parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [weight for weight in group["params"] if weight in local]
-        return optimizer, schedulers[0] if schedulers else None
 
     # Steps
 
@@ -379,6 +398,9 @@ class PipelineStrategy(PipelineGroups):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
         """Run the closure, that is ``training_step``, whose ``engine.train_batch`` ends with the step."""
+        call, trainer = self._lightning("trainer.call"), self._module.trainer
+        call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         return closure()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -431,18 +453,8 @@ class PipelineStrategy(PipelineGroups):
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
             call._call_callback_hooks(trainer, hook, *arguments)
             call._call_lightning_module_hook(trainer, hook, *arguments)
-
-    # Checkpoints: DeepSpeed's directories, with the cut and with the state of what is no layer
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        state = self._module.state_dict()
-        outside = {name: value for name, value in state.items() if not name.startswith(f"{PIPELINE}.")}
-        super().save_checkpoint({**checkpoint, OUTSIDE_STATE: outside}, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *arguments, **keywords)
-        self._module.load_state_dict(checkpoint.get(OUTSIDE_STATE, {}), strict=False)
-        return checkpoint
+        if trainer.gradient_clip_val and clips_by_value(trainer):
+            torch.nn.utils.clip_grad_value_(self.pipeline.parameters(), trainer.gradient_clip_val)
 
     # Lightning, of either namespace
 
@@ -463,56 +475,3 @@ def strategy_class(namespace: str) -> type:
     base = importlib.import_module(f"{namespace}.strategies").DeepSpeedStrategy
     body = {"namespace": namespace, "__doc__": PipelineStrategy.__doc__, "__module__": "lightning_madpipe"}
     return type("MadPipeStrategy", (PipelineStrategy, base), body)
-
-
-class _EveryGroup:
-    """An optimizer as its scheduler sees it: with the groups that have no parameters on this rank.
-
-    DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
-    Groups are recognized by an entry of their own, because loading a state replaces them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._made_for = list(optimizer.param_groups)
-        for place, group in enumerate(self._made_for):
-            group["madpipe_place"] = place
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        in_use = {group["madpipe_place"]: group for group in self._optimizer.param_groups}
-        return [in_use.get(place, group) for place, group in enumerate(self._made_for)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    # Callbacks look for the optimizer of a scheduler, and name what they log after its class.
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._optimizer
-
-    def __hash__(self) -> int:
-        return hash(self._optimizer)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._optimizer)
-
-
-def _attach(scheduler: Any, optimizer: Any) -> None:
-    scheduler.optimizer = optimizer
-    for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
-        _attach(part, optimizer)
-
-
-def _renew_parameters(module: nn.Module) -> None:
-    """Replace every Parameter by a new one of the same data, with sharing and DeepSpeed's mark kept."""
-    renewed: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, old in part._parameters.items():
-            if old is None:
-                continue
-            if old not in renewed:
-                renewed[old] = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                renewed[old].ds_pipe_replicated = getattr(old, "ds_pipe_replicated", False)  # type: ignore[attr-defined]
-            part._parameters[name] = renewed[old]

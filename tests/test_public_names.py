@@ -26,7 +26,7 @@ def test_public_names_of_the_hosts():
 
     engine = ["MadPipeEngine", "PipelineModule", "initialize", "install", "prepare_cpu"]
     assert sorted(deepspeed_partition.engine.__all__) == engine
-    assert sorted(lightning_madpipe.__all__) == ["MadPipeStrategy", "TiedModule", "strategy_class"]
+    assert sorted(lightning_madpipe.__all__) == ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
     for package in (deepspeed_partition.engine, deepspeed_partition.profiling, lightning_madpipe):
         for name in package.__all__:
             assert hasattr(package, name)

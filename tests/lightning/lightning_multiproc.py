@@ -19,6 +19,7 @@ import torch
 
 torch.set_num_threads(1)
 
+import callback_cases  # noqa: E402
 import lightning_cases as cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
 import step_cases  # noqa: E402
@@ -105,7 +106,13 @@ def refusals(host: cases.Host) -> dict[str, Any]:
         "no forward": refused(lambda: fit_changed(host, NoForward())),
         "parts": refused(lambda: fit_changed(host, Parts())),
         "value clipping": refused(
-            lambda: fit_changed(host, cases.Classifier(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
+            lambda: fit_changed(
+                host,
+                cases.Classifier(),
+                gradient_clip_val=1.0,
+                gradient_clip_algorithm="value",
+                strategy={"stage": 1},
+            )
         ),
         "fp16": refused(lambda: fit_changed(host, cases.Classifier(), precision="16-mixed")),
         "stages": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"num_stages": 3})),
@@ -258,6 +265,9 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     same, only_pipeline = cases.SAME_AS_SINGLE[num_processes], ONLY_PIPELINE[num_processes]
     if os.environ.get("CASES_OF") == "steps":
         same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
+    if os.environ.get("CASES_OF") == "callbacks":
+        same = callback_cases.SAME_AS_SINGLE[num_processes]
+        only_pipeline = callback_cases.ONLY_PIPELINE[num_processes]
     chosen = list(same) if mode != "launcher" else [cases.plain]
     if mode == "pipeline":
         chosen += only_pipeline

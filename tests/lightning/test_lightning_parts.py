@@ -15,9 +15,9 @@ from torch import nn
 import lightning_madpipe
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.module import detach_layers, find_layers
+from lightning_madpipe.optimizers import EveryGroup, renew_parameters
 from lightning_madpipe.settings import checked_config
 from lightning_madpipe.steps import MicroBatch, UserSteps, result_of
-from lightning_madpipe.strategy import _EveryGroup, _renew_parameters
 
 
 class Pair(NamedTuple):
@@ -279,7 +279,7 @@ def test_renewed_parameters_share_data_and_ties() -> None:
     first.bias.requires_grad_(False)
     module = nn.Sequential(first, second)
     before = first.weight
-    _renew_parameters(module)
+    renew_parameters(module)
     assert first.weight is not before and first.weight is second.weight
     assert first.weight.data_ptr() == before.data_ptr()
     assert not first.bias.requires_grad and second.bias.requires_grad
@@ -290,7 +290,7 @@ def test_schedulers_see_the_groups_that_were_dropped() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": [], "lr": 1.0}, {"params": [weight], "lr": 2.0}])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.1**step])
-    scheduler.optimizer = every_group = _EveryGroup(optimizer)
+    scheduler.optimizer = every_group = EveryGroup(optimizer)
     optimizer.param_groups[:] = optimizer.param_groups[1:]
     optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
     optimizer.step()

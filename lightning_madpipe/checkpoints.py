@@ -1,0 +1,397 @@
+"""Checkpoints of a pipeline: DeepSpeed's folders, and ordinary Lightning files with the whole model.
+
+A folder ``NAME.ckpt`` is what DeepSpeed writes under the tag ``checkpoint``, with the cut and one file more,
+``madpipe-model.json``, written last: what the weights are called on one device, and the size of every
+file. It comes into being under another name and is renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import Tensor, nn
+
+from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.planner import files
+from deepspeed_partition.planner.errors import PlanFormatError
+from lightning_madpipe.module import PIPELINE
+from lightning_madpipe.names import OneDeviceNames, expanded
+
+TAG = "checkpoint"
+"""Of DeepSpeed's folders, as Lightning's own DeepSpeed strategy has it."""
+
+MODEL_FILE = "madpipe-model.json"
+MODEL_FORMAT = "madpipe-model/1"
+
+OUTSIDE_STATE = "madpipe_state_dict"
+"""Where DeepSpeed's folder keeps the state of what it does not save itself."""
+
+OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE)
+"""What a checkpoint holds only to go on with training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedModel:
+    """What ``madpipe-model.json`` says about the folder that it stands in."""
+
+    model: str
+    """The class of the LightningModule."""
+    global_step: int
+    num_stages: int
+    order: list[str]
+    """See ``OneDeviceNames``."""
+    names: dict[str, list[str]]
+    """The name of each weight in the pipeline, with those that it has on one device."""
+    shapes: dict[str, list[int]]
+    ties: dict[str, str]
+    """The key of each layer that runs a tied module, whose files name the layer only."""
+    keys: list[str]
+    """What Lightning and its hooks put into the checkpoint."""
+    files: dict[str, int]
+    """The bytes of every other file in the folder."""
+
+    def one_device_names(self) -> OneDeviceNames:
+        return OneDeviceNames(
+            order=tuple(self.order), of_layers={name: tuple(aliases) for name, aliases in self.names.items()}
+        )
+
+
+# Folders
+
+
+def folder_of(path: Path) -> Path:
+    """Where a checkpoint's files stand."""
+    return path / TAG
+
+
+def unfinished(path: Path) -> Path:
+    """The name of a folder while it is being written."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def write_model_file(path: Path, model: Mapping[str, Any]) -> None:
+    """Write ``madpipe-model.json`` into a folder whose other files are complete.
+
+    Args:
+        model: The fields of ``SavedModel`` but ``files``.
+    """
+    folder = folder_of(path)
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    saved = SavedModel(**model, files=sizes)
+    files.write_json(folder / MODEL_FILE, {"format": MODEL_FORMAT, **asdict(saved)})
+
+
+def publish(path: Path) -> None:
+    """Give an unfinished folder its name; what had that name before goes."""
+    discarded = path.with_name(f".{path.name}.discarded")
+    remove(discarded)
+    if path.exists() or path.is_symlink():
+        os.replace(path, discarded)
+    os.replace(unfinished(path), path)
+    remove(discarded)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read_folder(path: Path) -> SavedModel:
+    """What is in the folder ``path``, after a look at every file's size.
+
+    Raises:
+        ValueError: nothing there, not a folder of this strategy, or a damaged one.
+    """
+    folder = folder_of(path)
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint at {path}: check the path")
+    if not (folder / MODEL_FILE).is_file():
+        for parent in path.parents[:2]:
+            if (folder_of(parent) / MODEL_FILE).is_file():
+                raise ValueError(f"{path} is a part of a checkpoint: give the checkpoint itself, {parent}")
+        raise ValueError(
+            f"{path} is not a complete checkpoint of the madpipe strategy, because it has no {TAG}/{MODEL_FILE}: "
+            "give one that it wrote, or an ordinary Lightning file, from which weights are loaded"
+        )
+    data = files.read_json(folder / MODEL_FILE, error=PlanFormatError)
+    try:
+        if data.pop("format") != MODEL_FORMAT:
+            raise KeyError
+        saved = SavedModel(**data)
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{folder / MODEL_FILE} is not of a version known here ({MODEL_FORMAT})") from None
+    for name, size in saved.files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise ValueError(f"the checkpoint {path} is damaged: {TAG}/{name} {state}; take another checkpoint")
+    return saved
+
+
+def check_same_model(
+    path: Path, saved: SavedModel, model: str, shapes: Mapping[str, Sequence[int]], names: OneDeviceNames
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        model: The class of this LightningModule.
+        shapes: Those of its pipeline.
+        names: What they are called on one device.
+
+    Raises:
+        ValueError: a layer of one is missing in the other, or has another shape.
+    """
+    for name in sorted(shapes.keys() | saved.shapes.keys()):
+        here, there = shapes.get(name), saved.shapes.get(name)
+        if here is None or there is None or list(here) != list(there):
+            called = saved.names.get(name, names.of(name))[0]
+            raise ValueError(
+                f"the checkpoint {path} is of another model, a {saved.model}: {called} is {_described(there)} "
+                f"there and {_described(here)} in this {model}"
+            )
+
+
+def _described(shape: Sequence[int] | None) -> str:
+    return "missing" if shape is None else f"of shape {tuple(shape)}"
+
+
+# The state of a pipeline
+
+
+def shapes_of_all(pipeline: PipelineModule) -> dict[str, list[int]]:
+    """The shape of each tensor in the state of the whole pipeline, by its name there. Collective."""
+    mine = {name: list(value.shape) for name, value in _tensors(pipeline).items()}
+    return _union(gather_objects(mine, pipeline.mpu().get_pipe_parallel_group()))
+
+
+def outside_state(module: nn.Module, pipeline: PipelineModule) -> dict[str, Any]:
+    """What DeepSpeed's files leave out: the module's own buffers, and ties that always run in a function."""
+    specs = [spec for spec in pipeline._layer_specs if isinstance(spec, TiedLayerSpec)]
+    saved = {spec.key for spec in specs if spec.forward_fn is None}
+    skipped = tuple(f"{PIPELINE}.tied_modules.{spec.key}." for spec in specs if spec.key not in saved)
+    return {
+        name: value
+        for name, value in module.state_dict().items()
+        if not name.startswith(f"{PIPELINE}.") or (skipped and name.startswith(skipped))
+    }
+
+
+def local_state(module: nn.Module, pipeline: PipelineModule, names: OneDeviceNames) -> dict[str, Any]:
+    """This rank's part of the state, by the names of one device, without a copy."""
+    return names.in_order({**_outside_pipeline(module), **expanded(names, pipeline.state_dict().items())})
+
+
+def consolidated_state(module: nn.Module, pipeline: PipelineModule, names: OneDeviceNames) -> dict[str, Any]:
+    """The state of the whole model on the CPU of rank 0, as one device has it; empty elsewhere. Collective.
+
+    Where the optimizer keeps master weights in fp32, these. One tensor at a time leaves its device.
+    """
+    grid = pipeline.mpu()
+    stage, rank = grid.get_stage_id(), dist.get_rank()
+    tensors = _tensors(pipeline)
+    masters = {name: hasattr(value, "_hp_mapping") for name, value in tensors.items()}
+    mine = {
+        name: (value.shape, torch.float32 if masters[name] else value.dtype) for name, value in tensors.items()
+    }
+    described = gather_objects(mine, grid.get_pipe_parallel_group())
+    device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+    found: dict[str, Tensor] = {}
+    for sender, tensors_there in enumerate(described):
+        for name, (shape, dtype) in tensors_there.items():
+            if stage == sender:
+                # Collective among the replicas of this stage: each has a part of the masters.
+                value = safe_get_full_fp32_param(tensors[name]) if masters[name] else tensors[name]
+                if rank == 0:
+                    found[name] = _on_cpu(value)
+                elif grid.get_data_parallel_rank() == 0:
+                    send_bytes(value, 0)
+            elif rank == 0:
+                received = _on_cpu(receive_bytes(shape, dtype, device, grid.stage_to_global(stage_id=sender)))
+                found.setdefault(name, received)  # of a tie, the first stage's
+    if rank != 0:
+        return {}
+    return names.in_order({**_outside_pipeline(module), **expanded(names, found.items())})
+
+
+def load_consolidated(
+    module: nn.Module,
+    pipeline: PipelineModule,
+    names: OneDeviceNames,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> None:
+    """Load this rank's part of ``state``, the whole model as one device has it. Collective.
+
+    Raises:
+        ValueError: a name is missing or too much (if ``strict``), or a shape is another one; on every rank.
+    """
+    shapes = shapes_of_all(pipeline)
+    outside = {name: list(value.shape) for name, value in _outside_pipeline(module).items() if _is_tensor(value)}
+    expected = {**outside, **expanded(names, shapes.items())}
+    missing, unexpected = [name for name in expected if name not in state], [*(state.keys() - expected.keys())]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the checkpoint is of another model than this {type(module).__name__}: it lacks "
+            f"{_some(missing)} and has, too much, {_some(sorted(unexpected))}"
+        )
+    for name, shape in expected.items():
+        if name in state and list(state[name].shape) != shape:
+            raise ValueError(
+                f"the checkpoint is of another model than this {type(module).__name__}: {name} is of shape "
+                f"{tuple(state[name].shape)} there and {tuple(shape)} here"
+            )
+    local = {name: state[names.of(name)[0]] for name in pipeline.state_dict() if names.of(name)[0] in state}
+    pipeline.load_state_dict(local, strict=False)
+    module.load_state_dict({name: state[name] for name in outside if name in state}, strict=False)
+
+
+def load_weights(path: Path, saved: SavedModel, pipeline: PipelineModule) -> dict[str, Any]:
+    """Load this rank's layers from a folder, whatever the cut and the number of stages that wrote it.
+
+    Returns:
+        The rest of the checkpoint, without states of an optimizer.
+    """
+    layers = dict(_layers(folder_of(path), saved, wanted=_tensors(pipeline).keys()))
+    pipeline.load_state_dict(layers, strict=False)
+    for parameter in pipeline.parameters():
+        safe_set_full_fp32_param(parameter, parameter.float())
+    ranks = _ranks(path, saved)
+    outside = _union([state[OUTSIDE_STATE] for state in reversed(ranks)])  # rank 0 has the last word
+    return {**{key: ranks[0][key] for key in saved.keys if key in ranks[0]}, OUTSIDE_STATE: outside}
+
+
+def _tensors(pipeline: PipelineModule) -> dict[str, Any]:
+    """The state's tensors; parameters as themselves, because they know their masters."""
+    state = pipeline.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if _is_tensor(value)}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _outside_pipeline(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.state_dict().items() if not name.startswith(f"{PIPELINE}.")}
+
+
+def _on_cpu(value: Tensor) -> Tensor:
+    """A copy: a view would be written to a file with all that it is a view of."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+
+
+def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    return (", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")) or "nothing"
+
+
+# From a folder to a file
+
+
+def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """Turn a checkpoint folder of the strategy into one ordinary Lightning checkpoint file.
+
+    The file has the weights of the whole model by the names that they have on one device, in fp32 where
+    training kept fp32 master weights, and the hyper-parameters: ``MyModule.load_from_checkpoint(file)`` needs
+    neither this package nor DeepSpeed. States of optimizers, schedulers and callbacks stay behind. It runs
+    in one process, on the CPU, and unpickles the folder, which must come from a source that you trust.
+
+    Raises:
+        ValueError: no folder of the strategy, a damaged one, or a file that cannot be written.
+    """
+    source, target = Path(folder), Path(file)
+    if target.resolve() == source.resolve() or target.is_dir():
+        raise ValueError(f"{target} is a folder: give the name of a file for the weights")
+    saved = read_folder(source)
+    names = saved.one_device_names()
+    ranks = [
+        _read(folder_of(source) / f"mp_rank_{stage:02d}_model_states.pt") for stage in range(saved.num_stages)
+    ]
+    found: dict[str, Any] = {}
+    for state in reversed(ranks):  # rank 0 has the last word, as in a run
+        found.update(state[OUTSIDE_STATE])
+    ties = {name: found.pop(name) for name in list(found) if name.startswith(f"{PIPELINE}.")}
+    layers = {name.removeprefix(f"{PIPELINE}."): value for name, value in ties.items()}
+    layers.update(_layers(folder_of(source), saved, wanted=saved.shapes.keys()))
+    for stage in range(saved.num_stages):
+        masters = _master_weights(folder_of(source), stage)
+        for name in masters.keys() & layers.keys():
+            layers[name] = masters[name].view(layers[name].shape)
+    layers = {name: _owned(value) for name, value in layers.items()}  # before ties share it by several names
+    whole = names.in_order({**found, **expanded(names, layers.items())})
+    rest = {key: ranks[0][key] for key in saved.keys if key not in OF_TRAINING and key in ranks[0]}
+    checkpoint = {**rest, "state_dict": whole}
+    partial = target.with_name(f".{target.name}.unfinished")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, partial)
+        os.replace(partial, target)
+    except OSError as flaw:
+        raise ValueError(f"{target} cannot be written: {flaw.strerror or flaw}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _ranks(path: Path, saved: SavedModel) -> list[dict[str, Any]]:
+    """What the first replica of each stage wrote beside its layers."""
+    stages = range(saved.num_stages)
+    return [_read(folder_of(path) / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages]
+
+
+def _layers(folder: Path, saved: SavedModel, *, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as the pipeline ran them, by their names there."""
+    for path in sorted(folder.glob("layer_*")):
+        layer = str(int(path.name.removeprefix("layer_").split("-")[0]))
+        prefix = f"tied_modules.{saved.ties[layer]}." if layer in saved.ties else f"{layer}."
+        if any(name.startswith(prefix) for name in wanted):
+            for name, value in _read(path).items():
+                yield prefix + name, value
+
+
+def _master_weights(folder: Path, stage: int) -> dict[str, Tensor]:
+    """The flat fp32 weights of a stage that DeepSpeed's ZeRO-1 and bf16 optimizers save.
+
+    Each data-parallel rank has one flat tensor per parameter group, and says where in it which piece of
+    which parameter lies (DeepSpeed 0.16 to 0.19: ``param_slice_mappings``).
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    for rank in itertools.count():
+        found = list(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt"))
+        if not found:
+            return {name: torch.cat(parts) for name, parts in pieces.items()}
+        optimizer = _read(found[0])["optimizer_state_dict"]
+        groups = zip(optimizer["single_partition_of_fp32_groups"], optimizer["param_slice_mappings"], strict=True)
+        for flat, places in groups:
+            for name, place in places.items():
+                piece = flat[place.start : place.start + place.numel]
+                pieces.setdefault(name, []).append(piece)
+    raise AssertionError("itertools.count() does not end")
+
+
+def _owned(value: Any) -> Any:
+    return _on_cpu(value) if _is_tensor(value) else value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as flaw:
+        raise ValueError(f"{path} is damaged and cannot be read ({flaw}): take another checkpoint") from None

@@ -1,0 +1,31 @@
+"""Rank 1 alone meets an exception, and wants a checkpoint of it.
+
+torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning_cases as cases
+import pytorch_lightning as pl
+
+import lightning_madpipe.saving
+
+
+class FailingAlone(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and os.environ["RANK"] == "1":
+            raise OSError("only this disk is full")
+
+
+if __name__ == "__main__":
+    lightning_madpipe.saving.MEETING_SECONDS = 1.0
+    folder = Path(sys.argv[1])
+    host = cases.Host(folder, 2, pipelined=True)
+    keep = pl.callbacks.OnExceptionCheckpoint(folder)
+    trainer = host.trainer(FailingAlone(), keep, enable_checkpointing=True, strategy={"algorithm": [0, 4, 8]})
+    trainer.fit(cases.Classifier(), cases.loader(54))

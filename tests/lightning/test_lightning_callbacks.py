@@ -1,0 +1,374 @@
+"""Callbacks, checkpoints, optimizers, precision and settings: as in one process, or refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning.callbacks
+import torch
+from test_lightning_pipeline import Records, assert_same, python, run, torchrun
+
+import lightning_madpipe
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "lightning_multiproc.py"
+FEATURES = Path(lightning_madpipe.__file__).parent / "FEATURES.md"
+
+
+def records_of(folder: Path, num_processes: int) -> Records:
+    for mode, start in (("reference", python()), ("pipeline", torchrun(num_processes))):
+        command = ["env", "CASES_OF=callbacks", *start, str(SCRIPT), mode, str(num_processes), str(folder / mode)]
+        run(command, folder / f"{mode}.log")
+    return Records(folder, "pipeline", num_processes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("callbacks")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Records:
+    return records_of(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(tmp_path_factory.mktemp("callbacks-4"), 4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan", "model_checkpoints",
+        "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages", "optimizers",
+        "own_steps", "settings", "loggers", "profilers", "after_an_exception",
+    ],
+)  # fmt: skip
+def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
+    assert_same(two.of(case), two.reference[case])
+
+
+def test_hooks_are_called_in_the_order_of_one_process(two: Records) -> None:
+    """All but ``on_before_backward``: the engine runs several backwards in a step."""
+    for owner, calls in two.of("hooks").items():
+        expected = [name for name in two.reference["hooks"][owner] if name != "on_before_backward"]
+        assert calls == expected
+        assert {"on_before_zero_grad", "on_after_backward", "on_save_checkpoint"} <= set(calls)
+
+
+def test_the_summary_shows_the_whole_model(two: Records) -> None:
+    assert_same(two.ranks[0]["summaries"], two.reference["summaries"])
+    assert all(shown is None for shown in two.ranks[1]["summaries"].values())
+
+
+def test_a_model_of_specs_has_a_summary_of_its_stage(two: Records) -> None:
+    assert [rank["summary_of_specs"]["names"] for rank in two.ranks] == [["pipeline_module"]] * 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "16-true"])
+def test_low_precision_is_close(two: Records, precision: str) -> None:
+    record, reference = two.of("low_precision")[precision], two.reference["low_precision"][precision]
+    assert_same(record, reference, tolerance=2e-2)
+    assert record != reference, "32 bits were used"
+
+
+def test_the_loss_scale_is_that_of_the_configuration(two: Records) -> None:
+    small, large = two.of("loss_scales")["8"], two.of("loss_scales")["40"]
+    assert small["scale"] == 2**8 and small["skipped"] == 0 and small["moved"]
+    assert small["ZeRO"] == 1, "the optimizer whose fp32 weights are known by parameter"
+    # As under Lightning's own DeepSpeed strategy, a skipped step counts, and schedulers go on.
+    assert large["skipped"] == 8 and large["scale"] == 2**32 and not large["moved"]
+    assert large["steps"] == small["steps"] == [8, 8] and large["rates"] == small["rates"]
+
+
+def test_settings_of_a_second_fit_are_those_it_has_then(two: Records) -> None:
+    for rank in two.ranks:
+        assert rank["changed_settings"]["engine"] == [0.5, 8]
+        assert "set through MadPipeStrategy class" in rank["changed_settings"]["another Trainer"]
+
+
+def test_throughput_counts_a_pipeline_once() -> None:
+    """Two pipelines of three stages: twice the batches of one, and the operations of three devices."""
+    from lightning_fabric.utilities.throughput import Throughput
+
+    from lightning_madpipe.observers import count_pipelines
+
+    monitor = pytorch_lightning.callbacks.ThroughputMonitor(batch_size_fn=len)
+    monitor._throughputs = {"train": Throughput(available_flops=100.0, world_size=6, window_size=2)}
+    count_pipelines(monitor, num_pipelines=2, num_stages=3)
+    throughput = monitor._throughputs["train"]
+    throughput.update(time=1.0, batches=1, samples=4, flops=30)
+    throughput.update(time=2.0, batches=2, samples=8, flops=30)
+    seen = throughput.compute()
+    assert seen["device/samples_per_sec"] == 4.0 and seen["samples_per_sec"] == 8.0
+    assert seen["device/mfu"] == pytest.approx(30 / 300)
+
+
+# Whole-model files
+
+
+def check_whole_models(records: Records) -> None:
+    reference = records.reference["whole_model_files"]["fp32"]
+    for kind, record in records.of("whole_model_files").items():
+        assert record["names"] == reference["names"], kind
+        assert record["same"], f"{kind}: the callback, the Trainer, the strategy and consolidate() differ"
+        assert record["types"] == ["torch.float32"], "master weights"
+        assert record["hyper-parameters"] == reference["hyper-parameters"]
+        assert record["note"] == ["hello at 8"] * 3
+        assert record["now"] == ["now", ["hello at 8"]], "load_from_checkpoint: hyper-parameters and hooks"
+        tolerance = 1e-5 if kind.startswith("fp32") else 1e-2
+        difference = torch.tensor(record["outputs"]) - torch.tensor(reference["outputs"])
+        assert difference.abs().max() < tolerance, kind
+
+
+def test_whole_model_files_are_those_of_one_device(two: Records) -> None:
+    check_whole_models(two)
+
+
+def test_whole_model_files_of_two_pipelines_are_those_of_one(four: Records) -> None:
+    """With ZeRO-1 each replica has a half of the master weights."""
+    check_whole_models(four)
+
+
+def test_a_whole_model_file_needs_neither_deepspeed_nor_this_package(two: Records, folder: Path) -> None:
+    program = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("deepspeed", "deepspeed_partition", "lightning_madpipe"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, {str(HERE)!r})
+import callback_cases, json
+modules = [callback_cases.Keeping.load_from_checkpoint(path) for path in sys.argv[1:]]
+print(json.dumps([callback_cases.outputs(module) for module in modules]))
+"""
+    files = folder / "pipeline" / "whole" / "bf16 ZeRO-1"
+    paths = [str(files / f"{file}.ckpt") for file in ("trainer", "callback", "offline")]
+    printed = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    for outputs in json.loads(printed.stdout.splitlines()[-1]):
+        assert_same(outputs, two.of("whole_model_files")["bf16 ZeRO-1"]["outputs"])
+
+
+def test_a_plugin_writes_whole_model_files(two: Records) -> None:
+    names = two.of("weights_past_a_plugin")["names"]
+    assert names == [name for name in two.reference["whole_model_files"]["fp32"]["names"] if "width" not in name]
+
+
+# Failures
+
+
+def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
+    record = two.of("failed_saves")
+    assert "full.ckpt cannot be written: [Errno 28] No space left on device" in record["failed"]
+    assert record["kept"] and record["again"]
+    assert record["names"] == ["file", "full.ckpt"]
+    assert "cannot be written" in record["no folder"] and "cannot be written" in record["no file"]
+    assert "storage_options are for a checkpoint of weights only" in record["options"]
+
+
+@pytest.mark.parametrize(
+    "reason, sentence",
+    [
+        ("cut short", "is damaged: checkpoint/mp_rank_01_model_states.pt has"),
+        ("without a file", "is damaged: checkpoint/layer_03-model_states.pt is missing"),
+        ("unfinished", "is not a complete checkpoint of the madpipe strategy"),
+        ("not mine", "is not of a version known here (madpipe-model/1)"),
+        ("nothing", "there is no checkpoint at /absent.ckpt"),
+        ("a part", "give the checkpoint itself, /full.ckpt"),
+        ("other shapes", "is of another model, a Classifier: blocks.4.bias is missing there"),
+        ("other layers", "missing in this SequentialClassifier"),
+        ("other stages", "start it with 2 stages"),
+        ("weights", "load its weights with load_from_checkpoint() and fit without ckpt_path"),
+        ("other file", "it lacks blocks.4.weight, blocks.4.bias and has, too much, blocks.4.linear.bias"),
+        ("torn file", "the file is damaged, or no checkpoint"),
+        ("tested other", "is of another model, a Classifier"),
+    ],
+)
+def test_a_wrong_checkpoint_is_refused_on_every_rank(two: Records, reason: str, sentence: str) -> None:
+    refusal = two.of("wrong_checkpoints")[reason]
+    assert sentence in refusal and refusal.startswith("MisconfigurationException")
+
+
+@pytest.mark.parametrize(
+    "reason, sentence",
+    [
+        ("BackboneFinetuning", "does not support running with the DeepSpeed strategy"),
+        ("GradientAccumulationScheduler", "does not support `accumulate_grad_batches` changing between epochs"),
+        ("StochasticWeightAveraging", "SWA does not currently support sharded models"),
+        ("BatchSizeFinder", "is not supported with distributed strategies"),
+        ("ModelPruning", "the callback ModelPruning is not available with a pipeline, because it puts masks"),
+        ("finder", "the learning-rate finder works in 32-true with stage=0 only"),
+        ("plugin", "past the plugin AsyncCheckpointIO: give it save_weights_only=True"),
+        ("sync_batchnorm", "sync_batchnorm is not available"),
+        ("64-true", "`precision` must be one of"),
+        ("16-mixed", "needs a device that DeepSpeed trains on in fp16"),
+        ("transformer-engine", "`precision` must be one of"),
+        ("optimizer_zero_grad", "overrides optimizer_zero_grad(), whose work the pipeline engine does"),
+        ("configure_gradient_clipping", "overrides configure_gradient_clipping()"),
+        ("LBFGS", "a torch optimizer whose step needs no closure"),
+        ("no optimizer", "configure_optimizers returns no optimizer with parameters"),
+        ("two schedulers", "returns 2 schedulers"),
+        ("Adafactor", "looks at the shape of each parameter"),
+        ("WeightAveraging", "averages a copy of the whole model"),
+        ("EMAWeightAveraging", "averages a copy of the whole model"),
+    ],
+)
+def test_what_is_not_available_says_so_on_every_rank(two: Records, reason: str, sentence: str) -> None:
+    sentences = two.of("not_available")
+    if reason in ("WeightAveraging", "EMAWeightAveraging") and reason not in sentences:
+        pytest.skip("this Lightning has no such callback")
+    assert sentence in sentences[reason]
+
+
+def test_what_differs_is_said_once(two: Records) -> None:
+    assert two.ranks[0]["notes"]["quiet"] == []
+    [hook, graph] = two.ranks[0]["notes"]["notes"]
+    assert "on_before_backward of Listener is not called" in hook and "log_graph=True shows nothing" in graph
+    assert two.ranks[1]["notes"]["notes"] == []
+
+
+def test_a_rank_that_fails_alone_ends_the_job_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception) as ended:
+        run([*torchrun(2), str(HERE / "lonely_multiproc.py"), str(tmp_path)], tmp_path / "log")
+    assert "ended with -1" not in str(ended.value), "it had to be killed"
+    printed = (tmp_path / "log").read_text()
+    assert "only this disk is full" in printed
+    assert "no checkpoint is written after this exception, because only 1 of 2 processes met one" in printed
+    assert not list(tmp_path.glob("*.ckpt")) and not list(tmp_path.glob(".*"))
+
+
+# Command line, namespaces, wrong starts
+
+
+@pytest.fixture(scope="module")
+def command_line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("cli")
+    run([*torchrun(2), str(HERE / "cli_multiproc.py"), str(folder)], folder / "log")
+    [first, second] = [json.loads((folder / f"cli-{rank}.json").read_text()) for rank in range(2)]
+    assert first["class"] == second["class"]
+    return first
+
+
+def test_the_command_line_takes_the_class_and_the_name(command_line: dict[str, Any]) -> None:
+    for how in ("class", "name", "override"):
+        assert command_line[how]["strategy"] == "MadPipeStrategy" and command_line[how]["lr"] == "sgd"
+        assert_same(command_line[how]["metrics"], command_line["class"]["metrics"])
+
+
+def test_the_command_line_names_wrong_arguments(command_line: dict[str, Any]) -> None:
+    for how, word in (("wrong name", "memori"), ("wrong type", "num_stages")):
+        assert command_line[how].startswith("exit 2") and word in command_line[how]
+    assert command_line["wrong value"].startswith("ValueError")
+
+
+def test_both_namespaces_train_in_one_process(command_line: dict[str, Any]) -> None:
+    record = command_line["namespaces"]
+    assert record["unified"] == pytest.approx(record["classic"], rel=1e-5)
+    assert record["unified by name"] == pytest.approx(record["classic"], rel=1e-5)
+    assert record["mixed"].startswith("TypeError") and "LightningModule" in record["mixed"]
+    assert "must be either a string or an instance of `lightning.pytorch" in record["other strategy"]
+
+
+ABSENT = """
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+def without(name, *arguments):
+    return None if name.split(".")[0] in sys.argv[1].split(",") else find(name, *arguments)
+importlib.machinery.PathFinder.find_spec = without
+import lightning_madpipe
+print(lightning_madpipe.MadPipeStrategy.namespace, *sorted(set(sys.modules) & {"pytorch_lightning", "lightning"}))
+print(lightning_madpipe.strategy_class("pytorch_lightning"))
+"""
+
+
+@pytest.mark.parametrize(
+    "absent, sentence",
+    [
+        ("pytorch_lightning", "lightning.pytorch lightning\n"),
+        ("lightning", "pytorch_lightning pytorch_lightning\n"),
+        ("pytorch_lightning", "ValueError: pytorch_lightning is not installed here, but lightning.pytorch is"),
+        ("pytorch_lightning,lightning", "ImportError: lightning_madpipe needs PyTorch Lightning: pip install"),
+    ],
+)
+def test_either_package_may_be_absent(absent: str, sentence: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", ABSENT, absent], capture_output=True, text=True, timeout=120)
+    assert sentence in ended.stdout + ended.stderr
+
+
+WRONG_STARTS: dict[str, tuple[str, str]] = {
+    "no import": ("Trainer(strategy='madpipe')", "You selected an invalid strategy name: `strategy='madpipe'`"),
+    "unknown argument": ("import lightning_madpipe as m; m.MadPipeStrategy(memori=1)", "unknown argument memori"),
+    "one device": (
+        "import lightning_madpipe\n"
+        "Trainer(strategy='madpipe', **ONE).fit(Classifier(), loader(16)); print('done')",
+        "done",
+    ),
+    "more stages than layers": (
+        "import lightning_madpipe as m; s = m.MadPipeStrategy(num_stages=2)\n"
+        "Trainer(strategy=s, **ONE).fit(Classifier(), loader(16))",
+        "num_stages=2 does not divide the 1 processes",
+    ),
+    "no layers": (
+        "import lightning_madpipe, pytorch_lightning as pl, torch\n"
+        "class Bare(pl.LightningModule):\n"
+        "    def training_step(self, batch): return None\n"
+        "    def train_dataloader(self): return loader(16)\n"
+        "    def configure_optimizers(self): return None\n"
+        "Trainer(strategy='madpipe', **ONE).fit(Bare())",
+        "write `def pipeline_layers(self)",
+    ),
+    "wrong accelerator": (
+        "import os; os.environ['DS_ACCELERATOR'] = 'cuda'; import lightning_madpipe\n"
+        "Trainer(strategy='madpipe', **ONE).fit(Classifier(), loader(16))",
+        "set DS_ACCELERATOR=cpu in the environment",
+    ),
+    "notebook": (
+        "import sys, lightning_fabric.utilities.imports as i; i._IS_INTERACTIVE = True\n"
+        "import pytorch_lightning.trainer.connectors.accelerator_connector as c; c._IS_INTERACTIVE = True\n"
+        "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",
+        "is not compatible with an interactive environment",
+    ),
+}
+
+
+@pytest.mark.parametrize("start", WRONG_STARTS)
+def test_a_wrong_start_is_told_what_to_do(start: str, tmp_path: Path) -> None:
+    program, sentence = WRONG_STARTS[start]
+    prelude = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "from pytorch_lightning import Trainer\nfrom lightning_cases import Classifier, loader\n"
+        "ONE = dict(accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_checkpointing=False)\n"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", prelude + program]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert sentence in ended.stdout + ended.stderr
+    assert (ended.returncode == 0) == (sentence == "done")
+
+
+# The table of features
+
+
+def test_every_callback_that_lightning_ships_stands_in_the_table() -> None:
+    table = FEATURES.read_text()
+    missing = [name for name in pytorch_lightning.callbacks.__all__ if not re.search(rf"`{name}`", table)]
+    assert not missing, f"{FEATURES.name} says nothing about {', '.join(missing)}: try them, and write a row"
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", FEATURES.read_text())
+    assert named
+    for file, test in named:
+        assert f"def {test}(" in (HERE / file).read_text(), f"{file}::{test}"
