@@ -311,7 +311,6 @@ class PipelineStrategy(DeepSpeedStrategy):
             optimizer, scheduler = self._configured_optimizer()
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
-        every_group = None if optimizer is None else _EveryGroup(optimizer)
         self._engine, engine_optimizer, _, _ = initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             model=self.pipeline,
@@ -325,8 +324,8 @@ class PipelineStrategy(DeepSpeedStrategy):
             self._engine.before_optimizer_step = self._call_hooks_before_step
             self.optimizers = [engine_optimizer]
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
-            if scheduler is not None and engine_optimizer is not optimizer:
-                _attach(scheduler.scheduler, every_group)
+            if scheduler is not None:
+                self._engine.show_every_group(scheduler.scheduler)
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
             if self.warmup_epochs is not None:
@@ -574,46 +573,6 @@ def strategy_class(namespace: str) -> type:
     base = importlib.import_module(f"{namespace}.strategies").DeepSpeedStrategy
     body = {"namespace": namespace, "__doc__": PipelineStrategy.__doc__, "__module__": "lightning_madpipe"}
     return type("MadPipeStrategy", (PipelineStrategy, base), body)
-
-
-class _EveryGroup:
-    """An optimizer as its scheduler sees it: with the groups that have no parameters on this rank.
-
-    DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
-    Groups are recognized by an entry of their own, because loading a state replaces them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._made_for = list(optimizer.param_groups)
-        for place, group in enumerate(self._made_for):
-            group["madpipe_place"] = place
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        in_use = {group["madpipe_place"]: group for group in self._optimizer.param_groups}
-        return [in_use.get(place, group) for place, group in enumerate(self._made_for)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    # Callbacks look for the optimizer of a scheduler, and name what they log after its class.
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._optimizer
-
-    def __hash__(self) -> int:
-        return hash(self._optimizer)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._optimizer)
-
-
-def _attach(scheduler: Any, optimizer: Any) -> None:
-    scheduler.optimizer = optimizer
-    for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
-        _attach(part, optimizer)
 
 
 def _renew_parameters(module: nn.Module) -> None:
