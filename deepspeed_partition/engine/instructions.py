@@ -45,7 +45,7 @@ class AnyBoundaryEngine(PipelineEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._step_shapes: list[torch.Size] | None = None
-        self._num_loaded = 0
+        self._num_loaded = self._num_received = 0
         super().__init__(**kwargs)
 
     @property
@@ -56,7 +56,8 @@ class AnyBoundaryEngine(PipelineEngine):
     def reset_activation_shape(self) -> None:
         """Forget the shapes of activations: every batch tells them again, so each may have its own."""
         super().reset_activation_shape()
-        self._step_shapes, self._num_loaded = None, 0
+        self._step_shapes = None
+        self._num_loaded = self._num_received = 0
 
     def _allocate_or_extend_buffers(self, idx, shape, dtype):
         if self.owns_cut:
@@ -82,8 +83,11 @@ class AnyBoundaryEngine(PipelineEngine):
         except StopIteration:
             if not self.owns_cut:
                 raise
-            if self.is_first_stage() and not self.is_last_stage() and self._num_loaded == 0:
-                self._send_tensor_meta(NO_BOUNDARY, self.next_stage)
+            if self._num_loaded == 0:
+                if self.is_first_stage() and not self.is_last_stage():
+                    self._send_tensor_meta(NO_BOUNDARY, self.next_stage)
+                elif not self.is_first_stage() and self._num_received == 0:
+                    self._exec_recv_activations(buffer_id)  # what the stage before says must not wait here
             raise self._data_ended() from None
         self._num_loaded += 1
         if self.is_first_stage() and self.owns_cut and not self.dynamic_shape:
@@ -157,6 +161,7 @@ class AnyBoundaryEngine(PipelineEngine):
             if not self.is_last_stage():
                 self._send_tensor_meta(NO_BOUNDARY, self.next_stage)
             raise self._data_ended()
+        self._num_received += 1
         if self.is_pipe_partitioned:  # DeepSpeed then passes gradients of the first tensor alone
             for tensor in received[2:]:
                 tensor.requires_grad_(False)

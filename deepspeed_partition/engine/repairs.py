@@ -18,8 +18,8 @@ from deepspeed_partition.engine.environment import announce
 
 TO_CLIP_ALIKE = (
     "DeepSpeed {version} clips an fp32 pipeline by the gradient norm of its first stage alone, so training "
-    "depends on the cut {parts}: set gradient_clipping to 0, use ZeRO stage 1, or ask for this cut as a list or for the "
-    "partition_method 'madpipe', which clip by the norm of all stages"
+    "depends on the cut {parts}: set gradient_clipping to 0, use ZeRO stage 1, or ask for this cut as a list or "
+    "for the partition_method 'madpipe', which clip by the norm of all stages"
 )
 """Told once per process about a cut that DeepSpeed made."""
 _told: set[str] = set()
