@@ -11,6 +11,7 @@ from typing import Any
 import boundaries as transfers
 import deepspeed
 import pipelines
+import third_party
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
@@ -706,12 +707,20 @@ ONLY_TWO = [
     a_cut_cannot_change_after_a_step, layers_changed_after_they_were_built, explicit_boundaries,
     the_configuration_alone, deepspeeds_methods_stay, planning_turned_off, plan_files, no_plan_fits,
     a_layer_that_fails, options_reach_the_platform, weight_copies_are_what_deepspeed_keeps,
-    checkpoints_of_boundaries_and_of_deepspeed, installed_into_deepspeed,
+    checkpoints_of_boundaries_and_of_deepspeed
 ]  # fmt: skip
 ONLY_FOUR = [replicas_train_the_same, replicas_hear_of_failures, one_stage]
 CASES = {
-    2: [*BOTH, *transfers.BOTH, *transfers.ONLY_TWO, *ONLY_TWO],
-    4: [*BOTH, *transfers.BOTH, *ONLY_FOUR],
+    2: [
+        *BOTH,
+        *transfers.BOTH,
+        *transfers.ONLY_TWO,
+        *ONLY_TWO,
+        installed_into_deepspeed,
+        *third_party.BOTH,
+        *third_party.ONLY_TWO,
+    ],
+    4: [*BOTH, *transfers.BOTH, *ONLY_FOUR, installed_into_deepspeed, *third_party.BOTH, *third_party.ONLY_FOUR],
 }
 CASES = {num_processes: {case.__name__: case for case in cases} for num_processes, cases in CASES.items()}
 
