@@ -223,7 +223,7 @@ class MadPipeEngine(AnyBoundaryEngine):
         """DeepSpeed's ``__init__`` on this object, around the moved layers."""
         kept = {name: getattr(self, name) for name in OUTLIVES_A_RECUT}
         old_scheduler = self.lr_scheduler
-        collects_garbage_late = self._python_gc_generation is not None
+        collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
         with self._monitors_opened_once():
             super().__init__(
                 model=self.module,

@@ -22,6 +22,8 @@ TO_CLIP_ALIKE = (
     "for the partition_method 'madpipe', which clip by the norm of all stages"
 )
 """Told once per process about a cut that DeepSpeed made."""
+SETTINGS_OF_BOTH = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
+"""What torch's Adam and DeepSpeed's take alike."""
 _told: set[str] = set()
 
 
@@ -64,17 +66,18 @@ def warn_of_clipping(version: str, parts: Any) -> None:
 def prefer_torch_adam(config: Any) -> None:
     """Let torch's Adam take the place of a fused one that DeepSpeed would compile first, on a CPU.
 
-    The update is the same. ``"torch_adam": false`` among the optimizer's parameters asks for DeepSpeed's.
+    The update is the same, and so is the weight decay where none is given: 0, and not torch's 0.01.
+    ``"torch_adam": false`` among the optimizer's parameters asks for DeepSpeed's.
     """
     name, parameters = (config.optimizer_name or "").lower(), config.optimizer_params or {}
-    if name not in ("adam", "adamw") or "torch_adam" in parameters or installed_ops.get("fused_adam"):
+    if name not in ("adam", "adamw") or not parameters.keys() <= SETTINGS_OF_BOTH:
         return
-    if get_accelerator().device_name() == "cpu":
+    if get_accelerator().device_name() == "cpu" and not installed_ops.get("fused_adam"):
         announce(
             "torch's Adam runs in the place of DeepSpeed's, which would have to be compiled for this CPU first "
             '("torch_adam": false in the parameters of the optimizer asks for it)'
         )
-        config.optimizer_params = {**parameters, "torch_adam": True}
+        config.optimizer_params = {"weight_decay": 0.0, **parameters, "torch_adam": True}
 
 
 def let_stages_differ(optimizer: Any, stages: dist.ProcessGroup, device: torch.device) -> None:

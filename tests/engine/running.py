@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pipelines
@@ -26,6 +27,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def configuration(**more: Any) -> dict[str, Any]:
     num_replicas = dist.get_world_size() // more.pop("num_stages", dist.get_world_size())
+    more = copy.deepcopy(more)  # some versions of DeepSpeed take options out of it
     return {
         "train_micro_batch_size_per_gpu": pipelines.MICRO_BATCH_SIZE,
         "gradient_accumulation_steps": NUM_MICRO_BATCHES // num_replicas,
@@ -56,7 +58,7 @@ def start(
     )  # fmt: skip
     config = configuration(num_stages=num_stages, **(config or {}))
     if optimizer is None:
-        config.setdefault("optimizer", ADAM)
+        config.setdefault("optimizer", copy.deepcopy(ADAM))
     made = optimizer(module) if optimizer is not None else None
     if made is not None and lr_scheduler is not None and not getattr(lr_scheduler, "for_engine", False):
         lr_scheduler = lr_scheduler(made)
