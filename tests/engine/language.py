@@ -108,7 +108,7 @@ class GPT2ModelPipe(deepspeed.PipelineModule, nn.Module):
             activation_checkpoint_interval=neox_args.checkpoint_num_layers,
             partition_method=neox_args.pipe_partition_method,
             checkpointable_layers=["ParallelTransformerLayerPipe"],
-            seed_layers=True,
+            seed_layers=neox_args.seed_layers,
             base_seed=pipelines.BASE_SEED,
         )
 
@@ -119,7 +119,9 @@ class GPT2ModelPipe(deepspeed.PipelineModule, nn.Module):
 
 
 def arguments(method: Any = "type:transformer", checkpoint_num_layers: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(pipe_partition_method=method, checkpoint_num_layers=checkpoint_num_layers)
+    return SimpleNamespace(
+        pipe_partition_method=method, checkpoint_num_layers=checkpoint_num_layers, seed_layers=True
+    )
 
 
 def text(number: int, size: int = 2) -> dict[str, Tensor]:

@@ -87,6 +87,7 @@ def test_neox(tmp_path, launcher, num_processes):
         "pipe_parallel_size": 2,
         "checkpoint_num_layers": 1,
         "train_iters": 4,
+        "seed_layers": False,
         "deepspeed_config": {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 4,

@@ -5,6 +5,7 @@ It knows nothing of MadPipe: ``test_scripts.py`` runs it as it is, and again wit
 
 import argparse
 import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,13 @@ from deepspeed.utils import RepeatingLoader
 
 # install here
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone serves; the extension needs a compiler
+
+
+def initialize_by_name(model: torch.nn.Module) -> None:
+    """The same weights on every cut. DeepSpeed's ``seed_layers`` fails here: its cut holds integers of numpy."""
+    for name, weight in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        torch.nn.init.normal_(weight, 1.0 if "norm.weight" in name else 0.0, 0.2, generator=generator)
 
 
 def main() -> None:
@@ -30,6 +38,7 @@ def main() -> None:
     world, num_pp = torch.distributed.get_world_size(), neox_args.pipe_parallel_size
     topology = PipeModelDataParallelTopology(num_pp=num_pp, num_mp=1, num_dp=world // num_pp)
     model = language.GPT2ModelPipe(neox_args, topology=topology)
+    initialize_by_name(model)
     optimizer = torch.optim.AdamW(language.parameters_for_weight_decay(model), lr=1e-2)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,
