@@ -10,6 +10,7 @@ from typing import Any
 
 import boundaries as transfers
 import deepspeed
+import faults
 import pipelines
 import third_party
 import torch
@@ -710,18 +711,14 @@ ONLY_TWO = [
     checkpoints_of_boundaries_and_of_deepspeed
 ]  # fmt: skip
 ONLY_FOUR = [replicas_train_the_same, replicas_hear_of_failures, one_stage]
+# Faults first: they are shown on DeepSpeed's own classes, as they are before install().
 CASES = {
     2: [
-        *BOTH,
-        *transfers.BOTH,
-        *transfers.ONLY_TWO,
-        *ONLY_TWO,
-        installed_into_deepspeed,
-        *third_party.BOTH,
-        *third_party.ONLY_TWO,
+        *faults.ONLY_TWO, *BOTH, *transfers.BOTH, *transfers.ONLY_TWO, *ONLY_TWO, installed_into_deepspeed,
+        *third_party.BOTH, *third_party.ONLY_TWO,
     ],
     4: [*BOTH, *transfers.BOTH, *ONLY_FOUR, installed_into_deepspeed, *third_party.BOTH, *third_party.ONLY_FOUR],
-}
+}  # fmt: skip
 CASES = {num_processes: {case.__name__: case for case in cases} for num_processes, cases in CASES.items()}
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def configuration(**more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": pipelines.MICRO_BATCH_SIZE,
         "gradient_accumulation_steps": NUM_MICRO_BATCHES // num_replicas,
         "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,  # the default of some versions of DeepSpeed; of others it is 0
         **more,
     }
 
