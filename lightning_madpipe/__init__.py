@@ -14,6 +14,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from deepspeed_partition.versions import check_versions
+
 __all__ = ["MadPipeStrategy", "TiedModule", "strategy_class"]
 
 _PREFERRED = (
@@ -52,6 +54,7 @@ def _build(namespace: str, **arguments: Any) -> Any:
 
 
 def _register() -> None:
+    check_versions("torch", "pytorch-lightning", "lightning")
     for namespace in ("pytorch_lightning", "lightning.pytorch"):
         if find_spec(namespace.partition(".")[0]) is None:
             continue

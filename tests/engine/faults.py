@@ -1,7 +1,7 @@
 """Cases: faults of DeepSpeed that a changed cut exposes. DeepSpeed's own engine shows them, ours does not.
 
-The day that DeepSpeed mends one, its case says so. ``REPAIRS.md`` lists them all; ``test_faults.py`` has those that
-can be shown without other processes, or would make them wait for ever.
+The day that DeepSpeed mends one, its case says so. ``REPAIRS.md`` lists them all; ``test_faults.py`` has those
+that can be shown without other processes, or would make them wait for ever.
 """
 
 from __future__ import annotations

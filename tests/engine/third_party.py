@@ -17,7 +17,19 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.utils import RepeatingLoader
 from pipelines import loss_fn, mlp, train_alone
-from running import ADAM, adam, batches, configuration, cut, mine, planned, raised, same, train
+from running import (
+    ADAM,
+    adam,
+    batches,
+    configuration,
+    cut,
+    mine,
+    planned,
+    raised,
+    recomputes_on_a_cpu,
+    same,
+    train,
+)
 
 import deepspeed_partition
 from deepspeed_partition.engine import MadPipeEngine
@@ -131,7 +143,7 @@ def in_the_manner_of_neox(_: Path) -> None:
 
 def neox_evaluates_and_recomputes(_: Path) -> None:
     expected = neox_alone(torch.bool)
-    engine, _ = set_up("madpipe", planned([0, 7, 9]), mask=torch.bool, recompute=1)
+    engine, _ = set_up("madpipe", planned([0, 7, 9]), mask=torch.bool, recompute=int(recomputes_on_a_cpu()))
     same(neox_losses(engine), expected)
     found = float(engine.eval_batch(iter(RepeatingLoader([language.text(0)]))))
     engine.set_dataloader([language.text(number) for number in range(NUM_MICRO_BATCHES)])
