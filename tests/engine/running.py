@@ -140,7 +140,7 @@ def cut() -> list[int]:
 
 
 def recomputes_on_a_cpu() -> bool:
-    """Whether DeepSpeed's activation checkpointing runs here: that of version 0.19.0 wants the streams of a GPU."""
+    """Whether DeepSpeed's activation checkpointing runs here: that of 0.19.0 wants the streams of a GPU."""
     try:
         deepspeed.checkpointing.checkpoint(lambda x: x * 2, torch.ones(1, requires_grad=True))
     except TypeError:

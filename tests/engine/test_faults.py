@@ -156,7 +156,8 @@ def test_numbers_of_groups():
         optimizer = object.__new__(DeepSpeedZeroOptimizer)
         groups = {index: [] for index in range(num_groups)}
         vars(optimizer).update(
-            bit16_groups=[[]] * num_groups, averaged_gradients=groups, params_in_partition=groups, cpu_offload=False,
+            bit16_groups=[[]] * num_groups, averaged_gradients=groups, params_in_partition=groups,
+            cpu_offload=False,
             has_moe_layers=False, _muon_update_lacks_loss_scale=lambda index: False,
         )  # fmt: skip
 
@@ -230,3 +231,13 @@ def test_other_cuts_are_run_by_deepspeed(sent):
     engine.module.madpipe_cut = None
     with pytest.raises(AssertionError):
         AnyBoundaryEngine._exec_send_grads(engine, 0)
+
+
+def test_gradients_are_divided_once():
+    """By the number of micro-batches, on the last stage, which sends them back so."""
+    gradient = torch.ones(2)
+    engine = Engine(gradient_accumulation_steps=lambda: 4)
+    if "_backward_prologue_per_tensor" not in vars(PipelineEngine):
+        divided = PipelineEngine._backward_prologue_per_tensor(engine, gradient)
+        assert divided.tolist() == [0.25, 0.25], "this DeepSpeed is the one that divides on every stage"
+    assert engine._backward_prologue_per_tensor(gradient) is gradient
