@@ -141,8 +141,4 @@ def cut() -> list[int]:
 
 def recomputes_on_a_cpu() -> bool:
     """Whether DeepSpeed's activation checkpointing runs here: that of 0.19.0 wants the streams of a GPU."""
-    try:
-        deepspeed.checkpointing.checkpoint(lambda x: x * 2, torch.ones(1, requires_grad=True))
-    except TypeError:
-        return False
-    return True
+    return not deepspeed.__version__.startswith("0.19.0")

@@ -137,7 +137,8 @@ def test_buffers_of_another_type():
 
 def test_shapes():
     """DeepSpeed leaves it to the user to forget the shapes of the batch before."""
-    assert "reset_activation_shape" not in inspect.getsource(PipelineEngine.train_batch)
+    stock = inspect.getsource(PipelineEngine.train_batch)
+    assert "reset_activation_shape" not in stock or "if self.curriculum" in stock  # of DeepSpeed, in old versions
     assert "reset_activation_shape" in inspect.getsource(MadPipeEngine.train_batch)
 
 
