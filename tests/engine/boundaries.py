@@ -191,8 +191,18 @@ def losses_of_a_model(_: Path) -> None:
         train(engine, data)
 
 
+def what_deepspeed_refuses(_: Path) -> None:
+    """In its own words, on every rank."""
+    with raised(RuntimeError, "num_stages (3) must divide distributed world size (2)"):
+        start(pipelines.mlp(), "madpipe", num_stages=3)
+    for zero in (2, 3):
+        with raised(AssertionError, "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"):
+            start(pipelines.mlp(), "madpipe", {"zero_optimization": {"stage": zero}})
+
+
 BOTH = [tensors_that_get_no_gradient, data_that_ends]
 ONLY_TWO = [
     tensors_without_gradient_in_bf16, a_boundary_without_any_gradient, recomputed_layers,
     layers_that_return_no_tensors, losses_of_a_model,
+    what_deepspeed_refuses,
 ]  # fmt: skip
