@@ -128,7 +128,7 @@ def recomputed_layers(_: Path) -> None:
     """Activation checkpointing around layers that carry floats without gradients."""
     data = batches()
     expected = train_alone(carrying(), data, adam)
-    for reentrant in (True, False) if recomputes_on_a_cpu() else (False,):
+    for reentrant in (True, False) if recomputes_on_a_cpu() else ():
         config = {**planned(cut())}
         config["pipeline"] = {**config["pipeline"], "use_reentrant": reentrant}
         engine, _, _ = start(
