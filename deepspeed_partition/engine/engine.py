@@ -82,6 +82,7 @@ class MadPipeEngine(AnyBoundaryEngine):
         self._groups: ParameterGroups | None = None
         self._every_group: EveryGroup | None = None
         self._peeked: Iterator[Any] | None = None
+        self._users_scheduler: Any = kwargs.get("lr_scheduler")
         self._compile_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._waits_for_plan = False
         super().__init__(**kwargs)
@@ -288,8 +289,9 @@ class MadPipeEngine(AnyBoundaryEngine):
     def _configure_lr_scheduler(self):
         super()._configure_lr_scheduler()
         dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
-        if self.owns_cut and dropped and isinstance(self.client_lr_scheduler, LRScheduler):
-            self.show_every_group(self.client_lr_scheduler)
+        # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
+        if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
+            self.show_every_group(self._users_scheduler)
 
     def show_every_group(self, scheduler: Any) -> None:
         """Let ``scheduler``, which the user made for all groups of the optimizer, have all of them.
