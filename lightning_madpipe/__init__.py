@@ -14,6 +14,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from deepspeed_partition.versions import check_versions
+
 __all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
 
 NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
@@ -64,6 +66,7 @@ def _build(namespace: str, **arguments: Any) -> Any:
 
 
 def _register() -> None:
+    check_versions("torch", "pytorch-lightning", "lightning")
     for namespace in _INSTALLED:
         try:
             strategies = importlib.import_module(f"{namespace}.strategies")

@@ -64,46 +64,6 @@ def configured_optimizer(
     return optimizer, schedulers[0] if schedulers else None
 
 
-class EveryGroup:
-    """An optimizer as its scheduler sees it: with the groups that have no parameters on this rank.
-
-    DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
-    Groups are recognized by an entry of their own, because loading a state replaces them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._made_for = list(optimizer.param_groups)
-        for place, group in enumerate(self._made_for):
-            group["madpipe_place"] = place
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        in_use = {group["madpipe_place"]: group for group in self._optimizer.param_groups}
-        return [in_use.get(place, group) for place, group in enumerate(self._made_for)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    # Callbacks look for the optimizer of a scheduler, and name what they log after its class.
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._optimizer
-
-    def __hash__(self) -> int:
-        return hash(self._optimizer)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._optimizer)
-
-
-def attach(scheduler: Any, optimizer: Any) -> None:
-    scheduler.optimizer = optimizer
-    for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
-        attach(part, optimizer)
-
-
 def renew_parameters(module: nn.Module) -> None:
     """Replace every Parameter by a new one of the same data, with sharing and DeepSpeed's mark kept."""
     renewed: dict[nn.Parameter, nn.Parameter] = {}

@@ -36,7 +36,7 @@ from lightning_madpipe.metrics import gather_between_pipelines
 from lightning_madpipe.module import PIPELINE, detach_layers, find_layers
 from lightning_madpipe.names import one_device_names
 from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
-from lightning_madpipe.optimizers import EveryGroup, attach, configured_optimizer, renew_parameters
+from lightning_madpipe.optimizers import configured_optimizer, renew_parameters
 from lightning_madpipe.runner import BatchRunner
 from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config
@@ -325,7 +325,6 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 raise self._refusal(str(flaw)) from None
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
-        every_group = None if optimizer is None else EveryGroup(optimizer)
         self._engine, engine_optimizer, _, _ = initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             model=self.pipeline,
@@ -338,8 +337,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if fitting:
             self.optimizers = [engine_optimizer]
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
-            if scheduler is not None and engine_optimizer is not optimizer:
-                attach(scheduler.scheduler, every_group)
+            if scheduler is not None:
+                self._engine.show_every_group(scheduler.scheduler)
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
             if self.warmup_epochs is not None:

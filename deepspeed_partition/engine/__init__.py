@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from deepspeed_partition.engine.engine import MadPipeEngine, initialize
-from deepspeed_partition.engine.environment import prepare_cpu
-from deepspeed_partition.engine.install import install
-from deepspeed_partition.engine.module import PipelineModule
+from deepspeed_partition.versions import check_versions
+
+check_versions("torch", "deepspeed")  # before the imports that could fail with an older one
+
+from deepspeed_partition.engine.engine import MadPipeEngine, initialize  # noqa: E402
+from deepspeed_partition.engine.environment import prepare_cpu  # noqa: E402
+from deepspeed_partition.engine.install import install  # noqa: E402
+from deepspeed_partition.engine.module import PipelineModule  # noqa: E402
 
 __all__ = ["MadPipeEngine", "PipelineModule", "initialize", "install", "prepare_cpu"]
 

@@ -8,19 +8,19 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine import checkpoints
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
+from deepspeed_partition.engine.instructions import AnyBoundaryEngine
 from deepspeed_partition.engine.module import (
     Cut,
     asks_for_plan,
@@ -30,8 +30,14 @@ from deepspeed_partition.engine.module import (
     check_same_model,
     load_plan,
 )
-from deepspeed_partition.engine.optimizers import let_stages_differ
-from deepspeed_partition.engine.parameter_groups import ParameterGroups
+from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
+from deepspeed_partition.engine.repairs import (
+    clip_by_global_norm,
+    let_stages_differ,
+    link_states_of_all_groups,
+    prefer_torch_adam,
+    warn_of_clipping,
+)
 from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -45,7 +51,7 @@ OUTLIVES_A_RECUT = (
 """Attributes that DeepSpeed's ``__init__`` sets and that a user, or a batch already read, may have changed."""
 
 
-class MadPipeEngine(PipelineEngine):
+class MadPipeEngine(AnyBoundaryEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
 
     Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
@@ -76,9 +82,11 @@ class MadPipeEngine(PipelineEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._groups: ParameterGroups | None = None
+        self._every_group: EveryGroup | None = None
+        self._peeked: Iterator[Any] | None = None
+        self._users_scheduler: Any = kwargs.get("lr_scheduler")
         self._compile_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._waits_for_plan = False
-        self._step_shapes: list[torch.Size] | None = None
         super().__init__(**kwargs)
         given_anew = ("model", "optimizer", "lr_scheduler", "model_parameters", "training_data")
         self._init_arguments = {key: value for key, value in kwargs.items() if key not in given_anew}
@@ -87,13 +95,11 @@ class MadPipeEngine(PipelineEngine):
         if self.owns_cut and self.device.type == "cpu":
             # On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond.
             self.dynamic_shape = True
+        in_fp32_without_zero = self.optimizer is not None and self.optimizer is self.basic_optimizer
+        if not self.owns_cut and self.num_stages > 1 and in_fp32_without_zero and self.gradient_clipping():
+            warn_of_clipping(deepspeed.__version__, self.module.parts)
 
     # The cut
-
-    @property
-    def owns_cut(self) -> bool:
-        """Whether the cut is this engine's business; otherwise it is DeepSpeed's own."""
-        return getattr(self.module, "madpipe_cut", None) is not None
 
     def _cut_as_configured(self) -> None:
         """Follow ``pipeline.partition_method`` of the configuration, else what the module was built with."""
@@ -220,15 +226,16 @@ class MadPipeEngine(PipelineEngine):
         """DeepSpeed's ``__init__`` on this object, around the moved layers."""
         kept = {name: getattr(self, name) for name in OUTLIVES_A_RECUT}
         old_scheduler = self.lr_scheduler
-        collects_garbage_late = self._python_gc_generation is not None
-        super().__init__(
-            model=self.module,
-            optimizer=self.basic_optimizer,
-            model_parameters=list(self.module.parameters()),
-            lr_scheduler=self.client_lr_scheduler if scheduler is None else scheduler,
-            training_data=None,
-            **self._init_arguments,
-        )
+        collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
+        with self._monitors_opened_once():
+            super().__init__(
+                model=self.module,
+                optimizer=self.basic_optimizer,
+                model_parameters=list(self.module.parameters()),
+                lr_scheduler=self.client_lr_scheduler if scheduler is None else scheduler,
+                training_data=None,
+                **self._init_arguments,
+            )
         self.__dict__.update(kept)
         self.lr_scheduler = _one_object(old_scheduler, self.lr_scheduler)
         if collects_garbage_late:
@@ -237,11 +244,23 @@ class MadPipeEngine(PipelineEngine):
             args, kwargs = self._compile_arguments
             super().compile(*args, **kwargs)
 
+    @contextmanager
+    def _monitors_opened_once(self) -> Iterator[None]:
+        """TensorBoard and the others stay open; started again, DeepSpeed would open a second one of each."""
+        config, monitors = self._config, self._config.monitor_config
+        config.monitor_config = type(monitors)()
+        try:
+            yield
+        finally:
+            config.monitor_config = monitors
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)
         self._compile_arguments = (args, kwargs)
 
     def _configure_basic_optimizer(self, model_parameters):
+        if (self.owns_cut or self._config.pipeline.get("partition_method")) and not self.zero_use_cpu_optimizer():
+            prefer_torch_adam(self._config)
         optimizer = super()._configure_basic_optimizer(model_parameters)
         self._groups = ParameterGroups(optimizer, self.module)
         return optimizer
@@ -263,6 +282,27 @@ class MadPipeEngine(PipelineEngine):
             # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
             # them, schedulers see the same groups on every rank.
             self.basic_optimizer.param_groups[:] = self._groups.groups
+        if self._groups is not None:
+            if self._every_group is None:
+                self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
+            else:
+                self._every_group.follow(self._groups.groups)
+
+    def _configure_lr_scheduler(self):
+        super()._configure_lr_scheduler()
+        dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
+        # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
+        if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
+            self.show_every_group(self._users_scheduler)
+
+    def show_every_group(self, scheduler: Any) -> None:
+        """Let ``scheduler``, which the user made for all groups of the optimizer, have all of them.
+
+        Those without parameters on this rank are dropped by DeepSpeed's wrapping optimizers.
+        """
+        wrapped = self.optimizer is not self.basic_optimizer
+        if self._every_group is not None and wrapped and scheduler.optimizer is self.basic_optimizer:
+            self._every_group.show_to(scheduler)
 
     # Training
 
@@ -273,12 +313,18 @@ class MadPipeEngine(PipelineEngine):
             InfeasibleError: no plan fits in memory; on every rank.
         """
         if self._waits_for_plan and torch.is_grad_enabled():
-            if data_iter is not None:
+            if data_iter is not None and data_iter is not self._peeked:
                 self.set_dataiterator(data_iter)
+                self._peeked = data_iter  # where planning fails and is tried again, nothing of it is lost
             self._plan_first_step()
             data_iter = None  # the engine's own begins with the micro-batch that was measured
+        self._peeked = None
         self.reset_activation_shape()
-        return super().train_batch(data_iter)
+        try:
+            return super().train_batch(data_iter)
+        except StopIteration:
+            self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
+            raise
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         self.reset_activation_shape()
@@ -315,11 +361,6 @@ class MadPipeEngine(PipelineEngine):
         self.pipe_buffers["inputs"][0] = self.pipe_buffers["labels"][0] = None
         return inputs, labels
 
-    def reset_activation_shape(self) -> None:
-        """Forget the shapes of activations: every batch tells them again, so each may have its own."""
-        super().reset_activation_shape()
-        self._step_shapes = None
-
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all stages.
 
@@ -329,64 +370,24 @@ class MadPipeEngine(PipelineEngine):
         if not self.owns_cut:
             super().clip_fp32_gradients()
             return
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        squares = torch.zeros((), device=self.device)
-        for parameter in parameters:
-            if self._counts_in_norm(parameter):
-                squares += parameter.grad.float().norm() ** 2
-        dist.all_reduce(squares, group=self.mpu.get_model_parallel_group())
-        self._global_grad_norm = squares.sqrt()
-        coefficient = (self.gradient_clipping() / (self._global_grad_norm + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            parameter.grad.mul_(coefficient)
-
-    def _counts_in_norm(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank speaks for ``parameter``, of which other stages or slices may hold copies."""
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        return self.grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
-
-    def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        super()._exec_load_micro_batch(buffer_id)
-        if self.is_first_stage() and self.owns_cut and not self.dynamic_shape:
-            self._check_shapes(self.pipe_buffers["inputs"][buffer_id])
-
-    def _check_shapes(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        """Refuse what would corrupt the transfers of DeepSpeed: they keep the shapes of a batch's first one."""
-        shapes = [tensor.shape for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))]
-        if self._step_shapes is None:
-            self._step_shapes = shapes
-        elif shapes != self._step_shapes:
-            raise RuntimeError(
-                f"a micro-batch has the shapes {[tuple(shape) for shape in shapes]} and the first one of its "
-                f"batch {[tuple(shape) for shape in self._step_shapes]}: build the module with "
-                "dynamic_shape=True, or drop the short last micro-batch"
-            )
-
-    # DeepSpeed keeps inputs, outputs and labels until their slot is used again. At the two ends of the pipeline
-    # that is long after their use, and with a vocabulary for its output most of what the last stage needs.
-
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        super()._exec_forward_pass(buffer_id)
-        if self.is_last_stage() and self._compute_loss and self.module.loss_fn is not None:
-            self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["labels"][buffer_id] = None
-
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        super()._exec_backward_pass(buffer_id)
-        if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = None
+        self._global_grad_norm = clip_by_global_norm(
+            self.module.parameters(),
+            self.gradient_clipping(),
+            group=self.mpu.get_model_parallel_group(),
+            holds_slice=self.grid.get_slice_parallel_rank() == 0,
+            device=self.device,
+        )
 
     def _exec_optimizer_step(self, lr_kwargs=None):
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()
         super()._exec_optimizer_step(lr_kwargs)
+        if self.owns_cut and self.global_steps == 1:
+            link_states_of_all_groups(self.optimizer)
 
     # DeepSpeed calls instructions through this map, which does not see overriding methods.
     _INSTRUCTION_MAP: ClassVar = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
-        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        **AnyBoundaryEngine._INSTRUCTION_MAP,
         schedule.OptimizerStep: _exec_optimizer_step,
     }
 

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-import deepspeed
+import logging
+from typing import Any
+
 import deepspeed.pipe
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine.engine import MadPipeEngine
-from deepspeed_partition.engine.environment import prepare_cpu
-from deepspeed_partition.engine.module import partition_layers
+from deepspeed_partition.engine.environment import announce, prepare_cpu
+from deepspeed_partition.engine.module import Cut, partition_layers
 
 
 def install() -> None:
     """Let DeepSpeed's ``PipelineModule``, every subclass of it and ``deepspeed.initialize`` plan.
 
     Call it once before the pipeline module is built; calling it again changes nothing. DeepSpeed's own
-    partition methods stay DeepSpeed's, except that ``parts`` holds Python integers.
+    partition methods stay DeepSpeed's, except that ``parts`` holds Python integers. A subclass with a
+    ``_partition_layers`` of its own keeps its cut, unless the configuration asks for a plan.
+
+    DeepSpeed's classes keep their names: who makes a ``PipelineEngine``, as ``deepspeed.initialize`` does, gets
+    a :class:`MadPipeEngine`, which is one. Subclasses of it, the user's or DeepSpeed's own for DualPipeV, are
+    made as they are and do not plan.
     """
     prepare_cpu()
     # The method is replaced on the class: subclasses, and modules that imported the class before, have it too.
     original = deepspeed.pipe.PipelineModule._partition_layers
-    if not getattr(original, "by_madpipe", False):
+    if getattr(original, "by_madpipe", False):
+        return
 
-        def _partition_layers(self, method="uniform"):
-            partition_layers(self, method, lambda own: original(self, method=own))
+    def _partition_layers(self, method="uniform"):
+        partition_layers(self, method, lambda own: original(self, method=own))
 
-        _partition_layers.by_madpipe = True  # type: ignore[attr-defined]
-        deepspeed.pipe.PipelineModule._partition_layers = _partition_layers
-    # deepspeed.initialize looks the class up when it is called.
-    deepspeed.PipelineEngine = MadPipeEngine
+    _partition_layers.by_madpipe = True  # type: ignore[attr-defined]
+    deepspeed.pipe.PipelineModule._partition_layers = _partition_layers
+    PipelineEngine.__new__ = _new_engine
+
+
+def _new_engine(cls: type, *_: Any, **arguments: Any) -> Any:
+    """``PipelineEngine.__new__``. Python then calls the ``__init__`` of the class that was chosen here."""
+    if cls is PipelineEngine:
+        cls = MadPipeEngine
+    module: Any = arguments.get("model")
+    if not issubclass(cls, MadPipeEngine) and getattr(module, "madpipe_cut", None) == Cut("trial"):
+        announce(
+            f"{cls.__name__} is an engine of your own and does not plan, so the layers stay cut at "
+            f"{module.parts}: derive it from deepspeed_partition.engine.MadPipeEngine",
+            logging.WARNING,
+        )
+    return object.__new__(cls)

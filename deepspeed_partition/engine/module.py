@@ -10,13 +10,17 @@ from typing import Any, Literal
 
 import deepspeed.pipe
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.utils import partition_balanced
 
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, planning_is_off
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
+
+try:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+except ImportError:  # as of DeepSpeed 0.19.0; later versions have it
+    DualPipeVModule = None
 
 METHODS = ("madpipe", "profile")
 """Names of planning. DeepSpeed names ``profile`` and does not implement it."""
@@ -178,7 +182,7 @@ def partition_layers(
             raise NotImplementedError(f"{flaw} It is {KNOWN_METHODS}.") from None
         set_boundaries(module, module.parts)
         return
-    if isinstance(module, DualPipeVModule):
+    if DualPipeVModule is not None and isinstance(module, DualPipeVModule):
         raise ValueError(
             f"partition_method {method!r} cannot cut a DualPipeVModule, whose ranks hold two stages each: "
             "use one of DeepSpeed's methods"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,52 @@ class ParameterGroups:
                 group["param_names"] = [name for name, _ in members]
         optimizer.state.clear()
         optimizer.param_groups[:] = self.groups
+
+
+class EveryGroup:
+    """An optimizer as schedulers must see it: with the groups that have no parameters on this rank.
+
+    DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
+    Groups are told by their place, for loading a state replaces them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self.follow(groups)
+
+    def follow(self, groups: Sequence[dict[str, Any]]) -> None:
+        """From now on, show ``groups``; those that the optimizer has are shown as it has them."""
+        in_use = {id(group) for group in self._optimizer.param_groups}
+        self._groups = list(groups)
+        self._places = [place for place, group in enumerate(groups) if id(group) in in_use]
+
+    def show_to(self, scheduler: Any) -> None:
+        """Let ``scheduler`` set the rates of every group."""
+        scheduler.optimizer = self
+        for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
+            self.show_to(part)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        every = list(self._groups)
+        for place, group in zip(self._places, self._optimizer.param_groups, strict=True):
+            every[place] = group
+        return every
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    # Callers look for the optimizer of a scheduler, and name what they log after its class.
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._optimizer
+
+    def __hash__(self) -> int:
+        return hash(self._optimizer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._optimizer)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.profiling import Link, layer_profiles, measure_links, measure_stage, suspicious
-from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, tensors_of, to_device
+from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, tensors_of, to_device
 from deepspeed_partition.profiling.devices import hardware_name
 from deepspeed_partition.profiling.measure import MeasuredLayer
 
@@ -88,6 +88,8 @@ def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
                 first_index=engine.module._local_start,
                 autocast_dtype=engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None,
             )
+            if engine.is_last_stage() and engine.module.loss_fn is None:
+                _check_loss(outputs)
         except Exception as flaw:  # every rank must hear of it: those that wait would wait for ever
             error = portable(flaw)
     if not engine.is_last_stage():
@@ -104,6 +106,15 @@ def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
         error=error,
     )
     return gather_objects(report, grid.get_pipe_parallel_group())
+
+
+def _check_loss(outputs: Boundary) -> None:
+    """Where there is no ``loss_fn``, DeepSpeed takes what the last layer returns for the loss."""
+    if not isinstance(outputs, torch.Tensor) or outputs.numel() != 1:
+        raise ValueError(
+            f"the pipeline module has no loss_fn and its last layer returns {describe(outputs)}: give it one, "
+            "or let the last layer return the loss, a tensor of one number"
+        )
 
 
 def _measure_link(engine: MadPipeEngine) -> Link | None:

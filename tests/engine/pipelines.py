@@ -114,8 +114,14 @@ def train_alone(
     *,
     clip: float = 1.0,
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] = loss_fn,
+    before_step: Callable[[nn.Module], object] = lambda model: None,
 ) -> list[float]:
-    """The losses of plain PyTorch training, one per step; a batch is a list of micro-batches."""
+    """The losses of plain PyTorch training, one per step; a batch is a list of micro-batches.
+
+    Args:
+        before_step: called with the model when its gradients are there, before they are clipped.
+    """
     state = torch.get_rng_state()
     model = Whole(specs)
     torch.set_rng_state(state)
@@ -129,6 +135,7 @@ def train_alone(
             loss = loss_fn(model(inputs), labels) / len(batch)
             loss.backward()
             total += loss.item()
+        before_step(model)
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

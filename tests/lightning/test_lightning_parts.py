@@ -13,9 +13,10 @@ from lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 from torch import nn
 
 import lightning_madpipe
+from deepspeed_partition.engine.parameter_groups import EveryGroup
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.module import detach_layers, find_layers
-from lightning_madpipe.optimizers import EveryGroup, renew_parameters
+from lightning_madpipe.optimizers import renew_parameters
 from lightning_madpipe.settings import checked_config
 from lightning_madpipe.steps import MicroBatch, UserSteps, result_of
 
@@ -290,8 +291,10 @@ def test_schedulers_see_the_groups_that_were_dropped() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": [], "lr": 1.0}, {"params": [weight], "lr": 2.0}])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.1**step])
-    scheduler.optimizer = every_group = EveryGroup(optimizer)
-    optimizer.param_groups[:] = optimizer.param_groups[1:]
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups[:] = groups[1:]
+    every_group = EveryGroup(optimizer, groups)
+    every_group.show_to(scheduler)
     optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
     optimizer.step()
     scheduler.step()

@@ -1,0 +1,135 @@
+"""Repairs of DeepSpeed where a planned cut meets its faults; ``REPAIRS.md`` beside this file lists all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_partition.engine.environment import announce
+
+TO_CLIP_ALIKE = (
+    "DeepSpeed {version} clips an fp32 pipeline by the gradient norm of its first stage alone, so training "
+    "depends on the cut {parts}: set gradient_clipping to 0, use ZeRO stage 1, or ask for this cut as a list or "
+    "for the partition_method 'madpipe', which clip by the norm of all stages"
+)
+"""Told once per process about a cut that DeepSpeed made."""
+SETTINGS_OF_BOTH = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
+"""What torch's Adam and DeepSpeed's take alike."""
+_told: set[str] = set()
+
+
+def clip_by_global_norm(
+    parameters: Iterable[torch.nn.Parameter],
+    max_norm: float,
+    *,
+    group: dist.ProcessGroup,
+    holds_slice: bool,
+    device: torch.device,
+) -> torch.Tensor:
+    """Clip by the norm over the ranks of ``group``, all stages (and slices of layers) of one pipeline; return it.
+
+    Args:
+        holds_slice: this rank speaks for the parameters that all tensor-parallel ranks have alike.
+    """
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    squares = torch.zeros((), device=device)
+    for parameter in with_gradient:
+        assert parameter.grad is not None
+        copy = getattr(parameter, "ds_pipe_replicated", False)  # another stage speaks for tied weights
+        if not copy and (holds_slice or is_model_parallel_parameter(parameter)):
+            squares += parameter.grad.float().norm() ** 2
+    dist.all_reduce(squares, group=group)
+    norm = squares.sqrt()
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in with_gradient:
+        assert parameter.grad is not None
+        parameter.grad.mul_(coefficient)
+    return norm
+
+
+def warn_of_clipping(version: str, parts: Any) -> None:
+    """Say, once, that DeepSpeed's norm depends on the cut."""
+    if "clipping" not in _told:
+        _told.add("clipping")
+        announce(TO_CLIP_ALIKE.format(version=version, parts=[int(cut) for cut in parts]), logging.WARNING)
+
+
+def prefer_torch_adam(config: Any) -> None:
+    """Let torch's Adam take the place of a fused one that DeepSpeed would compile first, on a CPU.
+
+    The update is the same, and so is the weight decay where none is given: 0, and not torch's 0.01.
+    ``"torch_adam": false`` among the optimizer's parameters asks for DeepSpeed's.
+    """
+    name, parameters = (config.optimizer_name or "").lower(), config.optimizer_params or {}
+    if name not in ("adam", "adamw") or not parameters.keys() <= SETTINGS_OF_BOTH:
+        return
+    if get_accelerator().device_name() == "cpu" and not installed_ops.get("fused_adam"):
+        announce(
+            "torch's Adam runs in the place of DeepSpeed's, which would have to be compiled for this CPU first "
+            '("torch_adam": false in the parameters of the optimizer asks for it)'
+        )
+        config.optimizer_params = {"weight_decay": 0.0, **parameters, "torch_adam": True}
+
+
+def let_stages_differ(optimizer: Any, stages: dist.ProcessGroup, device: torch.device) -> None:
+    """Repair what a wrapping ``optimizer`` cannot do on this rank's stage. Collective over ``stages``.
+
+    Both repairs concern the norm of the gradients over all stages, where DeepSpeed takes for granted that stages
+    are alike.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        _allow_nothing_to_count(optimizer, device)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        num_groups = torch.tensor(len(optimizer.bit16_groups), device=device)
+        dist.all_reduce(num_groups, op=dist.ReduceOp.MAX, group=stages)
+        _take_part_in_norms(optimizer, int(num_groups) - len(optimizer.bit16_groups))
+
+
+def _take_part_in_norms(optimizer: DeepSpeedZeroOptimizer, num_missing: int) -> None:
+    """ZeRO-1 adds up the norm over all stages one group after the other; a stage with fewer groups than another
+    (only an embedding, say, whose weight decays, and nothing that does not) would leave it waiting for ever.
+    """
+    if not num_missing:
+        return
+    norm_of_own_groups = optimizer.scaled_global_norm
+
+    def norm_of_all_groups(norm_type: int = 2) -> torch.Tensor:
+        norm = norm_of_own_groups(norm_type)
+        others = [optimizer.get_grad_norm_direct([], [], norm_type) for _ in range(num_missing)]
+        norms = torch.stack([norm, *others])
+        # DeepSpeed's sign for infinite and for undefined norms is -1, which a sum of squares would hide.
+        return torch.where(norms < 0, torch.inf, norms).norm(norm_type)
+
+    optimizer.scaled_global_norm = norm_of_all_groups
+
+
+def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> None:
+    """The norm counts tied weights on one stage. Another one that has nothing else stacks an empty list."""
+    gradients_of: Callable[..., Any] = optimizer.get_grads_for_norm
+
+    def gradients_or_zero(for_clipping: bool = False) -> Any:
+        found = gradients_of(for_clipping)
+        if for_clipping or found[0]:
+            return found
+        return [torch.zeros(1, device=device)], found[1]
+
+    optimizer.get_grads_for_norm = gradients_or_zero
+
+
+def link_states_of_all_groups(optimizer: Any) -> None:
+    """After the first step of ZeRO-1, let ``safe_get_full_optimizer_state`` find every group's states.
+
+    DeepSpeed links all groups once the first one was stepped, when the others have no states yet.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and len(optimizer.bit16_groups) > 1:
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()

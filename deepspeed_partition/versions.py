@@ -1,0 +1,61 @@
+"""The versions of the hosts that this package works with.
+
+Both hosts lean on methods of DeepSpeed and Lightning that are no public interface, so that versions matter. The
+ends of each range but torch's lower one were tested; ``pyproject.toml`` has the same lower ends.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Versions of a package, both ends included."""
+
+    oldest: str
+    newest_tested: str
+    """Newer ones are tried, with a warning."""
+
+
+RANGES = {
+    "torch": Range("2.4", "2.13.0"),
+    "deepspeed": Range("0.19.0", "0.19.8"),
+    "pytorch-lightning": Range("2.5.0", "2.6.6"),
+    "lightning": Range("2.5.0", "2.6.6"),
+}
+
+
+def check_versions(*packages: str) -> None:
+    """Check what is installed of ``packages``, names in :data:`RANGES`; what is not installed is passed over.
+
+    Raises:
+        ImportError: one is older than its range; the sentence says what to type.
+    """
+    for package in packages:
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        supported = RANGES[package]
+        if _numbers(installed) < _numbers(supported.oldest):
+            raise ImportError(
+                f"MadPipe works with {package} {supported.oldest} to {supported.newest_tested} and {installed} is "
+                f"installed: pip install '{package}>={supported.oldest}'"
+            )
+        if _numbers(installed) > _numbers(supported.newest_tested):
+            warnings.warn(
+                f"{package} {installed} is newer than MadPipe was tested with: if it fails, "
+                f"pip install '{package}<={supported.newest_tested}'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``"2.13.0+cpu"`` as (2, 13, 0), of three numbers always."""
+    found = [int(number) for number in re.split(r"[^\d.]", version)[0].split(".") if number]
+    return tuple([*found, 0, 0, 0][:3])

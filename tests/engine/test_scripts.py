@@ -1,0 +1,105 @@
+"""Scripts of others, before and after the one line and the one word: the same losses on another cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+SCRIPTS = Path(__file__).parent / "scripts"
+INSTALL = "import deepspeed_partition; deepspeed_partition.install()"
+OPTIMIZER = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def launched(launcher: str, num_processes: int, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The command that a script is appended to, and its environment."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*command, f"--nproc_per_node={num_processes}"], environment
+    deepspeed = Path(sys.executable).parent / "deepspeed"  # installed beside python
+    # On a CPU the launcher counts NUMA nodes for devices, unless it is told.
+    environment["LOCAL_SIZE"] = str(num_processes)
+    hostfile = folder / "no_hosts"  # whatever /job/hostfile of this machine says
+    return [
+        sys.executable, str(deepspeed), "--hostfile", str(hostfile), "--num_accelerators", str(num_processes),
+        "--master_port", str(29500 + os.getpid() % 1000),
+    ], environment  # fmt: skip
+
+
+def run(script: Path, arguments: list[str], launcher: str, num_processes: int) -> dict[str, list[float]]:
+    command, environment = launched(launcher, num_processes, script.parent)
+    path = os.pathsep.join([str(SCRIPTS.parents[2]), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, str(script), *arguments],
+        env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    [result] = [line for line in done.stdout.splitlines() if "RESULT" in line]
+    return json.loads(result.partition("RESULT")[2])
+
+
+def changed(script: str, *words: tuple[str, str]) -> str:
+    """The text of a script with the one line, and ``words`` exchanged; each stands there once."""
+    text = (SCRIPTS / script).read_text()
+    for old, new in (("# install here", INSTALL), *words):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def compare(before: dict[str, list[float]], after: dict[str, list[float]], cut: list[int]) -> None:
+    assert before["parts"] != cut and after["parts"] == cut
+    assert after["losses"] == pytest.approx(before["losses"], rel=1e-5)
+    assert len(set(before["losses"])) == len(before["losses"])
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_the_tutorial(tmp_path, launcher):
+    config = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": OPTIMIZER,
+        "gradient_clipping": 0.0,  # in fp32 without ZeRO, DeepSpeed's own depends on the cut
+        "pipeline": {"madpipe": {"algorithm": [0, 4, 13]}},  # a cut that the default is not; unknown to DeepSpeed
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    word = ('part: str = "parameters"', 'part: str = "madpipe"')
+    (tmp_path / "after.py").write_text(changed("alexnet.py", word))
+    arguments = ["--deepspeed", "--deepspeed_config", str(tmp_path / "ds_config.json"), "--steps", "4"]
+    before = run(SCRIPTS / "alexnet.py", arguments, launcher, 2)
+    after = run(tmp_path / "after.py", arguments, launcher, 2)
+    compare(before, after, [0, 4, 13])
+
+
+@pytest.mark.parametrize(("launcher", "num_processes"), [("torchrun", 2), ("deepspeed", 2), ("torchrun", 4)])
+def test_neox(tmp_path, launcher, num_processes):
+    """The word stands in its configuration file; 4 processes are 2 stages of 2 replicas."""
+    planned = [0, 7, 9]  # where the attention mask is gone already
+    options = {
+        "pipe_parallel_size": 2,
+        "checkpoint_num_layers": 1,
+        "train_iters": 4,
+        "seed_layers": False,
+        "deepspeed_config": {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 0.5,
+            "zero_optimization": {"stage": 1},
+            "pipeline": {"madpipe": {"algorithm": planned}},
+        },
+    }
+    results = []
+    (tmp_path / "after.py").write_text(changed("neox.py"))
+    for script, method in ((SCRIPTS / "neox.py", "type:transformer"), (tmp_path / "after.py", "madpipe")):
+        conf_file = tmp_path / f"{script.stem}.json"
+        conf_file.write_text(json.dumps({**options, "pipe_partition_method": method}))
+        results.append(run(script, ["--conf_file", str(conf_file)], launcher, num_processes))
+    compare(*results, planned)

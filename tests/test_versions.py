@@ -1,0 +1,80 @@
+"""What is said about versions of the hosts that are too old or not known yet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from deepspeed_partition import versions
+from deepspeed_partition.versions import RANGES, check_versions
+
+tomllib = pytest.importorskip("tomllib")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def set_version(version):
+        monkeypatch.setattr(metadata, "version", lambda package: version)
+
+    return set_version
+
+
+def test_pyproject_has_the_same_lower_ends():
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ends = dict(requirement.split(">=") for requirement in asked)
+    for package in ("torch", "deepspeed", "pytorch-lightning"):
+        assert ends[package] == RANGES[package].oldest
+
+
+def test_the_script_builds_both_ends():
+    script = (ROOT / ".ci" / "versions").read_text()
+    for package in ("deepspeed", "pytorch-lightning"):
+        assert f"{package}=={RANGES[package].oldest}" in script
+        assert f"{package}=={RANGES[package].newest_tested}" in script
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.9", "0.18.99+cu12"])
+def test_older_ones_are_refused(installed, version):
+    installed(version)
+    with pytest.raises(ImportError) as caught:
+        check_versions("deepspeed")
+    oldest = RANGES["deepspeed"].oldest
+    for words in (version, oldest, f"pip install 'deepspeed>={oldest}'"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [RANGES["deepspeed"].oldest, RANGES["deepspeed"].newest_tested, "0.19.8+abc"])
+def test_both_ends_are_silent(installed, version):
+    installed(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_versions("deepspeed")
+
+
+@pytest.mark.parametrize("version", ["0.19.10", "0.20", "1.0.0.dev3"])
+def test_newer_ones_are_tried_with_a_warning(installed, version):
+    installed(version)
+    with pytest.warns(RuntimeWarning, match=f"deepspeed {version} is newer than MadPipe was tested with"):
+        check_versions("deepspeed")
+
+
+def test_what_is_not_installed_is_passed_over(monkeypatch):
+    monkeypatch.setitem(RANGES, "no-such-package", versions.Range("1", "2"))
+    check_versions("no-such-package")
+
+
+@pytest.mark.parametrize("host", ["deepspeed_partition.engine", "lightning_madpipe"])
+def test_hosts_check_when_they_are_imported(host):
+    program = (
+        "from importlib import metadata; metadata.version = lambda package: '0.1'\n"
+        f"try:\n    import {host}\nexcept ImportError as flaw:\n    print('REFUSED', flaw)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "REFUSED MadPipe works with torch" in done.stdout, done.stderr[-2000:]
