@@ -309,14 +309,14 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
     would_do = f"{exact_bytes(smallest)} ({format_bytes(smallest)})"
     if smallest > LARGEST_MEMORY_BYTES:
         return InfeasibleError(
-            f"no plan fits into {format_bytes(memory)} per device, nor into the memory of any device there may be: "
-            f"the cut that needs least takes {format_bytes(smallest)}"
+            f"no plan fits into {format_bytes(memory)} per device, nor into any device there may be: the "
+            f"cut that needs least takes {format_bytes(smallest)}"
         )
     if max(needs) <= memory:
         return InfeasibleError(
-            f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though there "
-            f"is room for one; the smallest memory with which one does is {would_do}: give more memory or devices, "
-            "or another algorithm",
+            f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though "
+            f"there is room for one; the smallest memory with which one does is {would_do}: give more memory or "
+            "devices, or another algorithm",
             smallest_memory_bytes=smallest,
         )
     stage = max(range(len(needs)), key=needs.__getitem__)

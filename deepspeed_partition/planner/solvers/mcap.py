@@ -2,9 +2,10 @@
 
     M(q, k) = min over l of max(memory(k, l) with q micro-batches in flight, M(q - 1, l))
 
-The paper predicts peaks from profiles of whole partitionings and searches by brute force or Bayesian optimization;
-here the peak is the planner's own (weights, stash, buffers, transient bytes), so that the answer is exact, in
-P L^2 steps. In flight is 1F1B's depth: the q-th stage from the end holds q micro-batches, in a step of fewer those.
+The paper predicts peaks from profiles of whole partitionings and searches by brute force or Bayesian
+optimization; here the peak is the planner's own (weights, stash, buffers, transient bytes), so that the answer is
+exact, in P L^2 steps. In flight is 1F1B's depth: the q-th stage from the end holds q micro-batches, in a step of
+fewer those.
 
 Source: H. Dreuning et al., mCAP, Euro-Par 2022, whose pipeline holds all micro-batches of a step at once (GPipe).
 """

@@ -1,4 +1,4 @@
-"""PipeDream's straight pipeline: the contiguous cut whose slowest part, a stage or the transfers at a cut, is fastest.
+"""PipeDream's straight pipeline: the contiguous cut whose slowest part, a stage or a cut's transfers, is fastest.
 
     A(q, k) = min over l of max(U(k, l), 2 c(k), A(q - 1, l))
 
