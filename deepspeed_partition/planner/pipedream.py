@@ -35,6 +35,10 @@ class _Line(NamedTuple):
     def parts(self) -> list[str]:
         return [part.strip() for part in self.text.split(" -- ")]
 
+    @property
+    def is_node(self) -> bool:
+        return len(self.parts) > 2 or f"{_FIELDS[0]}=" in self.text
+
 
 def is_graph(text: str) -> bool:
     """Whether this is meant to be a ``graph.txt`` rather than JSON: its first line with content says."""
@@ -69,7 +73,7 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
     ]
     nodes: dict[str, tuple[_Line, Node]] = {}
     for line in lines:
-        if len(line.parts) > 2:
+        if line.is_node:
             node = _node(line)
             if node.name in nodes:
                 first = nodes[node.name][0].number
@@ -77,7 +81,7 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
             nodes[node.name] = line, node
     reads: dict[str, dict[str, None]] = {name: {} for name in nodes}  # each once, in the order of the file
     for line in lines:
-        if len(line.parts) <= 2:
+        if not line.is_node:
             source, target = _edge(line, nodes)
             reads[target][source] = None
     index = {name: position for position, name in enumerate(nodes)}
