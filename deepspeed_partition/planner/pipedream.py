@@ -100,7 +100,7 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
 
 def _node(line: _Line) -> Node:
     name, *description, numbers = line.parts
-    if numbers.startswith("stage_id="):  # which PipeDream's own partitioner adds
+    if description and numbers.startswith("stage_id="):  # which PipeDream's own partitioner adds
         *description, numbers = description
     fields = dict(part.split("=", 1) for part in numbers.split(", ") if "=" in part)
     missing = [field for field in _FIELDS if field not in fields]

@@ -72,7 +72,7 @@ def make_plan(
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
-    problem = _problem(
+    problem = problem_of(
         chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds, deadline
     )
     plan = _solve(problem, solver)
@@ -134,15 +134,20 @@ def _boundaries_in(text: str) -> list[int]:
         raise ValueError(f"{text!r} is no list of boundaries: write it like 0,3,8") from None
 
 
-def _problem(
+def problem_of(
     chain: Chain,
     platform: Platform,
-    num_micro_batches: int | None,
-    num_stages: int | None,
-    every_stage_trains: bool,
-    time_limit_seconds: float | None,
-    deadline: Deadline | None,
+    num_micro_batches: int | None = None,
+    num_stages: int | None = None,
+    every_stage_trains: bool = False,
+    time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
 ) -> Problem:
+    """What a solver is given, from the arguments of ``make_plan``.
+
+    Raises:
+        ValueError: an argument that is malformed, or that no plan could follow.
+    """
     if chain.num_layers > MOST_LAYERS:
         raise ValueError(
             f"chain {chain.name!r} has {chain.num_layers} layers and the planner takes {MOST_LAYERS}: group layers"
