@@ -231,7 +231,7 @@ def compare_command(
     if as_json:
         _print_json(comparison.to_dict())
     else:
-        width = max(100, _width())  # a narrower terminal wraps the lines, which loses no figure
+        width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
         click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
     if not comparison.fitting:
         raise comparison.nothing_fits()
