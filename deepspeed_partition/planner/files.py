@@ -124,9 +124,13 @@ def _sentence(flaw: Any) -> str:
             rule = f"not of the form {wanted}"
         case _:
             rule = "not of a form that is allowed here"
-    value = repr(flaw.instance)
-    value = value if len(value) <= 60 else value[:57] + "..."
-    return f"{path or 'the file'} is {value}, {rule}"
+    return f"{path or 'the file'} is {shown(flaw.instance)}, {rule}"
+
+
+def shown(value: object) -> str:
+    """A value of a file in a message: on one line, in printable characters, and not the whole file."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:

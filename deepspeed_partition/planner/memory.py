@@ -57,9 +57,9 @@ class StageTable:
         of_layer = np.array([layer.transient_bytes for layer in chain.layers], dtype=np.int64)
         for start in range(chain.num_layers):
             transient[start, start + 1 :] = np.maximum.accumulate(of_layer[start:])
-        buffers = buffer_slots(platform) * np.array(
-            [0, *(chain.boundary_bytes(cut) for cut in range(1, chain.num_layers)), 0], dtype=np.int64
-        )
+        slots = buffer_slots(platform)
+        inner = [min(slots * chain.boundary_bytes(cut), 2**60) for cut in range(1, chain.num_layers)]
+        buffers = np.array([0, *inner, 0], dtype=np.int64)
         copies = Fraction(str(platform.weight_copies))
         total_weights = (weights[None, :] - weights[:, None]).astype(object)
         scaled = -((-total_weights * copies.numerator) // copies.denominator)  # rounded up, exactly

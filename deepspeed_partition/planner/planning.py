@@ -10,14 +10,17 @@ from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import check_boundaries
 from deepspeed_partition.planner.clock import Clock, TimedChain
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
-from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.simulate import Replay, replay
 from deepspeed_partition.planner.solvers import baselines, one_f_one_b
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
+from deepspeed_partition.planner.solvers.mcap import MemoryBalanced
+from deepspeed_partition.planner.solvers.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.problem import (
     Answer,
     Constraints,
@@ -27,9 +30,12 @@ from deepspeed_partition.planner.solvers.problem import (
     bytes_needed,
 )
 from deepspeed_partition.planner.step import blocking_step, one_f_one_b_order, overlapping_step
-from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
-ALGORITHMS = ("madpipe", "contiguous", "uniform", "parameters", "type:REGEX", "a list of boundaries")
+ALGORITHMS = (
+    "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters", "type:REGEX",
+    "a list of boundaries",
+)  # fmt: skip
 MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
 """The planner looks at every pair of layers: this many take a gigabyte."""
@@ -45,6 +51,7 @@ def make_plan(
     num_stages: int | None = None,
     every_stage_trains: bool = False,
     time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """Decide where and when every layer runs.
 
@@ -57,6 +64,7 @@ def make_plan(
         num_stages: exactly so many stages; left out, at most one per device.
         every_stage_trains: no stage without trainable parameters.
         time_limit_seconds: for searches that prove nothing; exact ones need none.
+        deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
     Raises:
         InfeasibleError: no plan fits in memory; it says what is missing and what would do.
@@ -64,7 +72,9 @@ def make_plan(
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
-    problem = _problem(chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds)
+    problem = problem_of(
+        chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds, deadline
+    )
     plan = _solve(problem, solver)
     return replace(plan, planning_seconds=time.perf_counter() - started)
 
@@ -94,6 +104,10 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
         text = algorithm.strip()
         if text in ("madpipe", "contiguous"):
             return Contiguous(text)
+        if text in ("pipedream", "pipedream-blind"):
+            return PipeDream(text, tests_memory=text == "pipedream")
+        if text == "mcap":
+            return MemoryBalanced()
         if text == "uniform":
             return baselines.FixedCut(text, baselines.uniform)
         if text == "parameters":
@@ -120,14 +134,20 @@ def _boundaries_in(text: str) -> list[int]:
         raise ValueError(f"{text!r} is no list of boundaries: write it like 0,3,8") from None
 
 
-def _problem(
+def problem_of(
     chain: Chain,
     platform: Platform,
-    num_micro_batches: int | None,
-    num_stages: int | None,
-    every_stage_trains: bool,
-    time_limit_seconds: float | None,
+    num_micro_batches: int | None = None,
+    num_stages: int | None = None,
+    every_stage_trains: bool = False,
+    time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
 ) -> Problem:
+    """What a solver is given, from the arguments of ``make_plan``.
+
+    Raises:
+        ValueError: an argument that is malformed, or that no plan could follow.
+    """
     if chain.num_layers > MOST_LAYERS:
         raise ValueError(
             f"chain {chain.name!r} has {chain.num_layers} layers and the planner takes {MOST_LAYERS}: group layers"
@@ -163,7 +183,7 @@ def _problem(
         times=TimedChain(chain, platform),
         table=StageTable(chain, platform),
         num_micro_batches=num_micro_batches,
-        time_limit_seconds=time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS,
+        deadline=Deadline(time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS, within=deadline),
     )
 
 
@@ -291,6 +311,19 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
     if problem.num_micro_batches is not None:
         smallest = _enough_for_step(problem, solver, smallest)
     needs = bytes_needed(problem, cuts)
+    would_do = f"{exact_bytes(smallest)} ({format_bytes(smallest)})"
+    if smallest > LARGEST_MEMORY_BYTES:
+        return InfeasibleError(
+            f"no plan fits into {format_bytes(memory)} per device, nor into any device there may be: the "
+            f"cut that needs least takes {format_bytes(smallest)}"
+        )
+    if max(needs) <= memory:
+        return InfeasibleError(
+            f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though "
+            f"there is room for one; the smallest memory with which one does is {would_do}: give more memory or "
+            "devices, or another algorithm",
+            smallest_memory_bytes=smallest,
+        )
     stage = max(range(len(needs)), key=needs.__getitem__)
     start, stop = cuts[stage], cuts[stage + 1]
     names = [layer.name for layer in problem.chain.layers[start:stop]]
@@ -303,9 +336,9 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
     depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight" if step else ""
     return InfeasibleError(
         f"no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
-        f"{format_bytes(needs[stage])}{depth}, {needs[stage] - memory} bytes more than there are; the smallest "
-        f"memory that would do is {smallest} bytes ({format_bytes(smallest)}): give more memory or devices, or "
-        "use a smaller micro-batch",
+        f"{format_bytes(needs[stage])}{depth}, {exact_bytes(needs[stage] - memory)} more than there are; "
+        f"the smallest memory that would do is {would_do}: give more memory or devices, or use a smaller "
+        "micro-batch",
         stage=stage,
         short_bytes=needs[stage] - memory,
         smallest_memory_bytes=smallest,
@@ -314,23 +347,26 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
 
 def _enough_for_step(problem: Problem, solver: Solver, memory_bytes: int) -> int:
     """The memory with which a step really fits, tensors that pile up before a slow link included."""
-    while True:
+    while memory_bytes <= LARGEST_MEMORY_BYTES:
         platform = replace(problem.platform, memory_bytes=memory_bytes)
         more = replace(problem, platform=platform, table=StageTable(problem.chain, platform))
         try:
             _solve(more, solver)
         except InfeasibleError as error:
-            assert error.smallest_memory_bytes is not None and error.smallest_memory_bytes > memory_bytes
-            memory_bytes = error.smallest_memory_bytes
+            more_bytes = error.smallest_memory_bytes or LARGEST_MEMORY_BYTES + 1
+            assert more_bytes > memory_bytes
+            memory_bytes = more_bytes
         else:
-            return memory_bytes
+            break
+    return memory_bytes
 
 
 def _piles_up(problem: Problem, smallest: int) -> InfeasibleError:
     memory = problem.platform.memory_bytes
     return InfeasibleError(
         f"no plan fits into {format_bytes(memory)} per device: tensors pile up before a slow link "
-        f"and need {smallest - memory} bytes more than there are; {smallest} bytes ({format_bytes(smallest)}) "
+        f"and need {exact_bytes(smallest - memory)} more than there are; {exact_bytes(smallest)} "
+        f"({format_bytes(smallest)}) "
         "would do: give more memory or bandwidth, or fewer micro-batches",
         short_bytes=smallest - memory,
         smallest_memory_bytes=smallest,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.planner import files
@@ -19,6 +20,8 @@ LONGEST_SECONDS = 1e9
 """No layer and no transfer lasts longer (31 years): sums stay exact in the planner's integer clock."""
 LARGEST_BYTES = 2**53
 """No single size is larger (9 PB): an integer that a float holds exactly."""
+LARGEST_MEMORY_BYTES = 2**60
+"""No device has more (1 EB)."""
 
 
 def _seconds(where: str, value: object) -> float:
@@ -221,16 +224,26 @@ class Chain:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Chain:
-        """Read a chain file.
+        """Read a chain file, or PipeDream's ``graph.txt``, which becomes a chain.
 
         Raises:
-            ChainFormatError: not a chain file; the message names the file and the field.
+            ChainFormatError: neither; the message names the file and the field or the line.
         """
-        return cls.from_dict(files.read_json(path, error=ChainFormatError), where=str(path))
+        text = files.read_text(path, error=ChainFormatError)
+        from deepspeed_partition.planner import pipedream  # which makes chains itself
+
+        if pipedream.is_graph(text):
+            return pipedream.read_chain(text, name=_stem(path), where=str(path))
+        return cls.from_dict(files.parse_json(text, where=str(path), error=ChainFormatError), where=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a chain file, whole or not at all."""
         files.write_json(path, self.to_dict())
+
+
+def _stem(path: str | PathLike[str]) -> str:
+    """``vgg16`` of ``profiles/vgg16.graph.txt``."""
+    return Path(path).name.removesuffix(".txt").removesuffix(".graph")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +270,7 @@ class Platform:
         memory = self.memory_bytes
         if isinstance(memory, bool) or not isinstance(memory, int | float):
             raise ValueError(f"memory_bytes is {memory!r}, not a number of bytes")
-        if not 0 < memory <= 2**60:
+        if not 0 < memory <= LARGEST_MEMORY_BYTES:
             raise ValueError(f"memory_bytes is {memory!r}: a device has more than 0 and at most 2**60 bytes")
         object.__setattr__(self, "memory_bytes", int(memory))
         for key in ("bandwidth", "latency_seconds", "weight_copies"):

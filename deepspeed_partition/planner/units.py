@@ -68,9 +68,22 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def exact_bytes(num_bytes: int) -> str:
+    """``22 bytes``, for numbers that are to be typed again."""
+    return f"{num_bytes} byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
 def format_seconds(seconds: float) -> str:
     """``0.0123`` as ``12.3 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.4g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def printable(text: str) -> str:
+    """On one line, with what no terminal shows (control characters, half of a surrogate pair) escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in " ".join(text.split())
+    )

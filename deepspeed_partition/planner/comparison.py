@@ -1,0 +1,160 @@
+"""Several algorithms on one problem, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning import lower_bound_seconds, make_plan, problem_of, solver_of
+from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.units import exact_bytes, format_bytes
+
+COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
+"""What ``compare`` always shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """What one algorithm makes of the problem: a plan, or the reason why there is none."""
+
+    algorithm: str
+    plan: Plan | None = None
+    reason: str | None = None
+    smallest_memory_bytes: int | None = None
+    """With which it would have a plan; None where it has one, or where memory is not what it lacks."""
+
+    @property
+    def seconds(self) -> float:
+        """What counts: the period, or the step where one was asked for, in DeepSpeed's engine if it can run it."""
+        assert self.plan is not None
+        if self.plan.step is None:
+            return self.plan.period_seconds
+        blocking = self.plan.step.blocking_step_seconds
+        return self.plan.step.step_seconds if blocking is None else blocking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The contenders in the order in which they were named."""
+
+    chain: Chain
+    platform: Platform
+    contenders: tuple[Contender, ...]
+
+    @property
+    def fitting(self) -> list[Contender]:
+        return [contender for contender in self.contenders if contender.plan is not None]
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """The highest that any of them knows; it holds for all."""
+        known = [contender.plan.lower_bound_seconds for contender in self.contenders if contender.plan is not None]
+        return max(known, default=lower_bound_seconds(self.chain, self.platform))
+
+    def ratio_to_best(self, contender: Contender) -> float:
+        """How many times as long as the best of them: 1 for that one."""
+        return contender.seconds / min(each.seconds for each in self.fitting)
+
+    def nothing_fits(self) -> InfeasibleError:
+        """Why there is no contender with a plan."""
+        needs = [
+            (contender.smallest_memory_bytes, contender.algorithm)
+            for contender in self.contenders
+            if contender.smallest_memory_bytes is not None
+        ]
+        memory = format_bytes(self.platform.memory_bytes)
+        if not needs:
+            return InfeasibleError(f"none of the algorithms has a plan for {memory} per device")
+        smallest, name = min(needs, key=lambda need: need[0])
+        return InfeasibleError(
+            f"no plan of any of the algorithms fits into {memory} per device; the smallest memory that would do "
+            f"is {exact_bytes(smallest)} ({format_bytes(smallest)}), for {name}: give more memory or devices, or "
+            "use a smaller micro-batch",
+            smallest_memory_bytes=smallest,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what the table shows, in seconds and bytes."""
+        return {
+            "chain": {
+                "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest(),
+            },
+            "platform": self.platform.to_dict(),
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "algorithms": [self._row(contender) for contender in self.contenders],
+        }  # fmt: skip
+
+    def _row(self, contender: Contender) -> dict[str, Any]:
+        plan = contender.plan
+        if plan is None:
+            return {
+                "algorithm": contender.algorithm, "fits": False, "reason": contender.reason,
+                "smallest_memory_bytes": contender.smallest_memory_bytes,
+            }  # fmt: skip
+        row: dict[str, Any] = {
+            "algorithm": contender.algorithm,
+            "fits": True,
+            "boundaries": plan.boundaries,
+            "devices": [stage.device for stage in plan.stages],
+            "period_seconds": plan.period_seconds,
+            "ratio_to_best": self.ratio_to_best(contender),
+            "gap": plan.period_seconds / self.lower_bound_seconds - 1,
+            "proved": plan.proved,
+            "peak_memory_bytes": list(plan.peak_memory_bytes),
+            "planning_seconds": plan.planning_seconds,
+        }
+        if plan.proved_class is not None:
+            row["proved_class"] = plan.proved_class
+        if plan.step is not None:
+            row["num_micro_batches"] = plan.step.num_micro_batches
+            row["step_seconds"] = plan.step.step_seconds
+            row["blocking_step_seconds"] = plan.step.blocking_step_seconds
+        return row
+
+
+def compare(
+    chain: Chain,
+    platform: Platform,
+    algorithms: Sequence[str] = COMPARED,
+    *,
+    num_micro_batches: int | None = None,
+    time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
+) -> Comparison:
+    """Plan with each of the algorithms; one that has no plan says why and stands beside the others.
+
+    Args:
+        time_limit_seconds: for each of them.
+        deadline: ends the searches of all.
+
+    Raises:
+        ValueError: an unknown algorithm, or a problem that no algorithm could take.
+    """
+    names = list(dict.fromkeys(algorithms))
+    for name in names:
+        solver_of(name)
+    # Flaws of the problem are raised here; what is refused below is an algorithm that does not suit it.
+    problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
+    contenders = []
+    for name in names:
+        smallest = None
+        try:
+            plan = make_plan(
+                chain,
+                platform,
+                name,
+                num_micro_batches=num_micro_batches,
+                time_limit_seconds=time_limit_seconds,
+                deadline=deadline,
+            )
+        except (InfeasibleError, ValueError) as error:
+            if isinstance(error, InfeasibleError):
+                smallest = error.smallest_memory_bytes
+            contenders.append(Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest))
+        else:
+            contenders.append(Contender(algorithm=name, plan=plan))
+    return Comparison(chain=chain, platform=platform, contenders=tuple(contenders))
