@@ -254,8 +254,9 @@ class Chain:
 
 
 def _stem(path: str | PathLike[str]) -> str:
-    """``vgg16`` of ``profiles/vgg16.graph.txt``."""
-    return Path(path).name.removesuffix(".txt").removesuffix(".graph")
+    """``vgg16`` of ``vgg16.graph.txt`` and of PipeDream's ``profiles/vgg16/graph.txt``."""
+    stem = Path(path).name.removesuffix(".txt").removesuffix(".graph")
+    return Path(path).resolve().parent.name if stem == "graph" else stem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
