@@ -25,6 +25,7 @@ from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from deepspeed_partition.planner.problem import Chain, LayerProfile
+from deepspeed_partition.planner.units import shown
 
 FEW_TENSORS = 3
 """A cut that more tensors cross is made only where a layer would be too long without it."""
@@ -122,7 +123,7 @@ class LayerGraph:
         while node not in seen:  # from one that waits to one it waits for, until that is on a circle
             seen.add(node)
             node = next(tensor for tensor in self._made_reads(node) if waits_for[tensor])
-        raise GraphError(f"node {self.nodes[node].name!r} waits for itself: the graph has a circle", node)
+        raise GraphError(f"node {shown(self.nodes[node].name)} waits for itself: the graph has a circle", node)
 
     def _refuse_parts(self) -> None:
         found, todo = {self.layers[0]}, [self.layers[0]]
@@ -133,8 +134,8 @@ class LayerGraph:
             todo.extend(near)
         apart = next((index for index in self.layers if index not in found), None)
         if apart is not None:
-            names = self.nodes[apart].name, self.nodes[self.layers[0]].name
-            raise GraphError(f"node {names[0]!r} is not connected with {names[1]!r}: the graph has parts", apart)
+            names = [shown(self.nodes[index].name) for index in (apart, self.layers[0])]
+            raise GraphError(f"node {names[0]} is not connected with {names[1]}: the graph has parts", apart)
 
     def _made_reads(self, index: int) -> list[int]:
         """What a node reads besides inputs, which are there from the start."""

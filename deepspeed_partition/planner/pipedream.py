@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from deepspeed_partition.planner.errors import ChainFormatError
-from deepspeed_partition.planner.files import shown
 from deepspeed_partition.planner.graphs import GraphError, LayerGraph, Node
 from deepspeed_partition.planner.problem import LARGEST_BYTES, LONGEST_SECONDS, Chain
+from deepspeed_partition.planner.units import shown
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")

@@ -30,7 +30,7 @@ from deepspeed_partition.planner.solvers.problem import (
     bytes_needed,
 )
 from deepspeed_partition.planner.step import blocking_step, one_f_one_b_order, overlapping_step
-from deepspeed_partition.planner.units import exact_bytes, format_bytes
+from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 ALGORITHMS = (
     "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters", "type:REGEX",
@@ -117,9 +117,9 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
             return baselines.FixedCut(text, lambda chain, stages: baselines.by_type(chain, stages, pattern))
         if text and set(text) <= set("0123456789, -"):
             return solver_of(_boundaries_in(text))
-        raise ValueError(f"unknown algorithm {algorithm!r}: known are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {shown(algorithm)}: known are {', '.join(ALGORITHMS)}")
     if not isinstance(algorithm, Iterable) and not hasattr(algorithm, "solve"):
-        raise ValueError(f"algorithm is {algorithm!r}: it is one of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"algorithm is {shown(algorithm)}: it is one of {', '.join(ALGORITHMS)}")
     if isinstance(algorithm, Iterable):
         cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))
@@ -131,7 +131,7 @@ def _boundaries_in(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"{text!r} is no list of boundaries: write it like 0,3,8") from None
+        raise ValueError(f"{shown(text)} is no list of boundaries: write it like 0,3,8") from None
 
 
 def problem_of(

@@ -422,6 +422,7 @@ class _StepRun:
         for index, num_bytes in _cuts(plan, chain, between_devices=True):
             transfer = ticks(plan.platform.transfer_seconds(num_bytes))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
+        self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
         self.slots = max(1, plan.platform.comm_buffers // 2)
         self.begun: dict[tuple[str, int], int] = {}
         self.ended: dict[tuple[str, int], int] = {}
@@ -461,7 +462,7 @@ class _StepRun:
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
-                needs = [(need, micro_batch) for need in self._needs(name)]
+                needs = [(need, micro_batch) for need in self.needs[name]]
                 if all(need in self.ended for need in needs):
                     ready = [self.ended[need] for need in needs]
                     yield max([self.device_free[device], *ready]), 0, name, micro_batch

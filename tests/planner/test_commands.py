@@ -370,4 +370,6 @@ def test_tables_fit_into_the_terminal(chain, capsys, monkeypatch, columns):
     assert max(map(len, table.splitlines())) <= max(40, columns)
     assert cli.run(["compare", chain, *PLATFORM]) == 0
     table = capsys.readouterr().out
-    assert all(name in table for name in (*comparison.COMPARED, "proved", "60 ms", "0,1,2")), "no figure is cropped"
+    assert all(name in table for name in (*comparison.COMPARED, "proved", "60 ms", "0,1,2")), (
+        "no figure is cropped"
+    )

@@ -227,6 +227,8 @@ def test_a_graph_file_is_read_where_a_chain_is(tmp_path, text):
     assert [layer.weight_bytes for layer in chain.layers] == [32, 8, 16]
     chain.save(tmp_path / "chain.json")
     assert Chain.load(tmp_path / "chain.json") == chain
+    (tmp_path / "graph.txt").write_bytes(text.encode())
+    assert Chain.load(tmp_path / "graph.txt").name == tmp_path.name, "the folder names it"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts, trace
@@ -40,13 +41,14 @@ class Contiguous:
     name: str = "contiguous"
 
     def solve(self, problem: Problem) -> Answer:
-        found = best_cut(problem.times, problem.table, problem.constraints)
+        found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
         if found is None:
             return Answer(())
         cuts, period = found
+        proved = None if problem.deadline.stopped else period
         if problem.num_micro_batches is None:
-            return Answer((cuts,), period)
-        return Answer(tuple(synchronous.best_cuts(problem, cuts)), period)
+            return Answer((cuts,), proved)
+        return Answer(tuple(synchronous.best_cuts(problem, cuts)), proved)
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
         table = problem.table
@@ -58,10 +60,13 @@ class Contiguous:
         return min(cuts, key=lambda found: found[1]) if cuts else None
 
 
-def best_cut(times: TimedChain, table: StageTable, constraints: Constraints) -> tuple[Cuts, int] | None:
+def best_cut(
+    times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline | None = None
+) -> tuple[Cuts, int] | None:
     """The boundaries of the shortest period that fits, and that period in ticks; None where none fits.
 
-    Times and costs of all layers in O(P L^2) for each of about a dozen decisions, for P stages and L layers.
+    Times and costs of all layers in O(P L^2) for each of about a dozen decisions, for P stages and L layers. It
+    needs no time limit, but where somebody stops ``deadline`` the best cut so far is the answer.
     """
     search = _Search(times, table, constraints)
     relaxed = int(times.compute[-1] + times.round_trip.sum())  # at this period every stage has one in flight
@@ -71,7 +76,7 @@ def best_cut(times: TimedChain, table: StageTable, constraints: Constraints) -> 
     period = search.snap(cuts)
     bound = lower_bound_ticks(times, constraints.max_stages)
     bisecting = 8
-    while bound < period:
+    while bound < period and not (deadline is not None and deadline.stopped):
         # Halve while that is worth much; then ask for anything better at all, which proves the answer.
         probe = (bound + period) // 2 if bisecting > 0 else period - 1
         bisecting = bisecting - 1 if bisecting > 0 else 4
