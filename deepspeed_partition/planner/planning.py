@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import check_boundaries
 from deepspeed_partition.planner.clock import Clock, TimedChain
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
@@ -45,6 +46,7 @@ def make_plan(
     num_stages: int | None = None,
     every_stage_trains: bool = False,
     time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """Decide where and when every layer runs.
 
@@ -57,6 +59,7 @@ def make_plan(
         num_stages: exactly so many stages; left out, at most one per device.
         every_stage_trains: no stage without trainable parameters.
         time_limit_seconds: for searches that prove nothing; exact ones need none.
+        deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
     Raises:
         InfeasibleError: no plan fits in memory; it says what is missing and what would do.
@@ -64,7 +67,9 @@ def make_plan(
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
-    problem = _problem(chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds)
+    problem = _problem(
+        chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds, deadline
+    )
     plan = _solve(problem, solver)
     return replace(plan, planning_seconds=time.perf_counter() - started)
 
@@ -127,6 +132,7 @@ def _problem(
     num_stages: int | None,
     every_stage_trains: bool,
     time_limit_seconds: float | None,
+    deadline: Deadline | None,
 ) -> Problem:
     if chain.num_layers > MOST_LAYERS:
         raise ValueError(
@@ -163,7 +169,7 @@ def _problem(
         times=TimedChain(chain, platform),
         table=StageTable(chain, platform),
         num_micro_batches=num_micro_batches,
-        time_limit_seconds=time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS,
+        deadline=Deadline(time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS, within=deadline),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Chain, Platform
 
@@ -48,7 +49,8 @@ class Problem:
     table: StageTable
     num_micro_batches: int | None = None
     """Of one synchronous step; None: the pipeline never drains."""
-    time_limit_seconds: float = 60.0
+    deadline: Deadline = field(default_factory=Deadline)
+    """Of searches that prove nothing, which then return the best they have."""
 
     def depth(self, from_end: int) -> int:
         """Micro-batches that the ``from_end``-th stage from the end must be able to hold at the least.

@@ -7,7 +7,6 @@ by one layer while the simulated step gets shorter does the rest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +19,6 @@ from deepspeed_partition.planner.step import blocking_step
 
 def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     """Cuts that fit at DeepSpeed's depth, the shortest step first; ``steady`` is among the candidates."""
-    deadline = time.monotonic() + problem.time_limit_seconds
     table, times = problem.table, problem.times
     transfers = times.one_way[:, None] + times.one_way[None, :]
     loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
@@ -33,7 +31,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
         starts.append(steady)
     known: dict[Cuts, float] = {}
     for cuts in starts:
-        _descend(problem, cuts, known, deadline)
+        _descend(problem, cuts, known)
     if not known:
         return []
     # The estimate is exact but for steps whose rhythm needs long to settle: let the full steps decide.
@@ -46,7 +44,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     return [*sorted(finalists, key=lambda cuts: (full[cuts], len(cuts))), *others]
 
 
-def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float], deadline: float) -> None:
+def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float]) -> None:
     """Move one boundary by one layer as long as that shortens the step."""
     if cuts not in known:
         known[cuts] = _step_estimate(problem, cuts)
@@ -54,7 +52,7 @@ def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float], deadline: f
     while improved:
         improved = False
         for neighbour in _neighbours(problem, cuts):
-            if neighbour in known or time.monotonic() > deadline:
+            if neighbour in known or problem.deadline.passed():
                 continue
             known[neighbour] = _step_estimate(problem, neighbour)
             if known[neighbour] < known[cuts]:
