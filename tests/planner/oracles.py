@@ -125,3 +125,72 @@ def _overlap(road: list[tuple[int, int]], starts: list[int], period: int) -> boo
                 return True
             busy[resource].add(moment % period)
     return False
+
+
+Placed = tuple[tuple[int, ...], tuple[int, ...]]
+"""Boundaries, and the device of each stage."""
+
+
+def all_placements(num_layers: int, num_devices: int) -> Iterator[Placed]:
+    """Every allocation whose neighbouring stages are on different devices; devices numbered as they come."""
+
+    def devices(count: int) -> Iterator[tuple[int, ...]]:
+        if count == 0:
+            yield ()
+            return
+        for earlier in devices(count - 1):
+            for device in range(min(num_devices, max(earlier, default=-1) + 2)):
+                if not earlier or earlier[-1] != device:
+                    yield (*earlier, device)
+
+    for cuts in all_cuts(num_layers, num_layers):
+        for assigned in devices(len(cuts) - 1):
+            yield cuts, assigned
+
+
+def num_shared(placed: Placed) -> int:
+    """Devices with several stages."""
+    return sum(1 for device in set(placed[1]) if placed[1].count(device) > 1)
+
+
+def estimated_period(chain: Chain, platform: Platform, placed: Placed, estimate: str) -> Fraction | None:
+    """The least period at which no resource is overloaded and an estimate of each device's memory has room.
+
+    ``"peak"``: for some stage i of the device, i has g_i micro-batches in flight, stages before it at least g_i,
+    and any other at least g - 1. ``"safe"``: every stage has g.
+    """
+    cuts, devices = placed
+    every, crossing = loads(chain, platform, cuts), list(pairwise(devices))
+    busy: dict[object, Fraction] = {}
+    for index, load in enumerate(every):
+        place: object = frozenset(crossing[index // 2]) if index % 2 else devices[index // 2]
+        busy[place] = busy.get(place, Fraction(0)) + load
+    sums = {sum(every[i:j], Fraction(0)) for i in range(len(every)) for j in range(i + 1, len(every) + 1)}
+    least = max(busy.values())
+    for period in sorted(total for total in sums | {least} if total >= least):
+        if all(
+            _estimated_bytes(chain, platform, placed, device, groups(every, period), estimate)
+            <= platform.memory_bytes
+            for device in set(devices)
+        ):
+            return period
+    return None
+
+
+def _estimated_bytes(
+    chain: Chain, platform: Platform, placed: Placed, device: int, group: Sequence[int], estimate: str
+) -> Fraction:
+    cuts, devices = placed
+    mine = [stage for stage in range(len(devices)) if devices[stage] == device]
+    layers = {stage: chain.layers[cuts[stage] : cuts[stage + 1]] for stage in mine}
+    stash = {stage: sum(layer.stash_bytes for layer in layers[stage]) for stage in mine}
+    transient = {stage: max(layer.transient_bytes for layer in layers[stage]) for stage in mine}
+    constant = sum(memory(chain, platform, cuts[stage], cuts[stage + 1], 0) - transient[stage] for stage in mine)
+    if estimate == "safe":
+        return constant + sum(group[stage] * stash[stage] for stage in mine) + max(transient.values())
+
+    def at_forward(i: int) -> int:
+        fewest = {j: max(group[j] - 1, group[i]) if j <= i else group[j] - 1 for j in mine}
+        return sum(fewest[j] * stash[j] for j in mine) + transient[i]
+
+    return constant + max(at_forward(i) for i in mine)
