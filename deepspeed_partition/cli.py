@@ -24,6 +24,7 @@ from click.shell_completion import CompletionItem
 import deepspeed_partition
 from deepspeed_partition.planner import draw, units
 from deepspeed_partition.planner.comparison import COMPARED, compare
+from deepspeed_partition.planner.data_parallel import AUTO
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
 from deepspeed_partition.planner.plan import Plan
@@ -76,10 +77,20 @@ def complete_algorithm(ctx: click.Context, param: click.Parameter, incomplete: s
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
+def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == AUTO:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
+
+
 def problem_options(command: Command) -> Command:
     """The platform, the step and the time: what ``plan`` and ``compare`` ask."""
     for option in reversed((
-        click.option("--devices", type=click.IntRange(min=1), required=True, help="Devices of the pipeline."),
+        click.option("--devices", type=click.IntRange(min=1), required=True,
+                     help="Of the pipeline, or of all data-parallel pipelines together."),
         click.option("--memory", metavar="SIZE", callback=SIZE, required=True,
                      help="Of each device, such as 16GB or 16GiB."),
         click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
@@ -90,6 +101,8 @@ def problem_options(command: Command) -> Command:
                      help="Times the parameters: what training keeps of them."),
         click.option("--micro-batches", type=click.IntRange(min=1),
                      help="Of one synchronous step, after which the pipeline drains."),
+        click.option("--data-parallel", metavar="D|auto", callback=data_parallel_degree,
+                     help="Pipelines that share the devices and a step's micro-batches; auto: the best number."),
         click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
                      help="For searches that prove nothing."),
     )):  # fmt: skip
@@ -174,6 +187,7 @@ def plan(
     chain: str,
     algorithm: str,
     micro_batches: int | None,
+    data_parallel: int | str | None,
     time_limit: float,
     output: str | None,
     as_json: bool,
@@ -192,6 +206,7 @@ def plan(
             _platform(**platform),
             algorithm,
             num_micro_batches=micro_batches,
+            data_parallel=data_parallel,
             time_limit_seconds=time_limit,
             deadline=deadline,
         )
@@ -211,7 +226,13 @@ def plan(
 )
 @json_flag("the table")
 def compare_command(
-    chain: str, more: tuple[str, ...], micro_batches: int | None, time_limit: float, as_json: bool, **platform: Any
+    chain: str,
+    more: tuple[str, ...],
+    micro_batches: int | None,
+    data_parallel: int | str | None,
+    time_limit: float,
+    as_json: bool,
+    **platform: Any,
 ) -> None:
     """Every algorithm on CHAIN, side by side.
 
@@ -225,6 +246,7 @@ def compare_command(
             _platform(**platform),
             (*COMPARED, *more),
             num_micro_batches=micro_batches,
+            data_parallel=data_parallel,
             time_limit_seconds=time_limit,
             deadline=deadline,
         )
@@ -233,6 +255,7 @@ def compare_command(
     else:
         width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
         click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
+        click.echo(draw.replicated_line(comparison), nl=False)
     if not comparison.fitting:
         raise comparison.nothing_fits()
 

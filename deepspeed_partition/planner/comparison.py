@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_partition.planner.data_parallel import bytes_sent, bytes_sent_without_pipeline, seconds_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan, problem_of, solver_of
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.replicated import Level, ReplicatedPipeline, pipedream_replicated
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
@@ -32,10 +34,7 @@ class Contender:
     def seconds(self) -> float:
         """What counts: the period, or the step where one was asked for, in DeepSpeed's engine if it can run it."""
         assert self.plan is not None
-        if self.plan.step is None:
-            return self.plan.period_seconds
-        blocking = self.plan.step.blocking_step_seconds
-        return self.plan.step.step_seconds if blocking is None else blocking
+        return seconds_of(self.plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +46,23 @@ class Comparison:
     contenders: tuple[Contender, ...]
     lower_bound_seconds: float
     """No schedule of any allocation has a shorter period."""
+    replicated: ReplicatedPipeline
+    """What PipeDream makes of the problem where it may replicate stages."""
 
     @property
     def fitting(self) -> list[Contender]:
         return [contender for contender in self.contenders if contender.plan is not None]
+
+    def bytes_sent(self, contender: Contender) -> float:
+        """Over all links in one step, or without a step for one micro-batch."""
+        assert contender.plan is not None
+        return bytes_sent(contender.plan, self.chain)
+
+    def bytes_sent_without_pipeline(self, contender: Contender) -> float:
+        """The same in plain data parallelism on all devices."""
+        assert contender.plan is not None
+        num_devices, per_step = self.platform.num_devices, contender.plan.step is not None
+        return bytes_sent_without_pipeline(self.chain, num_devices, per_step=per_step)
 
     def ratio_to_best(self, contender: Contender) -> float:
         """How many times as long as the best of them: 1 for that one."""
@@ -82,6 +94,14 @@ class Comparison:
             },
             "platform": self.platform.to_dict(),
             "lower_bound_seconds": self.lower_bound_seconds,
+            "pipedream_replicated": {
+                "period_seconds": self.replicated.period_seconds,
+                "bytes_sent": self.replicated.bytes_per_micro_batch,
+                "stages": [
+                    {"layers": list(stage.layers), "replicas": stage.num_replicas}
+                    for stage in self.replicated.stages
+                ],
+            },
             "algorithms": [self._row(contender) for contender in self.contenders],
         }  # fmt: skip
 
@@ -99,13 +119,17 @@ class Comparison:
             "devices": [stage.device for stage in plan.stages],
             "period_seconds": plan.period_seconds,
             "ratio_to_best": self.ratio_to_best(contender),
-            "gap": plan.period_seconds / self.lower_bound_seconds - 1,
+            "gap": plan.gap,
             "proved": plan.proved,
+            "bytes_sent": self.bytes_sent(contender),
+            "bytes_sent_by_data_parallelism": self.bytes_sent_without_pipeline(contender),
             "peak_memory_bytes": list(plan.peak_memory_bytes),
             "planning_seconds": plan.planning_seconds,
         }
         if plan.proved_class is not None:
             row["proved_class"] = plan.proved_class
+        if plan.data_parallel is not None:
+            row["data_parallel"] = plan.data_parallel
         if plan.step is not None:
             row["num_micro_batches"] = plan.step.num_micro_batches
             row["step_seconds"] = plan.step.step_seconds
@@ -119,6 +143,7 @@ def compare(
     algorithms: Sequence[str] = COMPARED,
     *,
     num_micro_batches: int | None = None,
+    data_parallel: int | str | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Comparison:
@@ -145,6 +170,7 @@ def compare(
                 platform,
                 name,
                 num_micro_batches=num_micro_batches,
+                data_parallel=data_parallel,
                 time_limit_seconds=time_limit_seconds,
                 deadline=deadline,
             )
@@ -158,5 +184,8 @@ def compare(
         chain=chain,
         platform=platform,
         contenders=tuple(contenders),
+        replicated=pipedream_replicated(
+            chain, [Level(num_workers=platform.num_devices, bandwidth=platform.bandwidth)]
+        ),
         lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
     )

@@ -50,6 +50,12 @@ def promises(plan: Plan) -> Iterator[str]:
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
             f"{format_seconds(plan.step.step_seconds)} if transfers overlap"
         )
+    if plan.data_parallel is not None:
+        longest = format_seconds(max(plan.allreduce_seconds))
+        yield (
+            f"data parallel: {plan.data_parallel} such pipelines, all-reduce of a stage {longest} at most"
+            + ("" if plan.step is None else ", included in the step")
+        )
 
 
 def stage_table(plan: Plan) -> Table:
@@ -82,7 +88,8 @@ def comparison_table(comparison: Comparison) -> Table:
     chain, platform = comparison.chain, comparison.platform
     title = (
         f"{printable(chain.name)}: {chain.num_layers} layers on {platform.num_devices} devices of "
-        f"{format_bytes(platform.memory_bytes)}, lower bound {format_seconds(comparison.lower_bound_seconds)}"
+        f"{format_bytes(platform.memory_bytes)}, lower bound {format_seconds(comparison.lower_bound_seconds)}; "
+        "sent: in all, and as part of what plain data parallelism would send"
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("algorithm", overflow="fold", min_width=len("pipedream-blind"))
@@ -91,24 +98,43 @@ def comparison_table(comparison: Comparison) -> Table:
         table.add_column(
             name, justify="right", no_wrap=True, min_width=len("1.234 s") if name == "step" else len(name)
         )
+    table.add_column("sent", justify="right", no_wrap=True, min_width=len("123.4 MB (100%)"))
     table.add_column("peak memory", overflow="fold", min_width=12)
     table.add_column("cut", overflow="fold", min_width=8)
     for contender in comparison.contenders:
         name, plan = printable(contender.algorithm), contender.plan
         if plan is None:
-            table.add_row(name, *["-"] * (5 if steps else 4), *_refusal(contender))
+            table.add_row(name, *["-"] * (6 if steps else 5), *_refusal(contender))
             continue
         table.add_row(
             name,
             format_seconds(plan.period_seconds),
             *([format_seconds(contender.seconds)] if steps else []),
             f"{comparison.ratio_to_best(contender):.3f}",
-            f"{plan.period_seconds / comparison.lower_bound_seconds - 1:.1%}",
+            f"{plan.gap:.1%}",
             "yes" if plan.proved else "no",
+            _sent(comparison, contender),
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
             cut(plan),
         )
     return table
+
+
+def replicated_line(comparison: Comparison) -> str:
+    """What PipeDream's own partitioner would do, which is no plan: its stages are replicated."""
+    pipeline = comparison.replicated
+    stages = " ".join(f"{stage.layers[0]}..{stage.layers[1]}x{stage.num_replicas}" for stage in pipeline.stages)
+    return (
+        f"pipedream-replicated, by its own count and without a memory test: period "
+        f"{format_seconds(pipeline.period_seconds)}, sends {format_bytes(round(pipeline.bytes_per_micro_batch))} "
+        f"per micro-batch, layers x replicas {stages}\n"
+    )
+
+
+def _sent(comparison: Comparison, contender: Contender) -> str:
+    """Bytes per step, or per micro-batch, and their share of what plain data parallelism sends."""
+    sent, plain = comparison.bytes_sent(contender), comparison.bytes_sent_without_pipeline(contender)
+    return format_bytes(round(sent)) + (f" ({sent / plain:.0%})" if plain else "")
 
 
 def _refusal(contender: Contender) -> tuple[str, str]:

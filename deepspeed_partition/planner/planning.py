@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import check_boundaries
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.data_parallel import Split, seconds_of, splits_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
@@ -32,7 +33,7 @@ from deepspeed_partition.planner.solvers.problem import (
     bytes_needed,
 )
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
-from deepspeed_partition.planner.step import blocking_step, one_f_one_b_order, overlapping_step
+from deepspeed_partition.planner.step import one_f_one_b_order, overlapping_step
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 ALGORITHMS = (
@@ -53,6 +54,7 @@ def make_plan(
     num_micro_batches: int | None = None,
     num_stages: int | None = None,
     every_stage_trains: bool = False,
+    data_parallel: int | str | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Plan:
@@ -66,6 +68,9 @@ def make_plan(
             ``step``, and its memory is that of the step at DeepSpeed's depth.
         num_stages: exactly so many stages; left out, at most one per device.
         every_stage_trains: no stage without trainable parameters.
+        data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
+            ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
+            step includes the all-reduce of the gradients.
         time_limit_seconds: for searches that prove nothing; exact ones need none.
         deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
@@ -75,11 +80,26 @@ def make_plan(
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
-    problem = problem_of(
-        chain, platform, num_micro_batches, num_stages, every_stage_trains, time_limit_seconds, deadline
-    )
-    plan = _solve(problem, solver)
-    return replace(plan, planning_seconds=time.perf_counter() - started)
+    if data_parallel is None:
+        splits = [Split(None, platform, num_micro_batches)]
+    else:
+        splits = splits_of(platform, num_micro_batches, data_parallel)
+    limit = (time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS) / len(splits)
+    plans: list[Plan] = []
+    refusals: list[InfeasibleError | ValueError] = []
+    for split in splits:
+        try:
+            problem = problem_of(
+                chain, split.platform, split.num_micro_batches, num_stages, every_stage_trains, limit, deadline
+            )
+            plan = _solve(replace(problem, num_pipelines=split.num_pipelines), solver)
+        except (InfeasibleError, ValueError) as refusal:
+            refusals.append(refusal)
+        else:
+            plans.append(plan)
+    if not plans:
+        raise next((refusal for refusal in refusals if isinstance(refusal, InfeasibleError)), refusals[0])
+    return replace(min(plans, key=seconds_of), planning_seconds=time.perf_counter() - started)
 
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
@@ -249,6 +269,8 @@ def _assemble(problem: Problem, solver: Solver, answer: Answer, found: Cuts | Pa
         memory=tuple(memory),
         peak_memory_bytes=tuple(use.total for use in memory),
         step=step,
+        data_parallel=problem.num_pipelines,
+        allreduce_seconds=tuple(problem.allreduce_seconds(placement.cuts)) if problem.num_pipelines else (),
     )
     replayed = replay(plan, problem.chain)
     counted = isinstance(found, Pattern) or step is not None or platform.comm_buffers < buffer_slots(platform)
@@ -284,11 +306,13 @@ def _step_plan(problem: Problem, cuts: Cuts, num_micro_batches: int) -> StepPlan
         for stage in range(num_stages)
     )
     slots = max(1, problem.platform.comm_buffers // 2)
-    seconds = problem.times.clock.seconds
+    clock = problem.times.clock
+    allreduce = [clock.ticks(seconds) for seconds in problem.allreduce_seconds(cuts)]
+    step = overlapping_step(problem.times, cuts, range(num_stages), order, slots, allreduce)
     return StepPlan(
         num_micro_batches=num_micro_batches,
-        step_seconds=seconds(overlapping_step(problem.times, cuts, range(num_stages), order, slots)),
-        blocking_step_seconds=seconds(blocking_step(problem.times, cuts, num_micro_batches)),
+        step_seconds=clock.seconds(step),
+        blocking_step_seconds=clock.seconds(problem.blocking_step(cuts, num_micro_batches)),
         order=order + idle,
     )
 

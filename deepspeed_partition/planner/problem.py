@@ -312,6 +312,15 @@ class Platform:
             )
         return seconds
 
+    def allreduce_seconds(self, num_bytes: int, num_copies: int) -> float:
+        """The sum of ``num_copies`` devices' gradients on each of them, by a ring.
+
+        Each of 2 (D - 1) rounds sends a D-th of the bytes over every link of the ring.
+        """
+        if num_copies == 1:
+            return 0.0
+        return 2 * (num_copies - 1) * self.transfer_seconds(-(-num_bytes // num_copies))
+
     def weights_bytes(self, num_bytes: int) -> int:
         """What the parameters of one device take: ``weight_copies`` times, rounded up to a byte."""
         # As a fraction of its decimal digits: 1.1 * 10 is 11, not 11.000000000000002.

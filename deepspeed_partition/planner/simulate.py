@@ -60,6 +60,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     placed = {operation.operation: operation for operation in plan.operations}
     violations += _dependency_violations(plan, placed)
     violations += _overlap_violations(plan)
+    violations += _allreduce_violations(plan, costs)
     pattern = _unrolled_pattern(plan, chain, placed)
     in_flight, peaks = _peaks(plan, chain, costs, pattern)
     violations += _memory_violations(plan, peaks, "pattern")
@@ -68,7 +69,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
         step = _run_step(plan, chain, costs)
         if isinstance(step, str):
             return Replay((*violations, step), in_flight, tuple(each[0] for each in peaks))
-        step_seconds = Clock.of(chain, plan.platform).seconds(max(end for _, end in step.operations.values()))
+        step_seconds = Clock.of(chain, plan.platform).seconds(_step_ticks(plan, chain, step))
         if abs(step_seconds - plan.step.step_seconds) > TOLERANCE * step_seconds:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
@@ -134,6 +135,16 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> 
             yield f"F0 has shift {operation.shift}, not 0"
     for name in expected.keys() - seen:
         yield f"{name} is missing from the pattern"
+
+
+def _allreduce_violations(plan: Plan, costs: list[_StageCost]) -> Iterator[str]:
+    """A ring among the pipelines: each of 2 (D - 1) rounds sends a D-th of the stage's weights."""
+    degree = plan.data_parallel or 1
+    for index, (cost, planned) in enumerate(zip(costs, plan.allreduce_seconds, strict=False)):
+        share = math.ceil(Fraction(cost.weight_bytes, degree))
+        seconds = sum(plan.platform.transfer_seconds(share) for _ in range(2 * (degree - 1)))
+        if abs(planned - seconds) > TOLERANCE * max(seconds, plan.period_seconds):
+            yield f"the all-reduce of stage {index} takes {seconds:.9g} s and the plan says {planned:.9g} s"
 
 
 def _begin(plan: Plan, operation: PlacedOperation) -> float:
@@ -370,6 +381,16 @@ def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[_Pe
         gap = plan.period_seconds / plan.lower_bound_seconds - 1 if plan.lower_bound_seconds else math.inf
         if not abs(gap - plan.gap) <= 1e-3:
             yield f"the gap to the lower bound is {gap:.4f} and the plan says {plan.gap:.4f}"
+
+
+def _step_ticks(plan: Plan, chain: Chain, step: _Timeline) -> int:
+    """When the last stage to do so has ended its last backward and the all-reduce after it."""
+    ticks = Clock.of(chain, plan.platform).ticks
+    tails = plan.allreduce_seconds or [0.0] * len(plan.stages)
+    ends: dict[str, int] = defaultdict(int)
+    for (name, _), (_, end) in step.operations.items():
+        ends[name] = max(ends[name], end)
+    return max(ends[f"B{index}"] + ticks(tail) for index, tail in enumerate(tails))
 
 
 def _run_step(plan: Plan, chain: Chain, costs: list[_StageCost]) -> _Timeline | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.step import blocking_step
 
 if TYPE_CHECKING:
     from deepspeed_partition.planner.solvers.road import Pattern, Placement
@@ -54,6 +55,21 @@ class Problem:
     """Of one synchronous step; None: the pipeline never drains."""
     deadline: Deadline = field(default_factory=Deadline)
     """Of searches that prove nothing, which then return the best they have."""
+    num_pipelines: int | None = None
+    """Among which gradients are all-reduced; None where that is not planned."""
+
+    def allreduce_seconds(self, cuts: Cuts) -> list[float]:
+        """Of each stage."""
+        prefix = [0, *accumulate(layer.weight_bytes for layer in self.chain.layers)]
+        return [
+            self.platform.allreduce_seconds(prefix[stop] - prefix[start], self.num_pipelines or 1)
+            for start, stop in pairwise(cuts)
+        ]
+
+    def blocking_step(self, cuts: Cuts, num_micro_batches: int) -> int:
+        """Ticks of a step in DeepSpeed's engine, all-reduces included."""
+        allreduce = [self.times.clock.ticks(seconds) for seconds in self.allreduce_seconds(cuts)]
+        return blocking_step(self.times, cuts, num_micro_batches, allreduce)
 
     @property
     def longest_period(self) -> int:

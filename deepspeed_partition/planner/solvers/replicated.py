@@ -104,11 +104,6 @@ def pipedream_replicated(chain: Chain, levels: Sequence[Level]) -> ReplicatedPip
     )
 
 
-def data_parallel_bytes(chain: Chain, num_devices: int) -> float:
-    """Bytes per micro-batch, over all links, of plain data parallelism: a ring all-reduce of all weights."""
-    return 2 * (num_devices - 1) / num_devices * sum(layer.weight_bytes for layer in chain.layers)
-
-
 class _Table:
     """A(i, j, m) of one level, for i below ``num_rows``, with the choices that lead there."""
 

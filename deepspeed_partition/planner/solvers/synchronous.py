@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem, fits
-from deepspeed_partition.planner.step import blocking_step
 
 
 def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
@@ -39,7 +38,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     if fits(problem, steady) and steady not in finalists:
         finalists.append(steady)
     assert problem.num_micro_batches is not None
-    full = {cuts: blocking_step(times, cuts, problem.num_micro_batches) for cuts in finalists}
+    full = {cuts: problem.blocking_step(cuts, problem.num_micro_batches) for cuts in finalists}
     others = sorted(known.keys() - full.keys(), key=lambda cuts: (known[cuts], len(cuts), cuts))
     return [*sorted(finalists, key=lambda cuts: (full[cuts], len(cuts))), *others]
 
@@ -75,7 +74,7 @@ def _step_estimate(problem: Problem, cuts: Cuts) -> float:
     num_stages = len(cuts) - 1
     settled = 4 * num_stages + 8
     if num_micro_batches <= settled + num_stages:
-        return blocking_step(problem.times, cuts, num_micro_batches)
-    shorter = blocking_step(problem.times, cuts, settled)
-    longer = blocking_step(problem.times, cuts, settled + num_stages)
+        return problem.blocking_step(cuts, num_micro_batches)
+    shorter = problem.blocking_step(cuts, settled)
+    longer = problem.blocking_step(cuts, settled + num_stages)
     return longer + (longer - shorter) / num_stages * (num_micro_batches - settled - num_stages)
