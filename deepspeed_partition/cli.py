@@ -1,4 +1,4 @@
-"""The command line: ``madpipe profile``, ``plan``, ``compare``, ``check``, ``show``, ``convert``.
+"""The command line: ``madpipe profile``, ``plan``, ``frontier``, ``compare``, ``check``, ``show``, ``convert``.
 
 Exit status: 0 done; 1 the check failed; 2 bad usage or bad input, one sentence; 3 no plan fits in memory; 130
 interrupted before there was a plan.
@@ -27,9 +27,10 @@ from deepspeed_partition.planner.comparison import COMPARED, compare
 from deepspeed_partition.planner.data_parallel import AUTO
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
+from deepspeed_partition.planner.frontier import frontier
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import ALGORITHMS, make_plan
-from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.simulate import replay
 
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -86,28 +87,38 @@ def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str 
         raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
 
 
-def problem_options(command: Command) -> Command:
-    """The platform, the step and the time: what ``plan`` and ``compare`` ask."""
-    for option in reversed((
-        click.option("--devices", type=click.IntRange(min=1), required=True,
-                     help="Of the pipeline, or of all data-parallel pipelines together."),
-        click.option("--memory", metavar="SIZE", callback=SIZE, required=True,
-                     help="Of each device, such as 16GB or 16GiB."),
-        click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
-                     help="Between two devices, such as 12GB/s."),
-        click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
-                     help="Of a transfer, such as 10us."),
-        click.option("--weight-copies", type=float, default=3, show_default=True,
-                     help="Times the parameters: what training keeps of them."),
-        click.option("--micro-batches", type=click.IntRange(min=1),
-                     help="Of one synchronous step, after which the pipeline drains."),
-        click.option("--data-parallel", metavar="D|auto", callback=data_parallel_degree,
-                     help="Pipelines that share the devices and a step's micro-batches; auto: the best number."),
-        click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
-                     help="For searches that prove nothing."),
-    )):  # fmt: skip
-        command = option(command)
-    return command
+def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command]:
+    """The platform, the step and the time."""
+
+    def add(command: Command) -> Command:
+        for option in reversed((
+            click.option("--devices", type=click.IntRange(min=1), required=True,
+                         help="Of the pipeline, or of all data-parallel pipelines together."),
+            click.option("--memory", metavar="SIZE", callback=SIZE, required=memory_is_required,
+                         help="Of each device, such as 16GB or 16GiB."),
+            click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
+                         help="Between two devices, such as 12GB/s."),
+            click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
+                         help="Of a transfer, such as 10us."),
+            click.option("--weight-copies", type=float, default=3, show_default=True,
+                         help="Times the parameters: what training keeps of them."),
+            click.option("--micro-batches", type=click.IntRange(min=1),
+                         help="Of one synchronous step, after which the pipeline drains."),
+            click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
+                         help="For searches that prove nothing."),
+        )):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+data_parallel_option = click.option(
+    "--data-parallel",
+    metavar="D|auto",
+    callback=data_parallel_degree,
+    help="Pipelines that share the devices and a step's micro-batches; auto: the best number.",
+)
 
 
 class Commands(click.Group):
@@ -172,7 +183,8 @@ def profile(
 
 @cli.command()
 @input_file("chain")
-@problem_options
+@platform_options(memory_is_required=True)
+@data_parallel_option
 @click.option(
     "--algorithm",
     metavar="NAME",
@@ -215,7 +227,8 @@ def plan(
 
 @cli.command(name="compare")
 @input_file("chain")
-@problem_options
+@platform_options(memory_is_required=True)
+@data_parallel_option
 @click.option(
     "--algorithm",
     "more",
@@ -258,6 +271,48 @@ def compare_command(
         click.echo(draw.replicated_line(comparison), nl=False)
     if not comparison.fitting:
         raise comparison.nothing_fits()
+
+
+@cli.command(name="frontier")
+@input_file("chain")
+@platform_options(memory_is_required=False)
+@click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="madpipe",
+    show_default=True,
+    shell_complete=complete_algorithm,
+    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
+)
+@json_flag("the plans")
+def frontier_command(
+    chain: str,
+    algorithm: str,
+    micro_batches: int | None,
+    time_limit: float,
+    memory: int | None,
+    as_json: bool,
+    **platform: Any,
+) -> None:
+    """The trade-off of time against memory per device for CHAIN.
+
+    From the fastest plan down to the smallest memory that any plan fits into, in steps of 2 % of the memory. Less
+    memory is always possible at the price of time; nothing is faster in the memory that a row shows, if proved.
+    """
+    layers = Chain.load(chain)
+    with _ended_by_interrupt() as deadline:
+        found = frontier(
+            layers,
+            _platform(memory=memory or LARGEST_MEMORY_BYTES, **platform),
+            algorithm,
+            num_micro_batches=micro_batches,
+            time_limit_seconds=time_limit,
+            deadline=deadline,
+        )
+    if as_json:
+        _print_json(found.to_dict())
+        return
+    click.echo(draw.as_text([draw.frontier_table(found)], _width()) + draw.frontier_words(found), nl=False)
 
 
 @cli.command()

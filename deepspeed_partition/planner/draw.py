@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed_partition.planner.comparison import Comparison, Contender
+from deepspeed_partition.planner.data_parallel import seconds_of
+from deepspeed_partition.planner.frontier import Frontier
 from deepspeed_partition.planner.plan import Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
@@ -129,6 +131,39 @@ def replicated_line(comparison: Comparison) -> str:
         f"{format_seconds(pipeline.period_seconds)}, sends {format_bytes(round(pipeline.bytes_per_micro_batch))} "
         f"per micro-batch, layers x replicas {stages}\n"
     )
+
+
+def frontier_table(frontier: Frontier) -> Table:
+    """A row for each plan, the fastest first."""
+    first = frontier.plans[0]
+    platform = first.platform
+    title = f"{printable(first.chain.name)}: {first.chain.num_layers} layers on {platform.num_devices} devices"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("memory per device", "saved", "step" if first.step is not None else "period", "slower", "proved"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("123.4 MB")))
+    table.add_column("cut", overflow="fold", min_width=8)
+    most = frontier.memory_bytes(first)
+    for plan in frontier.plans:
+        memory = frontier.memory_bytes(plan)
+        table.add_row(
+            format_bytes(memory),
+            format_bytes(most - memory),
+            format_seconds(seconds_of(plan)),
+            f"{frontier.slowdown(plan):.1%}",
+            "yes" if plan.proved else "no",
+            cut(plan),
+        )
+    return table
+
+
+def frontier_words(frontier: Frontier) -> str:
+    """What the table says in a sentence or two."""
+    bargain, first = frontier.bargain(), frontier.plans[0]
+    saved = "Nothing is saved for a few per cent of time."
+    if bargain is not None:
+        saved_bytes = format_bytes(frontier.memory_bytes(first) - frontier.memory_bytes(bargain))
+        saved = f"{frontier.slowdown(bargain):.1%} slower saves {saved_bytes} per device."
+    return saved + ("" if frontier.complete else " The time was up: less memory may do, too.") + "\n"
 
 
 def _sent(comparison: Comparison, contender: Contender) -> str:
