@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from click.shell_completion import BashComplete
 
 from deepspeed_partition import Chain, Plan, Platform, cli, make_plan, replay
-from deepspeed_partition.planner import comparison
+from deepspeed_partition.planner import comparison, draw
 from tests.planner.instances import chain as chain_of
 from tests.planner.test_files import CHAIN, changed
 from tests.planner.test_graphs import GRAPH
@@ -117,6 +118,13 @@ def test_a_flaw_of_the_problem_is_no_row(chain, capsys, options, message):
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_a_cut_is_written_as_algorithm_takes_it_or_with_its_devices():
+    plan = make_plan(Chain.from_dict(CHAIN), Platform(num_devices=2, memory_bytes=500e6, bandwidth=12e9))
+    assert draw.cut(plan) == "0,1,2"
+    crossed = tuple(replace(stage, device=1 - stage.device) for stage in plan.stages)
+    assert draw.cut(replace(plan, stages=crossed)) == "0..1@1 1..2@0"
 
 
 # convert, and graphs wherever chains are read

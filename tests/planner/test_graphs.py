@@ -185,7 +185,11 @@ def encoder_decoder(depth: int) -> LayerGraph:
     return layered(edges)
 
 
-@pytest.mark.parametrize("graph", [nasnet(6), nasnet(2), nasnet(1), encoder_decoder(8)], ids=str)
+@pytest.mark.parametrize(
+    "graph",
+    [nasnet(6), nasnet(2), nasnet(1), encoder_decoder(8)],
+    ids=["six cells", "two cells", "one cell", "encoder and decoder"],
+)
 def test_networks_with_several_roads_stay_plannable(graph):
     chain = graph.to_chain()
     assert max(layer.compute_seconds for layer in chain.layers) < chain.compute_seconds / 4
