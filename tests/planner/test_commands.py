@@ -189,7 +189,7 @@ sys.exit(status)
 def interrupted(tmp_path, times: list[int], *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, with a real Ctrl-C whenever the search looks at its deadline for one of those times."""
     path = tmp_path / "long.json"
-    chain_of([1 + i % 7 for i in range(60)], [2] * 60, outputs=[i % 5 for i in range(60)]).save(path)
+    chain_of([1 + i % 7 for i in range(24)], [2] * 24, outputs=[i % 5 for i in range(24)]).save(path)
     code = INTERRUPTED.format(times=times, arguments=[arguments[0], str(path), *arguments[1:]])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
@@ -214,7 +214,7 @@ def test_the_first_interrupt_gives_the_best_so_far(tmp_path):
     plan = Plan.from_dict(json.loads(done.stdout))
     layers = Chain.load(tmp_path / "long.json")
     assert replay(plan, layers).violations == ()
-    finished = make_plan(layers, plan.platform, "contiguous", num_micro_batches=60)
+    finished = make_plan(layers, plan.platform, "contiguous", num_micro_batches=12)
     assert plan.blocking_step_seconds > finished.blocking_step_seconds, "the search was cut short"
 
 

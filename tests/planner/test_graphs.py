@@ -194,7 +194,7 @@ def test_networks_with_several_roads_stay_plannable(graph):
     chain = graph.to_chain()
     assert max(layer.compute_seconds for layer in chain.layers) < chain.compute_seconds / 4
     platform = Platform(num_devices=4, memory_bytes=10**9, bandwidth=1e9)
-    assert make_plan(chain, platform).period_seconds < 1.5 * chain.compute_seconds / 4
+    assert make_plan(chain, platform, "contiguous").period_seconds < 1.5 * chain.compute_seconds / 4
 
 
 def test_wide_and_long_graphs_end():
