@@ -9,8 +9,9 @@ from typing import Any
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import lower_bound_seconds, make_plan, problem_of, solver_of
+from deepspeed_partition.planner.planning import make_plan, problem_of, solver_of
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
@@ -44,16 +45,12 @@ class Comparison:
     chain: Chain
     platform: Platform
     contenders: tuple[Contender, ...]
+    lower_bound_seconds: float
+    """The highest that any of them knows; it holds for all."""
 
     @property
     def fitting(self) -> list[Contender]:
         return [contender for contender in self.contenders if contender.plan is not None]
-
-    @property
-    def lower_bound_seconds(self) -> float:
-        """The highest that any of them knows; it holds for all."""
-        known = [contender.plan.lower_bound_seconds for contender in self.contenders if contender.plan is not None]
-        return max(known, default=lower_bound_seconds(self.chain, self.platform))
 
     def ratio_to_best(self, contender: Contender) -> float:
         """How many times as long as the best of them: 1 for that one."""
@@ -138,7 +135,7 @@ def compare(
     for name in names:
         solver_of(name)
     # Flaws of the problem are raised here; what is refused below is an algorithm that does not suit it.
-    problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
+    problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
     contenders = []
     for name in names:
         smallest = None
@@ -157,4 +154,10 @@ def compare(
             contenders.append(Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest))
         else:
             contenders.append(Contender(algorithm=name, plan=plan))
-    return Comparison(chain=chain, platform=platform, contenders=tuple(contenders))
+    bounds = [each.plan.lower_bound_seconds for each in contenders if each.plan is not None]
+    return Comparison(
+        chain=chain,
+        platform=platform,
+        contenders=tuple(contenders),
+        lower_bound_seconds=max([problem.times.clock.seconds(lower_bound(problem)), *bounds]),
+    )

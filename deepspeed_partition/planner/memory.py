@@ -64,10 +64,14 @@ class StageTable:
         total_weights = (weights[None, :] - weights[:, None]).astype(object)
         scaled = -((-total_weights * copies.numerator) // copies.denominator)  # rounded up, exactly
         scaled = np.minimum(np.maximum(scaled, 0), 2**60).astype(np.int64)
-        self.fixed: NDArray[np.int64] = scaled + buffers[:, None] + buffers[None, :] + transient
+        self.buffers: NDArray[np.int64] = buffers[:, None] + buffers[None, :]
+        """[k, l]: bytes at both cuts of layers k to l; contained in ``fixed``."""
+        self.fixed: NDArray[np.int64] = scaled + self.buffers + transient
         """[k, l]: bytes that layers k to l need however many micro-batches are in flight."""
         self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None], 0)
         """[k, l]: bytes that each micro-batch in flight adds."""
+        self.transient: NDArray[np.int64] = transient
+        """[k, l]: bytes that layers k to l need only while they run; contained in ``fixed``."""
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
         """[k, l]: some parameter of layers k to l is trained."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import check_boundaries
-from deepspeed_partition.planner.clock import Clock, TimedChain
+from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
@@ -18,7 +18,9 @@ from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Pla
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.simulate import Replay, replay
 from deepspeed_partition.planner.solvers import baselines, one_f_one_b
+from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
+from deepspeed_partition.planner.solvers.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.mcap import MemoryBalanced
 from deepspeed_partition.planner.solvers.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.problem import (
@@ -29,6 +31,7 @@ from deepspeed_partition.planner.solvers.problem import (
     Solver,
     bytes_needed,
 )
+from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.step import blocking_step, one_f_one_b_order, overlapping_step
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
@@ -81,11 +84,12 @@ def make_plan(
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
     answer = solver.solve(problem)
-    if not answer.cuts:
+    if not answer.cuts and not answer.patterns:
         raise _infeasible(problem, solver)
     too_large: list[int] = []
-    for cuts in answer.cuts:
-        plan, replayed = _assemble(problem, solver, answer, cuts)
+    answers: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
+    for found in answers:
+        plan, replayed = _assemble(problem, solver, answer, found)
         over = max(use.total for use in replayed.memory)
         if over > problem.platform.memory_bytes:
             too_large.append(over)  # tensors that pile up before a slow link, which only the step shows
@@ -102,8 +106,10 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
     """
     if isinstance(algorithm, str):
         text = algorithm.strip()
-        if text in ("madpipe", "contiguous"):
-            return Contiguous(text)
+        if text == "madpipe":
+            return MadPipe()
+        if text == "contiguous":
+            return Contiguous()
         if text in ("pipedream", "pipedream-blind"):
             return PipeDream(text, tests_memory=text == "pipedream")
         if text == "mcap":
@@ -187,67 +193,78 @@ def problem_of(
     )
 
 
-def _assemble(problem: Problem, solver: Solver, answer: Answer, cuts: Cuts) -> tuple[Plan, Replay]:
-    """The plan of a contiguous cut that has room, and what its replay found."""
+def _assemble(problem: Problem, solver: Solver, answer: Answer, found: Cuts | Pattern) -> tuple[Plan, Replay]:
+    """The plan of a contiguous cut that has room, or of a pattern, and what its replay found."""
     times, platform = problem.times, problem.platform
-    loads = one_f_one_b.pseudo_stage_loads(times, cuts)
-    room = [int(problem.table.max_in_flight[stage]) for stage in pairwise(cuts)]
-    period = one_f_one_b.least_period(loads, room)
-    assert period is not None, "a solver returned a cut without room"
-    pattern = one_f_one_b.schedule(times, cuts, period)
-    in_flight = one_f_one_b.in_flight(loads, period)
     step = None
-    if problem.num_micro_batches is not None:
-        in_flight = [problem.depth(len(cuts) - 1 - stage) for stage in range(len(cuts) - 1)]
-        step = _step_plan(problem, cuts, problem.num_micro_batches)
-    idle = platform.num_devices - len(in_flight)
-    memory = [
-        stage_memory(problem.chain, platform, start, stop, count)
-        for (start, stop), count in zip(pairwise(cuts), in_flight, strict=True)
-    ] + [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * idle
-    bound = lower_bound_seconds(problem.chain, platform)
-    reached = pattern.period_seconds <= bound
+    memory = [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * platform.num_devices
+    if isinstance(found, Pattern):
+        placement, period = found.placement, found.period
+        pattern = found.schedule(times.clock)
+        in_flight = [1] * len(placement.devices)  # until the replay has counted
+    else:
+        placement = Placement.contiguous(found)
+        loads = one_f_one_b.pseudo_stage_loads(times, found)
+        room = [int(problem.table.max_in_flight[stage]) for stage in pairwise(found)]
+        least = one_f_one_b.least_period(loads, room)
+        assert least is not None, "a solver returned a cut without room"
+        period = least
+        pattern = one_f_one_b.schedule(times, found, period)
+        in_flight = one_f_one_b.in_flight(loads, period)
+        if problem.num_micro_batches is not None:
+            in_flight = [problem.depth(len(found) - 1 - stage) for stage in range(len(found) - 1)]
+            step = _step_plan(problem, found, problem.num_micro_batches)
+        memory[: len(in_flight)] = [
+            stage_memory(problem.chain, platform, start, stop, count)
+            for (start, stop), count in zip(pairwise(found), in_flight, strict=True)
+        ]
+    bound = lower_bound(problem)
+    bound_seconds = times.clock.seconds(bound)
+    reached = period <= math.ceil(bound)
     best = answer.best_period == period and platform.comm_buffers >= buffer_slots(platform)
     plan = Plan(
         chain=ChainReference.of(problem.chain),
         platform=platform,
         algorithm=solver.name,
         period_seconds=pattern.period_seconds,
-        lower_bound_seconds=bound,
-        gap=pattern.period_seconds / bound - 1,
+        lower_bound_seconds=bound_seconds,
+        gap=pattern.period_seconds / bound_seconds - 1,
         proved=reached or best,
-        proved_class="any allocation" if reached else "contiguous" if best else None,
+        proved_class="any allocation" if reached else answer.proved_class if best else None,
         stages=tuple(
             PlannedStage(
                 layers=(start, stop),
                 layer_names=tuple(layer.name for layer in problem.chain.layers[start:stop]),
                 device=device,
-                in_flight=in_flight[device],
+                in_flight=count,
                 num_trainable_parameters=sum(
                     layer.num_trainable_parameters or 0 for layer in problem.chain.layers[start:stop]
                 ),
             )
-            for device, (start, stop) in enumerate(pairwise(cuts))
+            for (start, stop), device, count in zip(
+                pairwise(placement.cuts), placement.devices, in_flight, strict=True
+            )
         ),
         operations=pattern.operations,
         memory=tuple(memory),
         peak_memory_bytes=tuple(use.total for use in memory),
         step=step,
     )
-    found = replay(plan, problem.chain)
-    if found.memory and (step is not None or platform.comm_buffers < buffer_slots(platform)):
+    replayed = replay(plan, problem.chain)
+    counted = isinstance(found, Pattern) or step is not None or platform.comm_buffers < buffer_slots(platform)
+    if replayed.memory and counted:
         # Only the timeline shows how many tensors wait at a cut (more than its buffers before a slow link in a
         # step that fills and drains, fewer than two where less than two are reserved), and that a stage which
-        # takes no time lets a micro-batch go the moment the next one comes.
-        plan = _as_replayed(plan, found)
-        found = replay(plan, problem.chain)
-    broken = [violation for violation in found.violations if "bytes short" not in violation]
-    if broken or not found.memory:
+        # takes no time lets a micro-batch go the moment the next one comes, and how stages share a device.
+        plan = _as_replayed(plan, replayed)
+        replayed = replay(plan, problem.chain)
+    broken = [violation for violation in replayed.violations if "bytes short" not in violation]
+    if broken or not replayed.memory:
         raise BrokenPlanError(
             f"MadPipe made a plan for {problem.chain.name!r} that its own replay refuses, which is a bug: "
             f"{'; '.join(broken)}"
         )
-    return plan, found
+    return plan, replayed
 
 
 def _as_replayed(plan: Plan, found: Replay) -> Plan:
@@ -276,28 +293,6 @@ def _step_plan(problem: Problem, cuts: Cuts, num_micro_batches: int) -> StepPlan
     )
 
 
-def lower_bound_seconds(chain: Chain, platform: Platform) -> float:
-    """No schedule of any allocation has a shorter period: the largest of three bounds.
-
-    - The mean computation of a device, and the computation of one layer.
-    - The mean memory. A micro-batch is in flight in layer l at least while all later layers compute on it, so
-      by Little's law the devices together hold, on average over time, ``stash(l) * U(l, L) / T`` bytes of it,
-      next to all weights; that must fit into all devices.
-    """
-    clock = Clock.of(chain, platform)  # as the period is counted: rounding must not put the bound above it
-    computes = [clock.ticks(layer.forward_seconds) + clock.ticks(layer.backward_seconds) for layer in chain.layers]
-    bound = max(Fraction(sum(computes), platform.num_devices), Fraction(max(computes)))
-    below = stashed = 0
-    for layer, compute in zip(reversed(chain.layers), reversed(computes), strict=True):
-        below += compute
-        stashed += chain.stash(layer) * below
-    weights = platform.weights_bytes(sum(layer.weight_bytes for layer in chain.layers))
-    room = platform.num_devices * platform.memory_bytes - weights
-    if room > 0:
-        bound = max(bound, Fraction(stashed, room))
-    return clock.seconds(bound)
-
-
 def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
     """Which stage lacks how much, in the cut that needs least, and what would do."""
     found = solver.smallest_memory(problem)
@@ -308,6 +303,8 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
             "use fewer stages"
         )
     cuts, smallest = found
+    if isinstance(cuts, Placement):
+        return _infeasible_shared(problem, cuts, smallest)
     if problem.num_micro_batches is not None:
         smallest = _enough_for_step(problem, solver, smallest)
     needs = bytes_needed(problem, cuts)
@@ -341,6 +338,23 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
         "micro-batch",
         stage=stage,
         short_bytes=needs[stage] - memory,
+        smallest_memory_bytes=smallest,
+    )
+
+
+def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
+    """The same where the allocation that needs least has several stages on a device."""
+    memory = problem.platform.memory_bytes
+    device = max(Road(problem, placement).memory, key=lambda each: each.bytes_for_one)
+    stages = [placement.cuts[stage : stage + 2] for stage in device.stages]
+    return InfeasibleError(
+        f"no plan fits into {format_bytes(memory)} per device: layers "
+        f"{' and '.join(f'{start} to {stop}' for start, stop in stages)} on one device need "
+        f"{format_bytes(smallest)}, {exact_bytes(smallest - memory)} more than there are; the smallest memory "
+        f"that would do is {exact_bytes(smallest)} ({format_bytes(smallest)}): give more memory or devices, or "
+        "use a smaller micro-batch",
+        stage=device.stages[0],
+        short_bytes=smallest - memory,
         smallest_memory_bytes=smallest,
     )
 

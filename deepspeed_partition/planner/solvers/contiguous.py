@@ -15,8 +15,10 @@ that of section 4.2.2 without the special processor, with delays as (group, fill
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,8 @@ from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts, trace
 from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +77,43 @@ def best_cut(
     cuts = search.decide(relaxed)
     if cuts is None:
         return None
-    period = search.snap(cuts)
-    bound = lower_bound_ticks(times, constraints.max_stages)
+    return narrow(
+        search.decide,
+        search.snap,
+        cuts,
+        search.snap(cuts, relaxed),
+        lower_bound_ticks(times, constraints.max_stages),
+        deadline,
+    )
+
+
+def narrow(
+    decide: Callable[[int], Found | None],
+    snap: Callable[[Found, int], int],
+    found: Found,
+    period: int,
+    bound: int,
+    deadline: Deadline | None = None,
+) -> tuple[Found, int]:
+    """The best answer and its period, exactly, from one at ``period`` and a lower bound.
+
+    Where somebody stops ``deadline`` it is the best so far.
+
+    Args:
+        decide: some answer that fits at a period, or None where there is none.
+        snap: the least period of an answer that was found at a period.
+    """
     bisecting = 8
     while bound < period and not (deadline is not None and deadline.stopped):
         # Halve while that is worth much; then ask for anything better at all, which proves the answer.
         probe = (bound + period) // 2 if bisecting > 0 else period - 1
         bisecting = bisecting - 1 if bisecting > 0 else 4
-        better = search.decide(probe)
+        better = decide(probe)
         if better is None:
             bound = probe + 1
         else:
-            cuts, period = better, search.snap(better)
-    return cuts, period
+            found, period = better, snap(better, probe)
+    return found, period
 
 
 def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
@@ -102,12 +130,12 @@ class _Search:
         self.loads = times.compute[None, :] - times.compute[:, None]
         self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
 
-    def snap(self, cuts: Cuts) -> int:
-        """The least period of a cut that is known to fit."""
+    def snap(self, cuts: Cuts, found_at: int) -> int:
+        """The least period of a cut that fits at ``found_at``."""
         loads = one_f_one_b.pseudo_stage_loads(self.times, cuts)
         room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
         period = one_f_one_b.least_period(loads, room)
-        assert period is not None, "a cut that a decision found does not fit"
+        assert period is not None and period <= found_at, "a cut that a decision found does not fit"
         return period
 
     def decide(self, period: int) -> Cuts | None:

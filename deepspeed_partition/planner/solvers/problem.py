@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Chain, Platform
+
+if TYPE_CHECKING:
+    from deepspeed_partition.planner.solvers.road import Pattern, Placement
 
 Cuts = tuple[int, ...]
 """Boundaries: where stages begin, and the number of layers."""
@@ -52,6 +55,11 @@ class Problem:
     deadline: Deadline = field(default_factory=Deadline)
     """Of searches that prove nothing, which then return the best they have."""
 
+    @property
+    def longest_period(self) -> int:
+        """Ticks of one micro-batch through everything and over every cut: a period that suits any allocation."""
+        return int(self.times.compute[-1] + self.times.round_trip.sum())
+
     def depth(self, from_end: int) -> int:
         """Micro-batches that the ``from_end``-th stage from the end must be able to hold at the least.
 
@@ -81,12 +89,15 @@ def fits(problem: Problem, cuts: Cuts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Contiguous cuts, best first, and what is proved of the first."""
+    """What was found, best first, and what is proved of the first."""
 
     cuts: tuple[Cuts, ...]
-    """Empty where nothing fits; more than one where the next may have to stand in for the first."""
+    """Contiguous, for 1F1B*. More than one where the next may have to stand in for the first."""
     best_period: int | None = None
-    """In ticks: nothing in the class has a shorter period. None: nothing is proved."""
+    """In ticks: nothing in ``proved_class`` has a shorter period. None: nothing is proved."""
+    patterns: tuple[Pattern, ...] = ()
+    """Of allocations that are not contiguous; better than ``cuts``. With both empty nothing fits."""
+    proved_class: str = "contiguous"
 
 
 class Solver(Protocol):
@@ -102,5 +113,5 @@ class Solver(Protocol):
             ValueError: the solver's own arguments do not suit the problem.
         """
 
-    def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
-        """The cut that needs least memory and the bytes of its largest stage; None where no cut is allowed."""
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
+        """The allocation that needs least memory, and the bytes of its largest device; None where none may be."""
