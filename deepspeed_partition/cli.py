@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -139,6 +140,7 @@ class Commands(click.Group):
     cls=Commands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog='For completion in bash: eval "$(_MADPIPE_COMPLETE=bash_source madpipe)"; zsh and fish likewise.',
 )
 @click.version_option(deepspeed_partition.__version__, prog_name="madpipe", message="%(prog)s %(version)s")
 @click.pass_context
@@ -263,14 +265,14 @@ def compare_command(
             time_limit_seconds=time_limit,
             deadline=deadline,
         )
-    if as_json:
-        _print_json(comparison.to_dict())
-    else:
-        width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
-        click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
-        click.echo(draw.replicated_line(comparison), nl=False)
-    if not comparison.fitting:
-        raise comparison.nothing_fits()
+        if as_json:
+            _print_json(comparison.to_dict())
+        else:
+            width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
+            click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
+            click.echo(draw.replicated_line(comparison), nl=False)
+        if not comparison.fitting:
+            raise comparison.nothing_fits()
 
 
 @cli.command(name="frontier")
@@ -315,7 +317,7 @@ def frontier_command(
     click.echo(draw.as_text([draw.frontier_table(found)], _width()) + draw.frontier_words(found), nl=False)
 
 
-@cli.command()
+@cli.command(short_help="Replay PLAN on CHAIN; exit 1 where it breaks.")
 @input_file("plan")
 @input_file("chain")
 @json_flag("what was found")
@@ -395,6 +397,9 @@ def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, we
 def _ended_by_interrupt() -> Iterator[Deadline]:
     """The first Ctrl-C ends the searches, which then return the best they have; the second ends everything."""
     deadline = Deadline()
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield deadline
+        return
 
     def end(signum: int, frame: FrameType | None) -> None:
         if deadline.stopped:

@@ -152,9 +152,12 @@ class LayerGraph:
                 leads_on.add(index)
         unused: set[int] = set()
         for index in order:
-            made = self._made_reads(index)
-            hands_on = self.nodes[index].costs_nothing
-            if all(tensor in unused for tensor in made) and made if hands_on else index not in leads_on:
+            if self.nodes[index].costs_nothing:
+                made = self._made_reads(index)
+                is_unused = bool(made) and unused.issuperset(made)
+            else:
+                is_unused = index not in leads_on
+            if is_unused:
                 unused.add(index)
         return {index for index in unused if not self.readers[index]}
 

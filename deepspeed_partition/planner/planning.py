@@ -349,9 +349,9 @@ def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
     start, stop = cuts[stage], cuts[stage + 1]
     names = [layer.name for layer in problem.chain.layers[start:stop]]
     which = (
-        f"layer {names[0]!r} alone"
+        f"layer {shown(names[0])} alone"
         if len(names) == 1
-        else f"layers {start} to {stop} ({names[0]!r} to {names[-1]!r})"
+        else f"layers {start} to {stop} ({shown(names[0])} to {shown(names[-1])})"
     )
     step = problem.num_micro_batches
     depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight" if step else ""

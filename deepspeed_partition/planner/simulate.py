@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -192,7 +193,7 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
                 )
 
 
-@dataclass(slots=True)
+@dataclass
 class _Timeline:
     """When every operation ran, on which micro-batch, in ticks."""
 
@@ -200,7 +201,9 @@ class _Timeline:
     window: tuple[int, float] = (0, math.inf)
     """Where to look for peaks: in a pattern the last period, everything before it having begun."""
 
+    @cached_property
     def micro_batches(self) -> range:
+        """All of them; asked for when every operation is there."""
         return range(max(micro_batch for _, micro_batch in self.operations) + 1)
 
 
@@ -294,7 +297,7 @@ def _peaks(
 
 
 def _spans(timeline: _Timeline, name: str) -> Iterator[tuple[int, int]]:
-    for micro_batch in timeline.micro_batches():
+    for micro_batch in timeline.micro_batches:
         if (name, micro_batch) in timeline.operations:
             yield timeline.operations[name, micro_batch]
 
@@ -303,7 +306,7 @@ def _between(
     timeline: _Timeline, first: str, first_edge: int, second: str, second_edge: int
 ) -> Iterator[tuple[int, int]]:
     """From an edge (0 start, 1 end) of one operation to an edge of another, on each micro-batch."""
-    for micro_batch in timeline.micro_batches():
+    for micro_batch in timeline.micro_batches:
         begin = timeline.operations[first, micro_batch][first_edge]
         yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
 
@@ -444,6 +447,7 @@ class _StepRun:
             transfer = ticks(plan.platform.transfer_seconds(num_bytes))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
         self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
+        self.near = {name: self._near(name) for name in self.durations}
         self.slots = max(1, plan.platform.comm_buffers // 2)
         self.begun: dict[tuple[str, int], int] = {}
         self.ended: dict[tuple[str, int], int] = {}
@@ -454,17 +458,39 @@ class _StepRun:
         self.received: dict[str, list[int]] = defaultdict(list)
 
     def run(self) -> _Timeline | str:
+        # What could start first on each device and link. Only what has just been committed can change that, and
+        # only on the devices and links next to it.
+        operations = {device: self._operation(device) for device in range(len(self.orders))}
+        transfers: dict[tuple[int, int], tuple[int, int, str, int] | None] = {}
         while True:
-            candidates = [*self._operations(), *self._transfers()]
+            candidates = [each for each in (*operations.values(), *transfers.values()) if each is not None]
             if not candidates:
                 break
             start, _, name, micro_batch = min(candidates)
             self._commit(start, name, micro_batch)
+            stages, cuts = self.near[name]
+            for stage in stages:
+                operations[self.plan.stages[stage].device] = self._operation(self.plan.stages[stage].device)
+            for cut in cuts:
+                transfers[self._link(cut)] = self._transfer(self._link(cut))
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
                 return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
         return _Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
+
+    def _near(self, name: str) -> tuple[list[int], list[int]]:
+        """The stages and the cuts between devices that an operation, or a transfer, may let start."""
+        index = int(name.lstrip("SFB"))
+        stages, cuts = (
+            ([index, index + 1], [index])
+            if name[0] == "S"
+            else ([index - 1, index, index + 1], [index - 1, index])
+        )
+        return (
+            [stage for stage in stages if 0 <= stage < len(self.plan.stages)],
+            [cut for cut in cuts if f"SF{cut}" in self.durations],
+        )
 
     def _needs(self, name: str) -> list[str]:
         """What must have ended on the same micro-batch."""
@@ -479,30 +505,34 @@ class _StepRun:
             return own
         return [*own, send if send in self.durations else before]
 
-    def _operations(self) -> Iterator[tuple[int, int, str, int]]:
-        for device, order in enumerate(self.orders):
-            if self.position[device] < len(order):
-                name, micro_batch = order[self.position[device]]
-                needs = [(need, micro_batch) for need in self.needs[name]]
-                if all(need in self.ended for need in needs):
-                    ready = [self.ended[need] for need in needs]
-                    yield max([self.device_free[device], *ready]), 0, name, micro_batch
+    def _operation(self, device: int) -> tuple[int, int, str, int] | None:
+        """The next of the device's order and when it can start; None where that is not known."""
+        order = self.orders[device]
+        if self.position[device] == len(order):
+            return None
+        name, micro_batch = order[self.position[device]]
+        ready = [self.ended.get((need, micro_batch)) for need in self.needs[name]]
+        known = [end for end in ready if end is not None]
+        return (
+            (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
+        )
 
-    def _transfers(self) -> Iterator[tuple[int, int, str, int]]:
-        for link, waiting in self.to_send.items():
-            first: dict[str, tuple[int, int, str]] = {}
-            for entry in sorted(waiting):
-                first.setdefault(entry[2], entry)
-            eligible = []
-            for ready, micro_batch, name in first.values():
-                room = self._room_from(name)
-                if room is not None:
-                    start = max(ready, room, self.link_free[link])
-                    eligible.append((start, ready, micro_batch, name))
-            if eligible:
-                # Of those that can start first, the one whose tensor was ready first.
-                start, _, micro_batch, name = min(eligible)
-                yield start, 1, name, micro_batch
+    def _transfer(self, link: tuple[int, int]) -> tuple[int, int, str, int] | None:
+        """The first over the link and when it can start; None where none waits that has room."""
+        first: dict[str, tuple[int, int, str]] = {}
+        for entry in sorted(self.to_send[link]):
+            first.setdefault(entry[2], entry)
+        eligible = []
+        for ready, micro_batch, name in first.values():
+            room = self._room_from(name)
+            if room is not None:
+                start = max(ready, room, self.link_free[link])
+                eligible.append((start, ready, micro_batch, name))
+        if not eligible:
+            return None
+        # Of those that can start first, the one whose tensor was ready first.
+        start, _, micro_batch, name = min(eligible)
+        return start, 1, name, micro_batch
 
     def _room_from(self, name: str) -> int | None:
         """From when the receiver has a free slot; None while that is not known."""

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepspeed_partition import Chain, Platform
 
 
@@ -194,3 +197,97 @@ def _estimated_bytes(
         return sum(fewest[j] * stash[j] for j in mine) + transient[i]
 
     return constant + max(at_forward(i) for i in mine)
+
+
+def a_pattern_exists(chain: Chain, platform: Platform, placed: Placed, period: int) -> bool:
+    """Whether some pattern of a whole period fits, memory to the letter of the formats; all times are whole.
+
+    Every operation begins at every moment of the period, the first one that comes after the operation before it
+    on the road: a longer wait only adds to what is kept. Between whole times nothing begins or ends.
+    """
+    cuts, devices = placed
+    stages = range(len(devices))
+    sends = [int(platform.transfer_seconds(chain.layers[cut - 1].output_bytes)) for cut in cuts[1:-1]]
+    layers = [chain.layers[start:stop] for start, stop in pairwise(cuts)]
+    down: list[tuple[str, int, object]] = []
+    up: list[tuple[str, int, object]] = []
+    for stage in stages:
+        if stage:
+            link = frozenset(devices[stage - 1 : stage + 1])
+            down.append((f"SF{stage - 1}", sends[stage - 1], link))
+            up.append((f"SB{stage - 1}", sends[stage - 1], link))
+        down.append((f"F{stage}", sum(int(layer.forward_seconds) for layer in layers[stage]), devices[stage]))
+        up.append((f"B{stage}", sum(int(layer.backward_seconds) for layer in layers[stage]), devices[stage]))
+    road = [*down, *reversed(up)]
+
+    # Every way to place the operations of each resource within the period, and every combination of those; the
+    # ways of the first resource one after the other, so that the arrays stay small.
+    ways = {place: _ways(road, place, period) for _, _, place in road}
+    first = road[0][2]
+    return any(
+        _some_combination_fits(chain, platform, placed, period, road, {**ways, first: one[None, :]})
+        for one in ways[first]
+    )
+
+
+def _some_combination_fits(
+    chain: Chain,
+    platform: Platform,
+    placed: Placed,
+    period: int,
+    road: list[tuple[str, int, object]],
+    ways: dict[object, NDArray[np.int64]],
+) -> bool:
+    cuts, devices = placed
+    stages = range(len(devices))
+    layers = [chain.layers[start:stop] for start, stop in pairwise(cuts)]
+    chosen = np.meshgrid(*(np.arange(len(each)) for each in ways.values()), indexing="ij")
+    which = dict(zip(ways, (each.ravel() for each in chosen), strict=True))
+    begins, ends = {}, {}
+    now = np.zeros(len(which[road[0][2]]), dtype=np.int64)
+    counts = dict.fromkeys(ways, 0)
+    for name, duration, place in road:
+        at = ways[place][which[place], counts[place]]
+        counts[place] += 1
+        begins[name] = now + (at - now) % period
+        now = ends[name] = begins[name] + duration
+
+    def alive(begin: NDArray[np.int64], end: NDArray[np.int64], now: int) -> NDArray[np.int64]:
+        return (now - begin) // period - (now - end) // period
+
+    fits = np.ones(len(now), dtype=bool)
+    for moment, device in product(range(period), sorted(set(devices))):
+        total = np.zeros(len(now))
+        running = np.zeros(len(now))
+        for stage in (stage for stage in stages if devices[stage] == device):
+            forward, backward = f"F{stage}", f"B{stage}"
+            total += float(Fraction(str(platform.weight_copies)) * sum(l.weight_bytes for l in layers[stage]))
+            total += alive(begins[forward], ends[backward], moment) * sum(l.stash_bytes for l in layers[stage])
+            for name in (forward, backward):
+                runs = alive(begins[name], ends[name], moment) > 0
+                running = np.maximum(running, runs * max(l.transient_bytes for l in layers[stage]))
+            if stage < stages[-1]:  # the upper end of the cut below
+                waiting = alive(ends[forward], ends[f"SF{stage}"], moment)
+                waiting += alive(begins[f"SB{stage}"], begins[backward], moment)
+                total += np.maximum(platform.comm_buffers, waiting) * layers[stage][-1].output_bytes
+            if stage > 0:  # the lower end of the cut above
+                waiting = alive(begins[f"SF{stage - 1}"], begins[forward], moment)
+                waiting += alive(ends[backward], ends[f"SB{stage - 1}"], moment)
+                total += np.maximum(platform.comm_buffers, waiting) * layers[stage - 1][-1].output_bytes
+        fits &= total + running <= platform.memory_bytes
+    return bool(fits.any())
+
+
+def _ways(road: list[tuple[str, int, object]], place: object, period: int) -> NDArray[np.int64]:
+    """[way, operation]: when the operations of a device or link begin so that none overlap; F0 at 0."""
+    mine = [(name, duration) for name, duration, where in road if where == place]
+    found = []
+    for begins in product(*([0] if name == "F0" else range(period) for name, _ in mine)):
+        moments = [
+            (begin + passed) % period
+            for begin, (_, duration) in zip(begins, mine, strict=True)
+            for passed in range(duration)
+        ]
+        if len(set(moments)) == len(moments):
+            found.append(begins)
+    return np.array(found, dtype=np.int64).reshape(-1, len(mine))

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from click.shell_completion import BashComplete
 
 from deepspeed_partition import Chain, Plan, Platform, cli, make_plan, replay
-from deepspeed_partition.planner import comparison
+from deepspeed_partition.planner import comparison, draw
 from tests.planner.instances import chain as chain_of
 from tests.planner.test_files import CHAIN, changed
 from tests.planner.test_graphs import GRAPH
@@ -119,6 +120,13 @@ def test_a_flaw_of_the_problem_is_no_row(chain, capsys, options, message):
     assert captured.out == ""
 
 
+def test_a_cut_is_written_as_algorithm_takes_it_or_with_its_devices():
+    plan = make_plan(Chain.from_dict(CHAIN), Platform(num_devices=2, memory_bytes=500e6, bandwidth=12e9))
+    assert draw.cut(plan) == "0,1,2"
+    crossed = tuple(replace(stage, device=1 - stage.device) for stage in plan.stages)
+    assert draw.cut(replace(plan, stages=crossed)) == "0..1@1 1..2@0"
+
+
 # convert, and graphs wherever chains are read
 
 
@@ -181,7 +189,7 @@ sys.exit(status)
 def interrupted(tmp_path, times: list[int], *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, with a real Ctrl-C whenever the search looks at its deadline for one of those times."""
     path = tmp_path / "long.json"
-    chain_of([1 + i % 7 for i in range(60)], [2] * 60, outputs=[i % 5 for i in range(60)]).save(path)
+    chain_of([1 + i % 7 for i in range(24)], [2] * 24, outputs=[i % 5 for i in range(24)]).save(path)
     code = INTERRUPTED.format(times=times, arguments=[arguments[0], str(path), *arguments[1:]])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
@@ -206,7 +214,7 @@ def test_the_first_interrupt_gives_the_best_so_far(tmp_path):
     plan = Plan.from_dict(json.loads(done.stdout))
     layers = Chain.load(tmp_path / "long.json")
     assert replay(plan, layers).violations == ()
-    finished = make_plan(layers, plan.platform, "contiguous", num_micro_batches=60)
+    finished = make_plan(layers, plan.platform, "contiguous", num_micro_batches=12)
     assert plan.blocking_step_seconds > finished.blocking_step_seconds, "the search was cut short"
 
 

@@ -97,6 +97,8 @@ def narrow(
 ) -> tuple[Found, int]:
     """The best answer and its period, exactly, from one at ``period`` and a lower bound.
 
+    Where somebody stops ``deadline`` it is the best so far.
+
     Args:
         decide: some answer that fits at a period, or None where there is none.
         snap: the least period of an answer that was found at a period.
