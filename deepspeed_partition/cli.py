@@ -1,30 +1,44 @@
-"""The command line: ``madpipe profile``, ``plan``, ``check``, ``show``.
+"""The command line: ``madpipe profile``, ``plan``, ``frontier``, ``compare``, ``check``, ``show``, ``convert``.
 
-Exit status: 0 done; 1 the check failed; 2 bad usage or bad input, one sentence; 3 no plan fits in memory.
+Exit status: 0 done; 1 the check failed; 2 bad usage or bad input, one sentence; 3 no plan fits in memory; 130
+interrupted before there was a plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 import deepspeed_partition
 from deepspeed_partition.planner import draw, units
+from deepspeed_partition.planner.comparison import COMPARED, compare
+from deepspeed_partition.planner.data_parallel import AUTO
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
+from deepspeed_partition.planner.frontier import frontier
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import ALGORITHMS, make_plan
-from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.simulate import replay
 
-DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS = 0, 1, 2, 3
+DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def quantity(parse: Callable[[str], float]) -> Callback:
@@ -42,139 +56,401 @@ def quantity(parse: Callable[[str], float]) -> Callback:
 SIZE, BANDWIDTH, DURATION = map(quantity, (units.parse_size, units.parse_bandwidth, units.parse_seconds))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def input_file(name: str) -> Callable[[Command], Command]:
+    """A file to read, or - for standard input."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: str) -> str:
+        return "/dev/stdin" if value == "-" else value
+
+    return click.argument(name, type=click.Path(allow_dash=True), callback=read)
+
+
+def output_file(what: str) -> Callable[[Command], Command]:
+    return click.option("-o", "--output", metavar="FILE", type=click.Path(), help=f"The {what} file to write.")
+
+
+def json_flag(what: str) -> Callable[[Command], Command]:
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON, and nothing else.")
+
+
+def complete_algorithm(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """For the shell: names, and the beginning of ``type:REGEX``."""
+    names = [name.removesuffix("REGEX") for name in ALGORITHMS if " " not in name]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == AUTO:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
+
+
+def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command]:
+    """The platform, the step and the time."""
+
+    def add(command: Command) -> Command:
+        for option in reversed((
+            click.option("--devices", type=click.IntRange(min=1), required=True,
+                         help="Of the pipeline, or of all data-parallel pipelines together."),
+            click.option("--memory", metavar="SIZE", callback=SIZE, required=memory_is_required,
+                         help="Of each device, such as 16GB or 16GiB."),
+            click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
+                         help="Between two devices, such as 12GB/s."),
+            click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
+                         help="Of a transfer, such as 10us."),
+            click.option("--weight-copies", type=float, default=3, show_default=True,
+                         help="Times the parameters: what training keeps of them."),
+            click.option("--micro-batches", type=click.IntRange(min=1),
+                         help="Of one synchronous step, after which the pipeline drains."),
+            click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
+                         help="For searches that prove nothing."),
+        )):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+data_parallel_option = click.option(
+    "--data-parallel",
+    metavar="D|auto",
+    callback=data_parallel_degree,
+    help="Pipelines that share the devices and a step's micro-batches; auto: the best number.",
+)
+
+
+class Commands(click.Group):
+    """Knows what a mistyped command was meant to be."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            known = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.list_commands(ctx))}"
+            raise click.UsageError(f"No such command {args[0]!r}: {known}", ctx) from error
+
+
+@click.group(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog='For completion in bash: eval "$(_MADPIPE_COMPLETE=bash_source madpipe)"; zsh and fish likewise.',
+)
 @click.version_option(deepspeed_partition.__version__, prog_name="madpipe", message="%(prog)s %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Memory-aware pipeline parallelism: measure the layers, plan the cut, check the plan."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @cli.command()
 @click.argument("factory", metavar="MODULE:FACTORY")
 @click.option("--micro-batch", type=click.IntRange(min=1), required=True, help="Samples per micro-batch.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), required=True, help="The chain file to write.")
+@output_file("chain")
 @click.option("--device", help="cpu, cuda, cuda:1; left out: a GPU if there is one.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs of a layer.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; left out: torch's default.")
+@json_flag("the chain")
 def profile(
-    factory: str, micro_batch: int, output: str, device: str | None, repeats: int, threads: int | None
+    factory: str,
+    micro_batch: int,
+    output: str | None,
+    device: str | None,
+    repeats: int,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Measure time and memory of each layer.
 
     FACTORY is called with the micro-batch size and returns the layers and one micro-batch, and with a third
-    value the loss function.
+    value the loss function. MODULE is a module or a file: package.models:gpt, models.py:gpt.
     """
-    _check_writable(output)
-    from deepspeed_partition.profiling.factory import profile_factory  # torch
+    output, as_json = _result(output, as_json, factory.rpartition(":")[0])
+    # What the user's own code prints is no part of the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        from deepspeed_partition.profiling.factory import profile_factory  # torch
 
-    chain = profile_factory(
-        factory, micro_batch_size=micro_batch, device=device, repeats=repeats, threads=threads, progress=True
-    )
-    chain.save(output)
-    click.echo(draw.as_text([draw.chain_table(chain)], _width()), nl=False)
-    click.echo(f"saved {output}")
+        chain = profile_factory(
+            factory, micro_batch_size=micro_batch, device=device, repeats=repeats, threads=threads, progress=True
+        )
+    _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
 
 
 @cli.command()
-@click.argument("chain", type=click.Path())
-@click.option("--devices", type=click.IntRange(min=1), required=True, help="Devices of the pipeline.")
+@input_file("chain")
+@platform_options(memory_is_required=True)
+@data_parallel_option
 @click.option(
-    "--memory", metavar="SIZE", callback=SIZE, required=True, help="Of each device, such as 16GB or 16GiB."
-)
-@click.option(
-    "--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True, help="Between two devices, such as 12GB/s."
-)
-@click.option(
-    "--latency",
-    metavar="TIME",
-    callback=DURATION,
-    default="0",
+    "--algorithm",
+    metavar="NAME",
+    default="madpipe",
     show_default=True,
-    help="Of a transfer, such as 10us.",
+    shell_complete=complete_algorithm,
+    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
 )
-@click.option("--weight-copies", type=float, default=3, show_default=True, help="Times the parameters.")
-@click.option("--micro-batches", type=click.IntRange(min=1), help="Of one synchronous step; the pipeline drains.")
-@click.option("--algorithm", default="madpipe", show_default=True, help=f"{', '.join(ALGORITHMS)}.")
-@click.option("--time-limit", metavar="TIME", callback=DURATION, help="Seconds for searches that prove nothing.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="The plan file to write.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan, and nothing else.")
+@output_file("plan")
+@json_flag("the plan")
 def plan(
     chain: str,
-    devices: int,
-    memory: int,
-    bandwidth: float,
-    latency: float,
-    weight_copies: float,
-    micro_batches: int | None,
     algorithm: str,
-    time_limit: float | None,
+    micro_batches: int | None,
+    data_parallel: int | str | None,
+    time_limit: float,
     output: str | None,
     as_json: bool,
+    **platform: Any,
 ) -> None:
-    """Decide where and when every layer of CHAIN runs."""
-    if output is not None:
-        _check_writable(output)
-    platform = Platform(
-        num_devices=devices,
-        memory_bytes=memory,
-        bandwidth=bandwidth,
-        latency_seconds=latency,
-        weight_copies=weight_copies,
-    )
-    made = make_plan(
-        Chain.load(chain),
-        platform,
-        algorithm,
-        num_micro_batches=micro_batches,
-        time_limit_seconds=time_limit,
-    )
-    if output is not None:
-        made.save(output)
+    """Decide where and when every layer of CHAIN runs.
+
+    CHAIN is what profile wrote, or PipeDream's graph.txt; - reads standard input. Ctrl-C ends a search and gives
+    the best plan so far.
+    """
+    output, as_json = _result(output, as_json, chain)
+    layers = Chain.load(chain)
+    with _ended_by_interrupt() as deadline:
+        made = make_plan(
+            layers,
+            _platform(**platform),
+            algorithm,
+            num_micro_batches=micro_batches,
+            data_parallel=data_parallel,
+            time_limit_seconds=time_limit,
+            deadline=deadline,
+        )
+    _hand_over(made, output, as_json, lambda: draw.summary(made, _width()))
+
+
+@cli.command(name="compare")
+@input_file("chain")
+@platform_options(memory_is_required=True)
+@data_parallel_option
+@click.option(
+    "--algorithm",
+    "more",
+    metavar="NAME",
+    multiple=True,
+    shell_complete=complete_algorithm,
+    help="One more besides the usual ones, such as type:REGEX or boundaries 0,3,8; may be repeated.",
+)
+@json_flag("the table")
+def compare_command(
+    chain: str,
+    more: tuple[str, ...],
+    micro_batches: int | None,
+    data_parallel: int | str | None,
+    time_limit: float,
+    as_json: bool,
+    **platform: Any,
+) -> None:
+    """Every algorithm on CHAIN, side by side.
+
+    The best is that of the shortest period, with --micro-batches that of the shortest step in DeepSpeed's engine.
+    The gap is to the lower bound, which no schedule of any allocation beats. Exit 3 if nothing fits.
+    """
+    layers = Chain.load(chain)
+    with _ended_by_interrupt() as deadline:
+        comparison = compare(
+            layers,
+            _platform(**platform),
+            (*COMPARED, *more),
+            num_micro_batches=micro_batches,
+            data_parallel=data_parallel,
+            time_limit_seconds=time_limit,
+            deadline=deadline,
+        )
+        if as_json:
+            _print_json(comparison.to_dict())
+        else:
+            width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
+            click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
+            click.echo(draw.replicated_line(comparison), nl=False)
+        if not comparison.fitting:
+            raise comparison.nothing_fits()
+
+
+@cli.command(name="frontier")
+@input_file("chain")
+@platform_options(memory_is_required=False)
+@click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="madpipe",
+    show_default=True,
+    shell_complete=complete_algorithm,
+    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
+)
+@json_flag("the plans")
+def frontier_command(
+    chain: str,
+    algorithm: str,
+    micro_batches: int | None,
+    time_limit: float,
+    memory: int | None,
+    as_json: bool,
+    **platform: Any,
+) -> None:
+    """The trade-off of time against memory per device for CHAIN.
+
+    From the fastest plan down to the smallest memory that any plan fits into, in steps of 2 % of the memory. Less
+    memory is always possible at the price of time; nothing is faster in the memory that a row shows, if proved.
+    """
+    layers = Chain.load(chain)
+    with _ended_by_interrupt() as deadline:
+        found = frontier(
+            layers,
+            _platform(memory=memory or LARGEST_MEMORY_BYTES, **platform),
+            algorithm,
+            num_micro_batches=micro_batches,
+            time_limit_seconds=time_limit,
+            deadline=deadline,
+        )
     if as_json:
-        click.echo(json.dumps(made.to_dict(), indent=1))
+        _print_json(found.to_dict())
         return
-    click.echo(draw.summary(made, _width()), nl=False)
-    if output is not None:
-        click.echo(f"saved {output}")
+    click.echo(draw.as_text([draw.frontier_table(found)], _width()) + draw.frontier_words(found), nl=False)
 
 
-@cli.command()
-@click.argument("plan", type=click.Path())
-@click.argument("chain", type=click.Path())
+@cli.command(short_help="Replay PLAN on CHAIN; exit 1 where it breaks.")
+@input_file("plan")
+@input_file("chain")
+@json_flag("what was found")
 @click.pass_context
-def check(ctx: click.Context, plan: str, chain: str) -> None:
-    """Replay PLAN on CHAIN and compare it with what it promises; exit 1 where it breaks."""
+def check(ctx: click.Context, plan: str, chain: str, as_json: bool) -> None:
+    """Replay PLAN on CHAIN and compare it with what it promises; exit 1 where it breaks.
+
+    What is replayed: every operation, dependency, device, link and byte, event by event.
+    """
     made = Plan.load(plan)
     found = replay(made, Chain.load(chain))
-    if found.violations:
+    peaks = [use.total for use in found.memory]
+    if as_json:
+        _print_json({
+            "ok": not found.violations,
+            "violations": list(found.violations),
+            "period_seconds": made.period_seconds,
+            "in_flight": list(found.in_flight),
+            "peak_memory_bytes": peaks,
+            "memory": [asdict(use) for use in found.memory],
+            "step_seconds": found.step_seconds,
+        })  # fmt: skip
+    elif found.violations:
         for violation in found.violations:
-            click.echo(violation)
-        click.echo(f"{plan}: {len(found.violations)} violations")
+            click.echo(units.printable(violation))
+        click.echo(units.printable(f"{plan}: {len(found.violations)} violations"))
+    else:
+        click.echo(
+            f"{units.printable(plan)}: ok. Replayed: period {units.format_seconds(made.period_seconds)}, "
+            f"in flight {', '.join(map(str, found.in_flight))}, peaks {', '.join(map(units.format_bytes, peaks))}"
+        )
+    if found.violations:
         ctx.exit(CHECK_FAILED)
-    peaks = ", ".join(units.format_bytes(use.total) for use in found.memory)
-    click.echo(
-        f"{plan}: ok. Replayed: period {units.format_seconds(made.period_seconds)}, in flight "
-        f"{', '.join(map(str, found.in_flight))}, peaks {peaks}"
-    )
 
 
 @cli.command()
-@click.argument("plan", type=click.Path())
-def show(plan: str) -> None:
+@input_file("plan")
+@json_flag("the plan")
+def show(plan: str, as_json: bool) -> None:
     """The table of stages and the timeline of PLAN."""
     made = Plan.load(plan)
+    if as_json:
+        _print_json(made.to_dict())
+        return
     click.echo(draw.summary(made, _width()))
     click.echo(draw.timeline(made, max(40, _width() - 20)), nl=False)
     if made.step is not None:
         click.echo("\n" + draw.step_order(made), nl=False)
 
 
+@cli.command()
+@input_file("graph")
+@output_file("chain")
+@json_flag("the chain")
+def convert(graph: str, output: str | None, as_json: bool) -> None:
+    """Make a chain of PipeDream's profile GRAPH (graph.txt).
+
+    The nodes are put in an order in which few bytes cross the cuts; a layer's output is all that crosses the cut
+    after it. The other commands read graph.txt files, too: this is to see and to change the chain.
+    """
+    output, as_json = _result(output, as_json, graph)
+    chain = Chain.load(graph)
+    _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
+
+
+def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, weight_copies: float) -> Platform:
+    return Platform(
+        num_devices=devices,
+        memory_bytes=memory,
+        bandwidth=bandwidth,
+        latency_seconds=latency,
+        weight_copies=weight_copies,
+    )
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[Deadline]:
+    """The first Ctrl-C ends the searches, which then return the best they have; the second ends everything."""
+    deadline = Deadline()
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield deadline
+        return
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if deadline.stopped:
+            raise KeyboardInterrupt
+        deadline.stop()
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield deadline
+    except InfeasibleError as error:
+        if deadline.stopped:  # perhaps only because nothing was found yet
+            raise click.Abort from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if deadline.stopped:
+        click.echo("madpipe: interrupted: this is the best found so far", err=True)
+
+
+def _result(output: str | None, as_json: bool, source: str) -> tuple[str | None, bool]:
+    """Where the result goes, a file or standard output; refused before minutes of measuring, not after."""
+    if output == "-":
+        return None, True
+    if output is not None:
+        _check_writable(output)
+        if Path(source).exists() and Path(output).exists() and os.path.samefile(source, output):
+            raise click.BadParameter(f"{output} is what is read: write to another file", param_hint="--output")
+    return output, as_json
+
+
+def _hand_over(made: Chain | Plan, output: str | None, as_json: bool, text: Callable[[], str]) -> None:
+    if output is not None:
+        made.save(output)
+    if as_json:
+        _print_json(made.to_dict())
+        return
+    click.echo(text(), nl=False)
+    if output is not None:
+        click.echo(f"saved {units.printable(output)}")
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    click.echo(json.dumps(data, indent=1, allow_nan=False))
+
+
 def _width() -> int:
     """Of the terminal; a pipe gets lines that need no wrapping."""
-    return min(160, os.get_terminal_size().columns) if sys.stdout.isatty() else 140
+    return max(40, min(160, os.get_terminal_size().columns)) if sys.stdout.isatty() else 140
 
 
 def _check_writable(path: str) -> None:
-    """Before minutes of measuring, not after."""
     folder = Path(path).resolve().parent
     if not folder.is_dir():
         raise click.BadParameter(f"{path}: the folder {folder} does not exist", param_hint="--output")
@@ -186,6 +462,9 @@ def _check_writable(path: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped, no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(arguments))
 
 
@@ -201,7 +480,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), BAD_INPUT)
     except click.Abort:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except InfeasibleError as error:
         return _fail(str(error), NO_PLAN_FITS)
     except BrokenPipeError:  # `madpipe show plan.json | head`
@@ -215,7 +494,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(sentence: str, status: int) -> int:
-    click.echo(f"madpipe: {' '.join(sentence.split())}", err=True)
+    click.echo(f"madpipe: {units.printable(sentence)}", err=True)
     return status
 
 

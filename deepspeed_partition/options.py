@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from deepspeed_partition.planner.planning import solver_of
-from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size
+from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class Options:
         for key in ("plan", "save_plan"):
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(f"madpipe option {key!r} is {value!r}, not a path")
+                raise ValueError(f"madpipe option {key!r} is {shown(value)}, not a path")
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(cut, int) and not isinstance(cut, bool) for cut in self.algorithm):
-                raise ValueError(f"madpipe option 'algorithm' is {self.algorithm!r}: boundaries are integers")
+                raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")
             object.__setattr__(self, "algorithm", tuple(self.algorithm))
         try:
             solver_of(self.algorithm)
@@ -72,9 +72,9 @@ class Options:
             ValueError: an unknown key, with the known ones; a malformed value.
         """
         if not isinstance(mapping, Mapping):
-            raise ValueError(f"the madpipe options are {mapping!r}, not a mapping of names to values")
+            raise ValueError(f"the madpipe options are {shown(mapping)}, not a mapping of names to values")
         known = [field.name for field in fields(cls)]
-        unknown = [str(key) for key in mapping if key not in known]
+        unknown = [printable(str(key))[:60] for key in mapping if key not in known]
         if unknown:
             raise ValueError(f"unknown madpipe option {', '.join(unknown)}: known are {', '.join(known)}")
         return cls(**mapping)
@@ -82,11 +82,11 @@ class Options:
 
 def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-        raise ValueError(f"{value!r} is not a number more than 0")
+        raise ValueError(f"{shown(value)} is not a number more than 0")
     return float(value)
 
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number of at least 0")
+        raise ValueError(f"{shown(value)} is not a whole number of at least 0")
     return value

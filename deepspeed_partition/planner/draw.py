@@ -9,10 +9,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_partition.planner.comparison import Comparison, Contender
+from deepspeed_partition.planner.data_parallel import seconds_of
+from deepspeed_partition.planner.frontier import Frontier
 from deepspeed_partition.planner.plan import Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
-from deepspeed_partition.planner.units import format_bytes, format_seconds
+from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
 
 FILL = {"F": "=", "B": "#", "S": "-"}
 """What a forward, a backward and a transfer look like in a timeline; idle is a dot."""
@@ -39,7 +42,7 @@ def promises(plan: Plan) -> Iterator[str]:
     """One line each: period, bound, step."""
     proof = f"proved best: {plan.proved_class}" if plan.proved else "not proved"
     yield (
-        f"{plan.algorithm}: period {format_seconds(plan.period_seconds)} per micro-batch, "
+        f"{printable(plan.algorithm)}: period {format_seconds(plan.period_seconds)} per micro-batch, "
         f"lower bound {format_seconds(plan.lower_bound_seconds)} (gap {plan.gap:.1%}, {proof})"
     )
     if plan.step is not None:
@@ -49,11 +52,17 @@ def promises(plan: Plan) -> Iterator[str]:
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
             f"{format_seconds(plan.step.step_seconds)} if transfers overlap"
         )
+    if plan.data_parallel is not None:
+        longest = format_seconds(max(plan.allreduce_seconds))
+        yield (
+            f"data parallel: {plan.data_parallel} such pipelines, all-reduce of a stage {longest} at most"
+            + ("" if plan.step is None else ", included in the step")
+        )
 
 
 def stage_table(plan: Plan) -> Table:
     """A row for each stage; memory is that of its device."""
-    title = f"{plan.chain.name}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
+    title = f"{printable(plan.chain.name)}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "device", "in flight"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
@@ -76,17 +85,119 @@ def stage_table(plan: Plan) -> Table:
     return table
 
 
+def comparison_table(comparison: Comparison) -> Table:
+    """A row for each algorithm; what does not fit shows the memory with which it would."""
+    chain, platform = comparison.chain, comparison.platform
+    title = (
+        f"{printable(chain.name)}: {chain.num_layers} layers on {platform.num_devices} devices of "
+        f"{format_bytes(platform.memory_bytes)}, lower bound {format_seconds(comparison.lower_bound_seconds)}; "
+        "sent: in all, and as part of what plain data parallelism would send"
+    )
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("algorithm", overflow="fold", min_width=len("pipedream-blind"))
+    steps = any(each.plan is not None and each.plan.step is not None for each in comparison.contenders)
+    for name in ("period", *(("step",) if steps else ()), "x best", "gap", "proved"):
+        table.add_column(
+            name, justify="right", no_wrap=True, min_width=len("1.234 s") if name == "step" else len(name)
+        )
+    table.add_column("sent", justify="right", no_wrap=True, min_width=len("123.4 MB (100%)"))
+    table.add_column("peak memory", overflow="fold", min_width=12)
+    table.add_column("cut", overflow="fold", min_width=8)
+    for contender in comparison.contenders:
+        name, plan = printable(contender.algorithm), contender.plan
+        if plan is None:
+            table.add_row(name, *["-"] * (6 if steps else 5), *_refusal(contender))
+            continue
+        table.add_row(
+            name,
+            format_seconds(plan.period_seconds),
+            *([format_seconds(contender.seconds)] if steps else []),
+            f"{comparison.ratio_to_best(contender):.3f}",
+            f"{plan.gap:.1%}",
+            "yes" if plan.proved else "no",
+            _sent(comparison, contender),
+            ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
+            cut(plan),
+        )
+    return table
+
+
+def replicated_line(comparison: Comparison) -> str:
+    """What PipeDream's own partitioner would do, which is no plan: its stages are replicated."""
+    pipeline = comparison.replicated
+    stages = " ".join(f"{stage.layers[0]}..{stage.layers[1]}x{stage.num_replicas}" for stage in pipeline.stages)
+    return (
+        f"pipedream-replicated, by its own count and without a memory test: period "
+        f"{format_seconds(pipeline.period_seconds)}, sends {format_bytes(round(pipeline.bytes_per_micro_batch))} "
+        f"per micro-batch, layers x replicas {stages}\n"
+    )
+
+
+def frontier_table(frontier: Frontier) -> Table:
+    """A row for each plan, the fastest first."""
+    first = frontier.plans[0]
+    platform = first.platform
+    title = f"{printable(first.chain.name)}: {first.chain.num_layers} layers on {platform.num_devices} devices"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("memory per device", "saved", "step" if first.step is not None else "period", "slower", "proved"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("123.4 MB")))
+    table.add_column("cut", overflow="fold", min_width=8)
+    most = frontier.memory_bytes(first)
+    for plan in frontier.plans:
+        memory = frontier.memory_bytes(plan)
+        table.add_row(
+            format_bytes(memory),
+            format_bytes(most - memory),
+            format_seconds(seconds_of(plan)),
+            f"{frontier.slowdown(plan):.1%}",
+            "yes" if plan.proved else "no",
+            cut(plan),
+        )
+    return table
+
+
+def frontier_words(frontier: Frontier) -> str:
+    """What the table says in a sentence or two."""
+    bargain, first = frontier.bargain(), frontier.plans[0]
+    saved = "Nothing is saved for a few per cent of time."
+    if bargain is not None:
+        saved_bytes = format_bytes(frontier.memory_bytes(first) - frontier.memory_bytes(bargain))
+        saved = f"{frontier.slowdown(bargain):.1%} slower saves {saved_bytes} per device."
+    return saved + ("" if frontier.complete else " The time was up: less memory may do, too.") + "\n"
+
+
+def _sent(comparison: Comparison, contender: Contender) -> str:
+    """Bytes per step, or per micro-batch, and their share of what plain data parallelism sends."""
+    sent, plain = comparison.bytes_sent(contender), comparison.bytes_sent_without_pipeline(contender)
+    return format_bytes(round(sent)) + (f" ({sent / plain:.0%})" if plain else "")
+
+
+def _refusal(contender: Contender) -> tuple[str, str]:
+    """For the columns of memory and cut."""
+    if contender.smallest_memory_bytes is None:
+        return "refused", printable(contender.reason or "")
+    return f"does not fit: needs {format_bytes(contender.smallest_memory_bytes)}", ""
+
+
+def cut(plan: Plan) -> str:
+    """``0,3,8``, as ``--algorithm`` takes it; with several stages on a device ``0..3@0 3..5@1 5..8@0``."""
+    if plan.is_contiguous:
+        return ",".join(map(str, plan.boundaries))
+    return " ".join(f"{start}..{stop}@{stage.device}" for stage in plan.stages for start, stop in (stage.layers,))
+
+
 def _layers(stage: PlannedStage) -> str:
     start, stop = stage.layers
     if not stage.layer_names:
         return f"{start}..{stop}"
-    first, last = stage.layer_names[0], stage.layer_names[-1]
+    first, last = printable(stage.layer_names[0]), printable(stage.layer_names[-1])
     return f"{start}..{stop} {first}" + (f" .. {last}" if stop - start > 1 else "")
 
 
 def chain_table(chain: Chain) -> Table:
     """A row for each layer."""
     title = f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}"
+    title = printable(title)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("layer", "name", "type"):
         table.add_column(name, overflow="ellipsis", no_wrap=True)
@@ -95,8 +206,8 @@ def chain_table(chain: Chain) -> Table:
     for index, layer in enumerate(chain.layers):
         table.add_row(
             str(index),
-            layer.name,
-            layer.type or "",
+            printable(layer.name),
+            printable(layer.type or ""),
             format_seconds(layer.forward_seconds),
             format_seconds(layer.backward_seconds),
             *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from deepspeed_partition.planner.errors import FormatError
+from deepspeed_partition.planner.units import printable, shown
 
 LARGEST_FILE_BYTES = 2**28
 """A chain of a million layers is smaller; what is larger is no chain and no plan."""
+SCHEMAS = Path(__file__).parent / "schemas"
 
 
 def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
@@ -39,7 +42,7 @@ def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
 
     def integer(digits: str) -> int | float:
         # Larger than any float, and longer than Python reads.
-        return int(digits) if len(digits) <= 400 else math.inf
+        return int(digits) if len(digits) <= 300 else math.inf
 
     try:
         return json.loads(text, parse_int=integer)
@@ -57,7 +60,7 @@ def read_json(path: str | PathLike[str], *, error: type[FormatError]) -> Any:
 def _validator(schema: str) -> Any:
     import jsonschema  # 0.1 s, paid only where a file is read
 
-    text = (Path(__file__).parent / "schemas" / f"{schema}.schema.json").read_text(encoding="utf-8")
+    text = (SCHEMAS / f"{schema}.schema.json").read_text(encoding="utf-8")
     return jsonschema.Draft202012Validator(json.loads(text))
 
 
@@ -67,22 +70,26 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
     Raises:
         FormatError: ``error``, of which this is the base.
     """
-    unbounded = next(_not_finite(data), None)
-    if unbounded is not None:
-        path, value = unbounded
-        raise error(f"{where}: {_dotted(path) or 'the file'} is {value}, not a finite number")
-    flaws = _validator(schema).iter_errors(data)
-    # The format first: a file of another version has other fields, too.
-    flaw = min(flaws, key=lambda flaw: list(flaw.absolute_path) != ["format"], default=None)
-    if flaw is None:
-        return cast("Mapping[str, Any]", data)
-    raise error(f"{where}: {_sentence(flaw)}")
+    try:
+        unbounded = next(_not_finite(data), None)
+        if unbounded is not None:
+            path, value = unbounded
+            raise error(f"{where}: {_dotted(path) or 'the file'} is {shown(value)}, not a finite number")
+        flaws = _validator(schema).iter_errors(data)
+        # The format first: a file of another version has other fields, too.
+        flaw = min(flaws, key=lambda flaw: list(flaw.absolute_path) != ["format"], default=None)
+        if flaw is not None:
+            raise error(f"{where}: {_sentence(flaw)}")
+    except RecursionError:
+        raise error(f"{where}: nested too deeply") from None
+    return cast("Mapping[str, Any]", data)
 
 
 def _not_finite(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], float]]:
-    """NaN and infinities, which no rule of a schema finds, and where they stand."""
-    if isinstance(data, float) and not math.isfinite(data):
-        yield path, data
+    """The numbers that are no finite float, and where they stand."""
+    if isinstance(data, int | float):
+        if not abs(data) <= sys.float_info.max:
+            yield path, data
     elif isinstance(data, Mapping):
         for key, value in data.items():
             yield from _not_finite(value, (*path, str(key)))
@@ -93,7 +100,7 @@ def _not_finite(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[t
 
 def _dotted(path: Iterable[str | int]) -> str:
     """``layers[0].name``"""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
     return text.removeprefix(".")
 
 
@@ -124,9 +131,7 @@ def _sentence(flaw: Any) -> str:
             rule = f"not of the form {wanted}"
         case _:
             rule = "not of a form that is allowed here"
-    value = repr(flaw.instance)
-    value = value if len(value) <= 60 else value[:57] + "..."
-    return f"{path or 'the file'} is {value}, {rule}"
+    return f"{path or 'the file'} is {shown(flaw.instance)}, {rule}"
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:

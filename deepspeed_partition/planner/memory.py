@@ -57,17 +57,21 @@ class StageTable:
         of_layer = np.array([layer.transient_bytes for layer in chain.layers], dtype=np.int64)
         for start in range(chain.num_layers):
             transient[start, start + 1 :] = np.maximum.accumulate(of_layer[start:])
-        buffers = buffer_slots(platform) * np.array(
-            [0, *(chain.boundary_bytes(cut) for cut in range(1, chain.num_layers)), 0], dtype=np.int64
-        )
+        slots = buffer_slots(platform)
+        inner = [min(slots * chain.boundary_bytes(cut), 2**60) for cut in range(1, chain.num_layers)]
+        buffers = np.array([0, *inner, 0], dtype=np.int64)
         copies = Fraction(str(platform.weight_copies))
         total_weights = (weights[None, :] - weights[:, None]).astype(object)
         scaled = -((-total_weights * copies.numerator) // copies.denominator)  # rounded up, exactly
         scaled = np.minimum(np.maximum(scaled, 0), 2**60).astype(np.int64)
-        self.fixed: NDArray[np.int64] = scaled + buffers[:, None] + buffers[None, :] + transient
+        self.buffers: NDArray[np.int64] = buffers[:, None] + buffers[None, :]
+        """[k, l]: bytes at both cuts of layers k to l; contained in ``fixed``."""
+        self.fixed: NDArray[np.int64] = scaled + self.buffers + transient
         """[k, l]: bytes that layers k to l need however many micro-batches are in flight."""
         self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None], 0)
         """[k, l]: bytes that each micro-batch in flight adds."""
+        self.transient: NDArray[np.int64] = transient
+        """[k, l]: bytes that layers k to l need only while they run; contained in ``fixed``."""
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
         """[k, l]: some parameter of layers k to l is trained."""

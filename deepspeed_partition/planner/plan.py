@@ -89,6 +89,10 @@ class Plan:
     """What each device's peak consists of; of the step where there is one."""
     peak_memory_bytes: tuple[int, ...]
     step: StepPlan | None = None
+    data_parallel: int | None = None
+    """So many identical pipelines of ``platform.num_devices`` devices each, if that was planned."""
+    allreduce_seconds: tuple[float, ...] = ()
+    """Of each stage's gradients, among those pipelines, once per step."""
     planning_seconds: float = 0.0
 
     @property
@@ -168,6 +172,9 @@ class Plan:
             for use in self.memory
         ]
         data["planning_seconds"] = self.planning_seconds
+        if self.data_parallel is not None:
+            data["data_parallel"] = self.data_parallel
+            data["allreduce_seconds"] = list(self.allreduce_seconds)
         if self.step is not None:
             data["num_micro_batches"] = self.step.num_micro_batches
             data["step_seconds"] = self.step.step_seconds
@@ -206,6 +213,8 @@ class Plan:
                 ),
                 peak_memory_bytes=tuple(int(peak) for peak in mapping["peak_memory_bytes"]),
                 step=_step_from_dict(mapping, where),
+                data_parallel=_optional_int(mapping.get("data_parallel")),
+                allreduce_seconds=tuple(float(seconds) for seconds in mapping.get("allreduce_seconds", ())),
                 planning_seconds=float(mapping.get("planning_seconds", 0.0)),
             )
         except PlanFormatError:
@@ -230,6 +239,10 @@ class Plan:
                 raise ValueError(f"{key} has {len(values)} entries for {devices} devices")
         if self.step is not None and len(self.step.order) != devices:
             raise ValueError(f"order has {len(self.step.order)} entries for {devices} devices")
+        if self.data_parallel is not None and len(self.allreduce_seconds) != len(self.stages):
+            raise ValueError(
+                f"allreduce_seconds has {len(self.allreduce_seconds)} entries for {len(self.stages)} stages"
+            )
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -247,6 +260,10 @@ class Plan:
             OSError: the folder cannot be written.
         """
         files.write_json(path, self.to_dict())
+
+
+def _optional_int(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
 def _stage_to_dict(stage: PlannedStage) -> dict[str, Any]:
@@ -272,7 +289,7 @@ def _stage_from_dict(data: Mapping[str, Any]) -> PlannedStage:
         device=int(data["device"]),
         rematerialize=blocks if isinstance(blocks, bool) else tuple((int(a), int(b)) for a, b in blocks),
         in_flight=int(data["in_flight"]),
-        num_trainable_parameters=None if trainable is None else int(trainable),
+        num_trainable_parameters=_optional_int(trainable),
     )
 
 

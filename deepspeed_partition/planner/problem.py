@@ -5,35 +5,41 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import ChainFormatError
+from deepspeed_partition.planner.units import shown
 
 CHAIN_FORMAT = "madpipe-chain/1"
 LONGEST_SECONDS = 1e9
 """No layer and no transfer lasts longer (31 years): sums stay exact in the planner's integer clock."""
 LARGEST_BYTES = 2**53
 """No single size is larger (9 PB): an integer that a float holds exactly."""
+LARGEST_MEMORY_BYTES = 2**60
+"""No device has more (1 EB)."""
+LARGEST_FLOAT = sys.float_info.max
 
 
 def _seconds(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where} is {value!r}, not a number of seconds")
+        raise ValueError(f"{where} is {shown(value)}, not a number of seconds")
     if not 0 <= value <= LONGEST_SECONDS:  # false for NaN, too
-        raise ValueError(f"{where} is {value!r}: seconds are finite, from 0 to {LONGEST_SECONDS:g}")
-    return float(value)
+        raise ValueError(f"{where} is {shown(value)}: seconds are finite, from 0 to {LONGEST_SECONDS:g}")
+    return float(value) + 0.0  # -0.0 is 0.0, for the digest, too
 
 
 def _whole(where: str, value: object, smallest: int, largest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where} is {value!r}, not a whole number")
+        raise ValueError(f"{where} is {shown(value)}, not a whole number")
     if not smallest <= value <= largest or value != int(value):
-        raise ValueError(f"{where} is {value!r}: it is a whole number from {smallest} to {largest}")
+        raise ValueError(f"{where} is {shown(value)}: it is a whole number from {smallest} to {largest}")
     return int(value)
 
 
@@ -71,9 +77,9 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise ValueError(f"the name of a layer is a string, not {self.name!r}")
+            raise ValueError(f"the name of a layer is a string, not {shown(self.name)}")
         if self.type is not None and not isinstance(self.type, str):
-            raise ValueError(f"layer {self.name!r}: type is a string, not {self.type!r}")
+            raise ValueError(f"layer {shown(self.name)}: type is a string, not {shown(self.type)}")
         for key in (
             "forward_seconds",
             "backward_seconds",
@@ -82,13 +88,13 @@ class LayerProfile:
         ):
             value = getattr(self, key)
             if value is not None or not key.endswith("spread_seconds"):
-                object.__setattr__(self, key, _seconds(f"layer {self.name!r}: {key}", value))
+                object.__setattr__(self, key, _seconds(f"layer {shown(self.name)}: {key}", value))
         for key in (
             "weight_bytes", "output_bytes", "stash_bytes", "transient_bytes", "num_trainable_parameters",
         ):  # fmt: skip
             value = getattr(self, key)
             if value is not None or key in ("weight_bytes", "output_bytes", "transient_bytes"):
-                object.__setattr__(self, key, _bytes(f"layer {self.name!r}: {key}", value))
+                object.__setattr__(self, key, _bytes(f"layer {shown(self.name)}: {key}", value))
 
     @property
     def compute_seconds(self) -> float:
@@ -115,10 +121,19 @@ class Chain:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_bytes", _bytes("input_bytes", self.input_bytes))
+        if not isinstance(self.layers, Sequence) or not all(
+            isinstance(each, LayerProfile) for each in self.layers
+        ):
+            raise ValueError(f"layers is {shown(self.layers)}, not a sequence of LayerProfile")
         if not self.layers:
             raise ValueError("layers is empty: a chain has at least one layer")
         if not isinstance(self.name, str):
-            raise ValueError(f"the name of a chain is a string, not {self.name!r}")
+            raise ValueError(f"the name of a chain is a string, not {shown(self.name)}")
+        if self.micro_batch_size is not None:
+            size = _whole("micro_batch_size", self.micro_batch_size, 1, LARGEST_BYTES)
+            object.__setattr__(self, "micro_batch_size", size)
+        if self.hardware is not None and not isinstance(self.hardware, str):
+            raise ValueError(f"hardware is {shown(self.hardware)}, not a string")
         filled = []
         for index, layer in enumerate(self.layers):
             stash = layer.stash_bytes
@@ -221,16 +236,27 @@ class Chain:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Chain:
-        """Read a chain file.
+        """Read a chain file, or PipeDream's ``graph.txt``, which becomes a chain.
 
         Raises:
-            ChainFormatError: not a chain file; the message names the file and the field.
+            ChainFormatError: neither; the message names the file and the field or the line.
         """
-        return cls.from_dict(files.read_json(path, error=ChainFormatError), where=str(path))
+        text = files.read_text(path, error=ChainFormatError)
+        from deepspeed_partition.planner import pipedream  # which makes chains itself
+
+        if pipedream.is_graph(text):
+            return pipedream.read_chain(text, name=_stem(path), where=str(path))
+        return cls.from_dict(files.parse_json(text, where=str(path), error=ChainFormatError), where=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a chain file, whole or not at all."""
         files.write_json(path, self.to_dict())
+
+
+def _stem(path: str | PathLike[str]) -> str:
+    """``vgg16`` of ``vgg16.graph.txt`` and of PipeDream's ``profiles/vgg16/graph.txt``."""
+    stem = Path(path).name.removesuffix(".txt").removesuffix(".graph")
+    return Path(path).resolve().parent.name if stem == "graph" else stem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,13 +283,13 @@ class Platform:
         memory = self.memory_bytes
         if isinstance(memory, bool) or not isinstance(memory, int | float):
             raise ValueError(f"memory_bytes is {memory!r}, not a number of bytes")
-        if not 0 < memory <= 2**60:
+        if not 1 <= memory <= LARGEST_MEMORY_BYTES:
             raise ValueError(f"memory_bytes is {memory!r}: a device has more than 0 and at most 2**60 bytes")
         object.__setattr__(self, "memory_bytes", int(memory))
         for key in ("bandwidth", "latency_seconds", "weight_copies"):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{key} is {value!r}, not a finite number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT:
+                raise ValueError(f"{key} is {shown(value)}, not a finite number")
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth is {self.bandwidth!r} bytes per second: it is more than 0")
         if not 0 <= self.latency_seconds <= LONGEST_SECONDS:
@@ -285,6 +311,15 @@ class Platform:
                 f"travel for {seconds:g} s, more than {LONGEST_SECONDS:g} s"
             )
         return seconds
+
+    def allreduce_seconds(self, num_bytes: int, num_copies: int) -> float:
+        """The sum of ``num_copies`` devices' gradients on each of them, by a ring.
+
+        Each of 2 (D - 1) rounds sends a D-th of the bytes over every link of the ring.
+        """
+        if num_copies == 1:
+            return 0.0
+        return 2 * (num_copies - 1) * self.transfer_seconds(-(-num_bytes // num_copies))
 
     def weights_bytes(self, num_bytes: int) -> int:
         """What the parameters of one device take: ``weight_copies`` times, rounded up to a byte."""

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -60,6 +61,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     placed = {operation.operation: operation for operation in plan.operations}
     violations += _dependency_violations(plan, placed)
     violations += _overlap_violations(plan)
+    violations += _allreduce_violations(plan, costs)
     pattern = _unrolled_pattern(plan, chain, placed)
     in_flight, peaks = _peaks(plan, chain, costs, pattern)
     violations += _memory_violations(plan, peaks, "pattern")
@@ -68,7 +70,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
         step = _run_step(plan, chain, costs)
         if isinstance(step, str):
             return Replay((*violations, step), in_flight, tuple(each[0] for each in peaks))
-        step_seconds = Clock.of(chain, plan.platform).seconds(max(end for _, end in step.operations.values()))
+        step_seconds = Clock.of(chain, plan.platform).seconds(_step_ticks(plan, chain, step))
         if abs(step_seconds - plan.step.step_seconds) > TOLERANCE * step_seconds:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
@@ -136,6 +138,16 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> 
         yield f"{name} is missing from the pattern"
 
 
+def _allreduce_violations(plan: Plan, costs: list[_StageCost]) -> Iterator[str]:
+    """A ring among the pipelines: each of 2 (D - 1) rounds sends a D-th of the stage's weights."""
+    degree = plan.data_parallel or 1
+    for index, (cost, planned) in enumerate(zip(costs, plan.allreduce_seconds, strict=False)):
+        share = math.ceil(Fraction(cost.weight_bytes, degree))
+        seconds = sum(plan.platform.transfer_seconds(share) for _ in range(2 * (degree - 1)))
+        if abs(planned - seconds) > TOLERANCE * max(seconds, plan.period_seconds):
+            yield f"the all-reduce of stage {index} takes {seconds:.9g} s and the plan says {planned:.9g} s"
+
+
 def _begin(plan: Plan, operation: PlacedOperation) -> float:
     """When the operation runs on micro-batch 0."""
     return operation.shift * plan.period_seconds + operation.start_seconds
@@ -181,7 +193,7 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
                 )
 
 
-@dataclass(slots=True)
+@dataclass
 class _Timeline:
     """When every operation ran, on which micro-batch, in ticks."""
 
@@ -189,7 +201,9 @@ class _Timeline:
     window: tuple[int, float] = (0, math.inf)
     """Where to look for peaks: in a pattern the last period, everything before it having begun."""
 
+    @cached_property
     def micro_batches(self) -> range:
+        """All of them; asked for when every operation is there."""
         return range(max(micro_batch for _, micro_batch in self.operations) + 1)
 
 
@@ -283,7 +297,7 @@ def _peaks(
 
 
 def _spans(timeline: _Timeline, name: str) -> Iterator[tuple[int, int]]:
-    for micro_batch in timeline.micro_batches():
+    for micro_batch in timeline.micro_batches:
         if (name, micro_batch) in timeline.operations:
             yield timeline.operations[name, micro_batch]
 
@@ -292,7 +306,7 @@ def _between(
     timeline: _Timeline, first: str, first_edge: int, second: str, second_edge: int
 ) -> Iterator[tuple[int, int]]:
     """From an edge (0 start, 1 end) of one operation to an edge of another, on each micro-batch."""
-    for micro_batch in timeline.micro_batches():
+    for micro_batch in timeline.micro_batches:
         begin = timeline.operations[first, micro_batch][first_edge]
         yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
 
@@ -372,6 +386,16 @@ def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[_Pe
             yield f"the gap to the lower bound is {gap:.4f} and the plan says {plan.gap:.4f}"
 
 
+def _step_ticks(plan: Plan, chain: Chain, step: _Timeline) -> int:
+    """When the last stage to do so has ended its last backward and the all-reduce after it."""
+    ticks = Clock.of(chain, plan.platform).ticks
+    tails = plan.allreduce_seconds or [0.0] * len(plan.stages)
+    ends: dict[str, int] = defaultdict(int)
+    for (name, _), (_, end) in step.operations.items():
+        ends[name] = max(ends[name], end)
+    return max(ends[f"B{index}"] + ticks(tail) for index, tail in enumerate(tails))
+
+
 def _run_step(plan: Plan, chain: Chain, costs: list[_StageCost]) -> _Timeline | str:
     """Run the step's orders, transfers as early as link and buffers allow; a sentence where they cannot run.
 
@@ -422,6 +446,8 @@ class _StepRun:
         for index, num_bytes in _cuts(plan, chain, between_devices=True):
             transfer = ticks(plan.platform.transfer_seconds(num_bytes))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
+        self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
+        self.near = {name: self._near(name) for name in self.durations}
         self.slots = max(1, plan.platform.comm_buffers // 2)
         self.begun: dict[tuple[str, int], int] = {}
         self.ended: dict[tuple[str, int], int] = {}
@@ -432,17 +458,39 @@ class _StepRun:
         self.received: dict[str, list[int]] = defaultdict(list)
 
     def run(self) -> _Timeline | str:
+        # What could start first on each device and link. Only what has just been committed can change that, and
+        # only on the devices and links next to it.
+        operations = {device: self._operation(device) for device in range(len(self.orders))}
+        transfers: dict[tuple[int, int], tuple[int, int, str, int] | None] = {}
         while True:
-            candidates = [*self._operations(), *self._transfers()]
+            candidates = [each for each in (*operations.values(), *transfers.values()) if each is not None]
             if not candidates:
                 break
             start, _, name, micro_batch = min(candidates)
             self._commit(start, name, micro_batch)
+            stages, cuts = self.near[name]
+            for stage in stages:
+                operations[self.plan.stages[stage].device] = self._operation(self.plan.stages[stage].device)
+            for cut in cuts:
+                transfers[self._link(cut)] = self._transfer(self._link(cut))
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
                 return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
         return _Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
+
+    def _near(self, name: str) -> tuple[list[int], list[int]]:
+        """The stages and the cuts between devices that an operation, or a transfer, may let start."""
+        index = int(name.lstrip("SFB"))
+        stages, cuts = (
+            ([index, index + 1], [index])
+            if name[0] == "S"
+            else ([index - 1, index, index + 1], [index - 1, index])
+        )
+        return (
+            [stage for stage in stages if 0 <= stage < len(self.plan.stages)],
+            [cut for cut in cuts if f"SF{cut}" in self.durations],
+        )
 
     def _needs(self, name: str) -> list[str]:
         """What must have ended on the same micro-batch."""
@@ -457,30 +505,34 @@ class _StepRun:
             return own
         return [*own, send if send in self.durations else before]
 
-    def _operations(self) -> Iterator[tuple[int, int, str, int]]:
-        for device, order in enumerate(self.orders):
-            if self.position[device] < len(order):
-                name, micro_batch = order[self.position[device]]
-                needs = [(need, micro_batch) for need in self._needs(name)]
-                if all(need in self.ended for need in needs):
-                    ready = [self.ended[need] for need in needs]
-                    yield max([self.device_free[device], *ready]), 0, name, micro_batch
+    def _operation(self, device: int) -> tuple[int, int, str, int] | None:
+        """The next of the device's order and when it can start; None where that is not known."""
+        order = self.orders[device]
+        if self.position[device] == len(order):
+            return None
+        name, micro_batch = order[self.position[device]]
+        ready = [self.ended.get((need, micro_batch)) for need in self.needs[name]]
+        known = [end for end in ready if end is not None]
+        return (
+            (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
+        )
 
-    def _transfers(self) -> Iterator[tuple[int, int, str, int]]:
-        for link, waiting in self.to_send.items():
-            first: dict[str, tuple[int, int, str]] = {}
-            for entry in sorted(waiting):
-                first.setdefault(entry[2], entry)
-            eligible = []
-            for ready, micro_batch, name in first.values():
-                room = self._room_from(name)
-                if room is not None:
-                    start = max(ready, room, self.link_free[link])
-                    eligible.append((start, ready, micro_batch, name))
-            if eligible:
-                # Of those that can start first, the one whose tensor was ready first.
-                start, _, micro_batch, name = min(eligible)
-                yield start, 1, name, micro_batch
+    def _transfer(self, link: tuple[int, int]) -> tuple[int, int, str, int] | None:
+        """The first over the link and when it can start; None where none waits that has room."""
+        first: dict[str, tuple[int, int, str]] = {}
+        for entry in sorted(self.to_send[link]):
+            first.setdefault(entry[2], entry)
+        eligible = []
+        for ready, micro_batch, name in first.values():
+            room = self._room_from(name)
+            if room is not None:
+                start = max(ready, room, self.link_free[link])
+                eligible.append((start, ready, micro_batch, name))
+        if not eligible:
+            return None
+        # Of those that can start first, the one whose tensor was ready first.
+        start, _, micro_batch, name = min(eligible)
+        return start, 1, name, micro_batch
 
     def _room_from(self, name: str) -> int | None:
         """From when the receiver has a free slot; None while that is not known."""

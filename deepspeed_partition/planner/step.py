@@ -4,6 +4,9 @@ Two engines are simulated, event by event, from the same orders of forwards and 
 
 - ``blocking_step``: DeepSpeed's ``TrainSchedule``. Sends and receives block both ends, nothing overlaps.
 - ``overlapping_step``: transfers run beside computation, as early as their link and buffers allow.
+
+With several pipelines in parallel a stage all-reduces its gradients after its last backward, as DeepSpeed does,
+while the stages before it still drain; the step has ended when the last all-reduce has.
 """
 
 from __future__ import annotations
@@ -64,10 +67,15 @@ def deepspeed_instructions(stage: int, num_stages: int, num_micro_batches: int) 
         previous = ("forward" if forward else "backward", micro_batch) if runs else None
 
 
-def blocking_step(times: TimedChain, boundaries: Sequence[int], num_micro_batches: int) -> int:
+def blocking_step(
+    times: TimedChain, boundaries: Sequence[int], num_micro_batches: int, allreduce: Sequence[int] = ()
+) -> int:
     """Ticks of one step of a contiguous cut under DeepSpeed's schedule, whose transfers block both ends.
 
     A transfer begins when both neighbours have come to it and holds both until it has ended.
+
+    Args:
+        allreduce: ticks for each stage; left out, there is one pipeline.
     """
     num_stages = len(boundaries) - 1
     lists = [list(deepspeed_instructions(stage, num_stages, num_micro_batches)) for stage in range(num_stages)]
@@ -108,7 +116,11 @@ def blocking_step(times: TimedChain, boundaries: Sequence[int], num_micro_batche
                     break  # a receive: its sender brings it about
                 advanced = True
     assert all(position[stage] == len(lists[stage]) for stage in range(num_stages)), "DeepSpeed's schedule blocks"
-    return max(now)
+    return _with_allreduce(now, allreduce)
+
+
+def _with_allreduce(ends: Sequence[int], allreduce: Sequence[int]) -> int:
+    return max(end + ticks for end, ticks in zip(ends, allreduce or [0] * len(ends), strict=True))
 
 
 def overlapping_step(
@@ -117,6 +129,7 @@ def overlapping_step(
     device_of_stage: Sequence[int],
     orders: Sequence[Order],
     slots: int,
+    allreduce: Sequence[int] = (),
 ) -> int:
     """Ticks of one step in which transfers run beside computation.
 
@@ -124,10 +137,14 @@ def overlapping_step(
     free and the receiver has fewer than ``slots`` tensors of its kind (activations, gradients) waiting; of
     several, the one that became ready first.
 
+    Args:
+        allreduce: ticks for each stage; left out, there is one pipeline.
+
     Raises:
         ValueError: the orders wait for each other in a circle.
     """
-    return _OverlappingStep(times, boundaries, device_of_stage, orders, slots).run()
+    ends = _OverlappingStep(times, boundaries, device_of_stage, orders, slots).run()
+    return _with_allreduce(ends, allreduce)
 
 
 class _Event(NamedTuple):
@@ -175,8 +192,10 @@ class _OverlappingStep:
         self.waiting: dict[str, int] = defaultdict(int)
         """Tensors on the way to, or waiting for, each operation."""
         self.links: dict[tuple[int, int], _Link] = defaultdict(_Link)
+        self.ends = [0] * (self.last + 1)
 
-    def run(self) -> int:
+    def run(self) -> list[int]:
+        """When each stage has done its last backward."""
         while True:
             # What takes no time has ended before the next thing begins at the same instant.
             while self.events and self.events[0].time == self.now:
@@ -188,7 +207,7 @@ class _OverlappingStep:
             self.now = self.events[0].time
         if any(position < len(order) for position, order in zip(self.position, self.orders, strict=True)):
             raise ValueError("the orders of the devices wait for each other in a circle")
-        return self.now
+        return self.ends
 
     def _start_operations(self) -> bool:
         started = False
@@ -241,6 +260,8 @@ class _OverlappingStep:
         self.position[event.device] += 1
         if operation[0] == "F":
             self.forwarded.add((operation, micro_batch))
+        else:
+            self.ends[int(operation[1:])] = self.now
         consumer = self._consumer(operation)
         if consumer is None:
             return

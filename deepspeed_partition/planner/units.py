@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 
 _SIZES = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -11,18 +11,23 @@ _SIZES = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGTP", start=1)
 }
 _DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*?)(?:/s)?\s*")
+_QUANTITY = re.compile(r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*?)(?:/s)?\s*")
 
 
-def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
-    match = _QUANTITY.fullmatch(text)
-    lookup = {unit.lower(): factor for unit, factor in units.items()}
-    if match is None or match.group(2).lower() not in lookup:
-        raise ValueError(f"{text!r} is not {what}: write it like {example}")
-    value = float(match.group(1)) * lookup[match.group(2).lower()]
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not {what}: write it like {example}")
-    return value
+def _parse(value: object, units: dict[str, float], what: str) -> float:
+    """A finite number, not negative, in the unit that has the factor 1."""
+    number = value
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        lookup = {unit.lower(): factor for unit, factor in units.items()}
+        number = None
+        if match is not None and match.group(2).lower() in lookup:
+            digits, factor = match.group(1), lookup[match.group(2).lower()]
+            # Whole numbers stay exact beyond 2**53; longer ones are infinite anyway.
+            number = (int(digits) if digits.isdecimal() and len(digits) <= 308 else float(digits)) * factor
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= sys.float_info.max:
+        raise ValueError(f"{shown(value)} is not {what}")
+    return number
 
 
 def parse_size(value: str | int | float) -> int:
@@ -31,29 +36,30 @@ def parse_size(value: str | int | float) -> int:
     Raises:
         ValueError: not a size, not finite, negative.
     """
-    if isinstance(value, str):
-        value = _parse(value, dict(_SIZES), "a size", "16GB, 16GiB or a number of bytes")
-    if isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is not a size: write it like 16GB, 16GiB or a number of bytes")
-    return round(value)
+    return round(_parse(value, dict(_SIZES), "a size: write it like 16GB, 16GiB or a number of bytes"))
 
 
 def parse_bandwidth(value: str | int | float) -> float:
-    """Bytes per second: ``"12GB/s"`` is 12e9, a plain number is bytes per second."""
-    if isinstance(value, str):
-        value = _parse(value, dict(_SIZES), "a bandwidth", "12GB/s or a number of bytes per second")
-    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{value!r} is not a bandwidth: write it like 12GB/s, more than zero")
-    return float(value)
+    """Bytes per second: ``"12GB/s"`` is 12e9, a plain number is bytes per second.
+
+    Raises:
+        ValueError: not a bandwidth, not finite, not more than 0.
+    """
+    what = "a bandwidth: write it like 12GB/s or a number of bytes per second, more than zero"
+    parsed = float(_parse(value, dict(_SIZES), what))
+    if not parsed:
+        raise ValueError(f"{shown(value)} is not {what}")
+    return parsed
 
 
 def parse_seconds(value: str | int | float) -> float:
-    """Seconds: ``"10us"`` is 1e-5, a plain number is seconds."""
-    if isinstance(value, str):
-        value = _parse(value, dict(_DURATIONS), "a time", "10us, 5ms, 0.1s or a number of seconds")
-    if isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is not a time: write it like 10us, 5ms or a number of seconds")
-    return float(value)
+    """Seconds: ``"10us"`` is 1e-5, a plain number is seconds.
+
+    Raises:
+        ValueError: not a time, not finite, negative.
+    """
+    what = "a time: write it like 10us, 5ms, 0.1s or a number of seconds"
+    return float(_parse(value, dict(_DURATIONS), what)) + 0.0  # -0.0 is 0.0
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -68,9 +74,28 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def exact_bytes(num_bytes: int) -> str:
+    """``22 bytes``, for numbers that are to be typed again."""
+    return f"{num_bytes} byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
 def format_seconds(seconds: float) -> str:
     """``0.0123`` as ``12.3 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.4g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def printable(text: str) -> str:
+    """On one line, with what no terminal shows (control characters, half of a surrogate pair) escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in " ".join(text.split())
+    )
+
+
+def shown(value: object) -> str:
+    """A value in a message: on one line, in printable characters, and no longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -9,6 +9,9 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, LayerProfile, Platform
+from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.solvers.problem import Constraints, Problem
 
 FREE = 2.0**1000
 """A bandwidth at which transfers take no time."""
@@ -81,6 +84,17 @@ def random_instance(seed: int, most_layers: int = 7, most_devices: int = 4) -> t
         comm_buffers=pick.choice([2, 2, 3]),
     )
     return made, platform
+
+
+def problem_of(made: Chain, platform: Platform) -> Problem:
+    """What a solver is given for them."""
+    return Problem(
+        chain=made,
+        platform=platform,
+        constraints=Constraints(max_stages=platform.num_devices),
+        times=TimedChain(made, platform),
+        table=StageTable(made, platform),
+    )
 
 
 sizes = st.integers(0, 10**10)

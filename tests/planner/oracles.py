@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepspeed_partition import Chain, Platform
 
 
@@ -125,3 +128,166 @@ def _overlap(road: list[tuple[int, int]], starts: list[int], period: int) -> boo
                 return True
             busy[resource].add(moment % period)
     return False
+
+
+Placed = tuple[tuple[int, ...], tuple[int, ...]]
+"""Boundaries, and the device of each stage."""
+
+
+def all_placements(num_layers: int, num_devices: int) -> Iterator[Placed]:
+    """Every allocation whose neighbouring stages are on different devices; devices numbered as they come."""
+
+    def devices(count: int) -> Iterator[tuple[int, ...]]:
+        if count == 0:
+            yield ()
+            return
+        for earlier in devices(count - 1):
+            for device in range(min(num_devices, max(earlier, default=-1) + 2)):
+                if not earlier or earlier[-1] != device:
+                    yield (*earlier, device)
+
+    for cuts in all_cuts(num_layers, num_layers):
+        for assigned in devices(len(cuts) - 1):
+            yield cuts, assigned
+
+
+def num_shared(placed: Placed) -> int:
+    """Devices with several stages."""
+    return sum(1 for device in set(placed[1]) if placed[1].count(device) > 1)
+
+
+def estimated_period(chain: Chain, platform: Platform, placed: Placed, estimate: str) -> Fraction | None:
+    """The least period at which no resource is overloaded and an estimate of each device's memory has room.
+
+    ``"peak"``: for some stage i of the device, i has g_i micro-batches in flight, stages before it at least g_i,
+    and any other at least g - 1. ``"safe"``: every stage has g.
+    """
+    cuts, devices = placed
+    every, crossing = loads(chain, platform, cuts), list(pairwise(devices))
+    busy: dict[object, Fraction] = {}
+    for index, load in enumerate(every):
+        place: object = frozenset(crossing[index // 2]) if index % 2 else devices[index // 2]
+        busy[place] = busy.get(place, Fraction(0)) + load
+    sums = {sum(every[i:j], Fraction(0)) for i in range(len(every)) for j in range(i + 1, len(every) + 1)}
+    least = max(busy.values())
+    for period in sorted(total for total in sums | {least} if total >= least):
+        if all(
+            _estimated_bytes(chain, platform, placed, device, groups(every, period), estimate)
+            <= platform.memory_bytes
+            for device in set(devices)
+        ):
+            return period
+    return None
+
+
+def _estimated_bytes(
+    chain: Chain, platform: Platform, placed: Placed, device: int, group: Sequence[int], estimate: str
+) -> Fraction:
+    cuts, devices = placed
+    mine = [stage for stage in range(len(devices)) if devices[stage] == device]
+    layers = {stage: chain.layers[cuts[stage] : cuts[stage + 1]] for stage in mine}
+    stash = {stage: sum(layer.stash_bytes for layer in layers[stage]) for stage in mine}
+    transient = {stage: max(layer.transient_bytes for layer in layers[stage]) for stage in mine}
+    constant = sum(memory(chain, platform, cuts[stage], cuts[stage + 1], 0) - transient[stage] for stage in mine)
+    if estimate == "safe":
+        return constant + sum(group[stage] * stash[stage] for stage in mine) + max(transient.values())
+
+    def at_forward(i: int) -> int:
+        fewest = {j: max(group[j] - 1, group[i]) if j <= i else group[j] - 1 for j in mine}
+        return sum(fewest[j] * stash[j] for j in mine) + transient[i]
+
+    return constant + max(at_forward(i) for i in mine)
+
+
+def a_pattern_exists(chain: Chain, platform: Platform, placed: Placed, period: int) -> bool:
+    """Whether some pattern of a whole period fits, memory to the letter of the formats; all times are whole.
+
+    Every operation begins at every moment of the period, the first one that comes after the operation before it
+    on the road: a longer wait only adds to what is kept. Between whole times nothing begins or ends.
+    """
+    cuts, devices = placed
+    stages = range(len(devices))
+    sends = [int(platform.transfer_seconds(chain.layers[cut - 1].output_bytes)) for cut in cuts[1:-1]]
+    layers = [chain.layers[start:stop] for start, stop in pairwise(cuts)]
+    down: list[tuple[str, int, object]] = []
+    up: list[tuple[str, int, object]] = []
+    for stage in stages:
+        if stage:
+            link = frozenset(devices[stage - 1 : stage + 1])
+            down.append((f"SF{stage - 1}", sends[stage - 1], link))
+            up.append((f"SB{stage - 1}", sends[stage - 1], link))
+        down.append((f"F{stage}", sum(int(layer.forward_seconds) for layer in layers[stage]), devices[stage]))
+        up.append((f"B{stage}", sum(int(layer.backward_seconds) for layer in layers[stage]), devices[stage]))
+    road = [*down, *reversed(up)]
+
+    # Every way to place the operations of each resource within the period, and every combination of those; the
+    # ways of the first resource one after the other, so that the arrays stay small.
+    ways = {place: _ways(road, place, period) for _, _, place in road}
+    first = road[0][2]
+    return any(
+        _some_combination_fits(chain, platform, placed, period, road, {**ways, first: one[None, :]})
+        for one in ways[first]
+    )
+
+
+def _some_combination_fits(
+    chain: Chain,
+    platform: Platform,
+    placed: Placed,
+    period: int,
+    road: list[tuple[str, int, object]],
+    ways: dict[object, NDArray[np.int64]],
+) -> bool:
+    cuts, devices = placed
+    stages = range(len(devices))
+    layers = [chain.layers[start:stop] for start, stop in pairwise(cuts)]
+    chosen = np.meshgrid(*(np.arange(len(each)) for each in ways.values()), indexing="ij")
+    which = dict(zip(ways, (each.ravel() for each in chosen), strict=True))
+    begins, ends = {}, {}
+    now = np.zeros(len(which[road[0][2]]), dtype=np.int64)
+    counts = dict.fromkeys(ways, 0)
+    for name, duration, place in road:
+        at = ways[place][which[place], counts[place]]
+        counts[place] += 1
+        begins[name] = now + (at - now) % period
+        now = ends[name] = begins[name] + duration
+
+    def alive(begin: NDArray[np.int64], end: NDArray[np.int64], now: int) -> NDArray[np.int64]:
+        return (now - begin) // period - (now - end) // period
+
+    fits = np.ones(len(now), dtype=bool)
+    for moment, device in product(range(period), sorted(set(devices))):
+        total = np.zeros(len(now))
+        running = np.zeros(len(now))
+        for stage in (stage for stage in stages if devices[stage] == device):
+            forward, backward = f"F{stage}", f"B{stage}"
+            total += float(Fraction(str(platform.weight_copies)) * sum(l.weight_bytes for l in layers[stage]))
+            total += alive(begins[forward], ends[backward], moment) * sum(l.stash_bytes for l in layers[stage])
+            for name in (forward, backward):
+                runs = alive(begins[name], ends[name], moment) > 0
+                running = np.maximum(running, runs * max(l.transient_bytes for l in layers[stage]))
+            if stage < stages[-1]:  # the upper end of the cut below
+                waiting = alive(ends[forward], ends[f"SF{stage}"], moment)
+                waiting += alive(begins[f"SB{stage}"], begins[backward], moment)
+                total += np.maximum(platform.comm_buffers, waiting) * layers[stage][-1].output_bytes
+            if stage > 0:  # the lower end of the cut above
+                waiting = alive(begins[f"SF{stage - 1}"], begins[forward], moment)
+                waiting += alive(ends[backward], ends[f"SB{stage - 1}"], moment)
+                total += np.maximum(platform.comm_buffers, waiting) * layers[stage - 1][-1].output_bytes
+        fits &= total + running <= platform.memory_bytes
+    return bool(fits.any())
+
+
+def _ways(road: list[tuple[str, int, object]], place: object, period: int) -> NDArray[np.int64]:
+    """[way, operation]: when the operations of a device or link begin so that none overlap; F0 at 0."""
+    mine = [(name, duration) for name, duration, where in road if where == place]
+    found = []
+    for begins in product(*([0] if name == "F0" else range(period) for name, _ in mine)):
+        moments = [
+            (begin + passed) % period
+            for begin, (_, duration) in zip(begins, mine, strict=True)
+            for passed in range(duration)
+        ]
+        if len(set(moments)) == len(moments):
+            found.append(begins)
+    return np.array(found, dtype=np.int64).reshape(-1, len(mine))

@@ -127,6 +127,7 @@ def test_importing_and_planning_costs_no_torch(chain):
     code = (
         "import sys, deepspeed_partition; from deepspeed_partition import cli; "
         f"assert cli.run(['plan', {chain!r}, *{PLATFORM!r}, '--json']) == 0; "
+        f"assert cli.run(['compare', {chain!r}, *{PLATFORM!r}]) == cli.run(['convert', {chain!r}]) == 0; "
         "assert not {'torch', 'deepspeed', 'pytorch_lightning'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

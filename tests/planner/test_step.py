@@ -111,7 +111,7 @@ def test_steps_are_replayed(seed):
 def test_the_step_is_never_slower_than_that_of_the_shortest_period(seed):
     made, platform = random_instance(seed)
     platform = replace(platform, memory_bytes=10**6)
-    periodic = make_plan(made, platform)
+    periodic = make_plan(made, platform, "contiguous")
     for m in (2, 6, 40):
         plan = make_plan(made, platform, num_micro_batches=m)
         of_periodic = make_plan(made, platform, periodic.boundaries, num_micro_batches=m)

@@ -11,6 +11,7 @@ import numpy as np
 
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, bytes_needed, fits
+from deepspeed_partition.planner.units import printable, shown
 
 
 def uniform(chain: Chain, num_stages: int) -> Cuts:
@@ -32,13 +33,13 @@ def by_type(chain: Chain, num_stages: int, pattern: str) -> Cuts:
     """
     try:
         matches = re.compile(pattern, re.IGNORECASE).search
-    except re.error as flaw:
-        raise ValueError(f"algorithm 'type:{pattern}': not a regular expression: {flaw}") from None
+    except (re.error, OverflowError, RecursionError) as flaw:
+        raise ValueError(f"algorithm {shown('type:' + pattern)}: not a regular expression: {flaw}") from None
     weights = [float(matches(layer.type or layer.name) is not None) for layer in chain.layers]
     if not any(weights):
         types = sorted({layer.type or layer.name for layer in chain.layers})
-        shown = ", ".join(types[:8]) + (", ..." if len(types) > 8 else "")
-        raise ValueError(f"algorithm 'type:{pattern}' matches none of the layer types: {shown}")
+        some = printable(", ".join(types[:8])) + (", ..." if len(types) > 8 else "")
+        raise ValueError(f"algorithm {shown('type:' + pattern)} matches none of the layer types: {some}")
     return without_empty_stages(partition_balanced(weights, num_stages))
 
 
@@ -107,17 +108,17 @@ class FixedCut:
         num_stages = len(cuts) - 1
         if num_stages > constraints.max_stages:
             raise ValueError(
-                f"algorithm {self.name!r} makes {num_stages} stages for {constraints.max_stages} devices"
+                f"algorithm {shown(self.name)} makes {num_stages} stages for {constraints.max_stages} devices"
             )
         if constraints.exactly and num_stages < constraints.max_stages:
             raise ValueError(
-                f"algorithm {self.name!r} makes {num_stages} stages and {constraints.max_stages} are needed"
+                f"algorithm {shown(self.name)} makes {num_stages} stages and {constraints.max_stages} are needed"
             )
         allowed = constraints.allowed(problem.table)
         for stage, (start, stop) in enumerate(pairwise(cuts)):
             if not allowed[start, stop]:
                 raise ValueError(
-                    f"algorithm {self.name!r} gives stage {stage} layers {start} to {stop}, none of which has "
-                    "trainable parameters: an optimizer has nothing to do there"
+                    f"algorithm {shown(self.name)} gives stage {stage} layers {start} to {stop}, none of which "
+                    "has trainable parameters: an optimizer has nothing to do there"
                 )
         return cuts

@@ -15,17 +15,22 @@ that of section 4.2.2 without the special processor, with delays as (group, fill
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts, trace
 from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,14 @@ class Contiguous:
     name: str = "contiguous"
 
     def solve(self, problem: Problem) -> Answer:
-        found = best_cut(problem.times, problem.table, problem.constraints)
+        found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
         if found is None:
             return Answer(())
         cuts, period = found
+        proved = None if problem.deadline.stopped else period
         if problem.num_micro_batches is None:
-            return Answer((cuts,), period)
-        return Answer(tuple(synchronous.best_cuts(problem, cuts)), period)
+            return Answer((cuts,), proved)
+        return Answer(tuple(synchronous.best_cuts(problem, cuts)), proved)
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
         table = problem.table
@@ -58,29 +64,57 @@ class Contiguous:
         return min(cuts, key=lambda found: found[1]) if cuts else None
 
 
-def best_cut(times: TimedChain, table: StageTable, constraints: Constraints) -> tuple[Cuts, int] | None:
+def best_cut(
+    times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline | None = None
+) -> tuple[Cuts, int] | None:
     """The boundaries of the shortest period that fits, and that period in ticks; None where none fits.
 
-    Times and costs of all layers in O(P L^2) for each of about a dozen decisions, for P stages and L layers.
+    Times and costs of all layers in O(P L^2) for each of about a dozen decisions, for P stages and L layers. It
+    needs no time limit, but where somebody stops ``deadline`` the best cut so far is the answer.
     """
     search = _Search(times, table, constraints)
     relaxed = int(times.compute[-1] + times.round_trip.sum())  # at this period every stage has one in flight
     cuts = search.decide(relaxed)
     if cuts is None:
         return None
-    period = search.snap(cuts)
-    bound = lower_bound_ticks(times, constraints.max_stages)
+    return narrow(
+        search.decide,
+        search.snap,
+        cuts,
+        search.snap(cuts, relaxed),
+        lower_bound_ticks(times, constraints.max_stages),
+        deadline,
+    )
+
+
+def narrow(
+    decide: Callable[[int], Found | None],
+    snap: Callable[[Found, int], int],
+    found: Found,
+    period: int,
+    bound: int,
+    deadline: Deadline | None = None,
+) -> tuple[Found, int]:
+    """The best answer and its period, exactly, from one at ``period`` and a lower bound.
+
+    Where somebody stops ``deadline`` it is the best so far.
+
+    Args:
+        decide: some answer that fits at a period, or None where there is none.
+        snap: the least period of an answer that was found at a period.
+        deadline: where somebody stops it, the best answer so far is returned.
+    """
     bisecting = 8
-    while bound < period:
+    while bound < period and not (deadline is not None and deadline.stopped):
         # Halve while that is worth much; then ask for anything better at all, which proves the answer.
         probe = (bound + period) // 2 if bisecting > 0 else period - 1
         bisecting = bisecting - 1 if bisecting > 0 else 4
-        better = search.decide(probe)
+        better = decide(probe)
         if better is None:
             bound = probe + 1
         else:
-            cuts, period = better, search.snap(better)
-    return cuts, period
+            found, period = better, snap(better, probe)
+    return found, period
 
 
 def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
@@ -97,12 +131,12 @@ class _Search:
         self.loads = times.compute[None, :] - times.compute[:, None]
         self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
 
-    def snap(self, cuts: Cuts) -> int:
-        """The least period of a cut that is known to fit."""
+    def snap(self, cuts: Cuts, found_at: int) -> int:
+        """The least period of a cut that fits at ``found_at``."""
         loads = one_f_one_b.pseudo_stage_loads(self.times, cuts)
         room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
         period = one_f_one_b.least_period(loads, room)
-        assert period is not None, "a cut that a decision found does not fit"
+        assert period is not None and period <= found_at, "a cut that a decision found does not fit"
         return period
 
     def decide(self, period: int) -> Cuts | None:

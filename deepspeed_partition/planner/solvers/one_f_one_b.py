@@ -12,7 +12,7 @@ its own between the two that it connects (section 4.1, last paragraph): a *pseud
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from deepspeed_partition.planner.clock import TimedChain
@@ -56,20 +56,24 @@ def in_flight(loads: Sequence[int], period: int) -> list[int]:
 
 
 def least_period(loads: Sequence[int], max_in_flight: Sequence[int]) -> int | None:
-    """The shortest period at which no stage has more micro-batches in flight than fit; None where none has room.
-
-    Groups shrink as the period grows, and change only where it passes a sum of consecutive loads; so a binary
-    search over those sums is exact.
-    """
+    """The shortest period at which every stage has room for its micro-batches in flight; None: there is none."""
     if min(max_in_flight) < 1:
         return None
-    shortest = max(loads)
-    sums = {total for first in range(len(loads)) for total in accumulate(loads[first:]) if total >= shortest}
-    candidates = sorted(sums)
 
     def fits(period: int) -> bool:
         return all(need <= room for need, room in zip(in_flight(loads, period), max_in_flight, strict=True))
 
+    return shortest_that(fits, loads, max(loads))
+
+
+def shortest_that(fits: Callable[[int], bool], loads: Sequence[int], shortest: int) -> int:
+    """The first period from ``shortest`` on that fits; the sum of all loads does.
+
+    Groups shrink as the period grows, and change only where it passes a sum of consecutive loads; so a binary
+    search over those sums is exact.
+    """
+    sums = {total for first in range(len(loads)) for total in accumulate(loads[first:]) if total > shortest}
+    candidates = [shortest, *sorted(sums)]
     return candidates[bisect_left(candidates, True, key=fits)]
 
 

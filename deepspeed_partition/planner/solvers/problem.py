@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.step import blocking_step
+
+if TYPE_CHECKING:
+    from deepspeed_partition.planner.solvers.road import Pattern, Placement
 
 Cuts = tuple[int, ...]
 """Boundaries: where stages begin, and the number of layers."""
@@ -48,7 +53,28 @@ class Problem:
     table: StageTable
     num_micro_batches: int | None = None
     """Of one synchronous step; None: the pipeline never drains."""
-    time_limit_seconds: float = 60.0
+    deadline: Deadline = field(default_factory=Deadline)
+    """Of searches that prove nothing, which then return the best they have."""
+    num_pipelines: int | None = None
+    """Among which gradients are all-reduced; None where that is not planned."""
+
+    def allreduce_seconds(self, cuts: Cuts) -> list[float]:
+        """Of each stage."""
+        prefix = [0, *accumulate(layer.weight_bytes for layer in self.chain.layers)]
+        return [
+            self.platform.allreduce_seconds(prefix[stop] - prefix[start], self.num_pipelines or 1)
+            for start, stop in pairwise(cuts)
+        ]
+
+    def blocking_step(self, cuts: Cuts, num_micro_batches: int) -> int:
+        """Ticks of a step in DeepSpeed's engine, all-reduces included."""
+        allreduce = [self.times.clock.ticks(seconds) for seconds in self.allreduce_seconds(cuts)]
+        return blocking_step(self.times, cuts, num_micro_batches, allreduce)
+
+    @property
+    def longest_period(self) -> int:
+        """Ticks of one micro-batch through everything and over every cut: a period that suits any allocation."""
+        return int(self.times.compute[-1] + self.times.round_trip.sum())
 
     def depth(self, from_end: int) -> int:
         """Micro-batches that the ``from_end``-th stage from the end must be able to hold at the least.
@@ -79,12 +105,15 @@ def fits(problem: Problem, cuts: Cuts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Contiguous cuts, best first, and what is proved of the first."""
+    """What was found, best first, and what is proved of the first."""
 
     cuts: tuple[Cuts, ...]
-    """Empty where nothing fits; more than one where the next may have to stand in for the first."""
+    """Contiguous, for 1F1B*. More than one where the next may have to stand in for the first."""
     best_period: int | None = None
-    """In ticks: nothing in the class has a shorter period. None: nothing is proved."""
+    """In ticks: nothing in ``proved_class`` has a shorter period. None: nothing is proved."""
+    patterns: tuple[Pattern, ...] = ()
+    """Of allocations that are not contiguous; better than ``cuts``. With both empty nothing fits."""
+    proved_class: str = "contiguous"
 
 
 class Solver(Protocol):
@@ -100,5 +129,5 @@ class Solver(Protocol):
             ValueError: the solver's own arguments do not suit the problem.
         """
 
-    def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
-        """The cut that needs least memory and the bytes of its largest stage; None where no cut is allowed."""
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
+        """The allocation that needs least memory, and the bytes of its largest device; None where none may be."""

@@ -7,7 +7,6 @@ by one layer while the simulated step gets shorter does the rest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,12 +14,10 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem, fits
-from deepspeed_partition.planner.step import blocking_step
 
 
 def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     """Cuts that fit at DeepSpeed's depth, the shortest step first; ``steady`` is among the candidates."""
-    deadline = time.monotonic() + problem.time_limit_seconds
     table, times = problem.table, problem.times
     transfers = times.one_way[:, None] + times.one_way[None, :]
     loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
@@ -33,7 +30,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
         starts.append(steady)
     known: dict[Cuts, float] = {}
     for cuts in starts:
-        _descend(problem, cuts, known, deadline)
+        _descend(problem, cuts, known)
     if not known:
         return []
     # The estimate is exact but for steps whose rhythm needs long to settle: let the full steps decide.
@@ -41,12 +38,12 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     if fits(problem, steady) and steady not in finalists:
         finalists.append(steady)
     assert problem.num_micro_batches is not None
-    full = {cuts: blocking_step(times, cuts, problem.num_micro_batches) for cuts in finalists}
+    full = {cuts: problem.blocking_step(cuts, problem.num_micro_batches) for cuts in finalists}
     others = sorted(known.keys() - full.keys(), key=lambda cuts: (known[cuts], len(cuts), cuts))
     return [*sorted(finalists, key=lambda cuts: (full[cuts], len(cuts))), *others]
 
 
-def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float], deadline: float) -> None:
+def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float]) -> None:
     """Move one boundary by one layer as long as that shortens the step."""
     if cuts not in known:
         known[cuts] = _step_estimate(problem, cuts)
@@ -54,7 +51,7 @@ def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float], deadline: f
     while improved:
         improved = False
         for neighbour in _neighbours(problem, cuts):
-            if neighbour in known or time.monotonic() > deadline:
+            if neighbour in known or problem.deadline.passed():
                 continue
             known[neighbour] = _step_estimate(problem, neighbour)
             if known[neighbour] < known[cuts]:
@@ -77,7 +74,7 @@ def _step_estimate(problem: Problem, cuts: Cuts) -> float:
     num_stages = len(cuts) - 1
     settled = 4 * num_stages + 8
     if num_micro_batches <= settled + num_stages:
-        return blocking_step(problem.times, cuts, num_micro_batches)
-    shorter = blocking_step(problem.times, cuts, settled)
-    longer = blocking_step(problem.times, cuts, settled + num_stages)
+        return problem.blocking_step(cuts, num_micro_batches)
+    shorter = problem.blocking_step(cuts, settled)
+    longer = problem.blocking_step(cuts, settled + num_stages)
     return longer + (longer - shorter) / num_stages * (num_micro_batches - settled - num_stages)

@@ -1,0 +1,191 @@
+"""Several algorithms on one problem, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_partition.planner.data_parallel import bytes_sent, bytes_sent_without_pipeline, seconds_of
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning import make_plan, problem_of, solver_of
+from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.replicated import Level, ReplicatedPipeline, pipedream_replicated
+from deepspeed_partition.planner.units import exact_bytes, format_bytes
+
+COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
+"""What ``compare`` always shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """What one algorithm makes of the problem: a plan, or the reason why there is none."""
+
+    algorithm: str
+    plan: Plan | None = None
+    reason: str | None = None
+    smallest_memory_bytes: int | None = None
+    """With which it would have a plan; None where it has one, or where memory is not what it lacks."""
+
+    @property
+    def seconds(self) -> float:
+        """What counts: the period, or the step where one was asked for, in DeepSpeed's engine if it can run it."""
+        assert self.plan is not None
+        return seconds_of(self.plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The contenders in the order in which they were named."""
+
+    chain: Chain
+    platform: Platform
+    contenders: tuple[Contender, ...]
+    lower_bound_seconds: float
+    """No schedule of any allocation has a shorter period."""
+    replicated: ReplicatedPipeline
+    """What PipeDream makes of the problem where it may replicate stages."""
+
+    @property
+    def fitting(self) -> list[Contender]:
+        return [contender for contender in self.contenders if contender.plan is not None]
+
+    def bytes_sent(self, contender: Contender) -> float:
+        """Over all links in one step, or without a step for one micro-batch."""
+        assert contender.plan is not None
+        return bytes_sent(contender.plan, self.chain)
+
+    def bytes_sent_without_pipeline(self, contender: Contender) -> float:
+        """The same in plain data parallelism on all devices."""
+        assert contender.plan is not None
+        num_devices, per_step = self.platform.num_devices, contender.plan.step is not None
+        return bytes_sent_without_pipeline(self.chain, num_devices, per_step=per_step)
+
+    def ratio_to_best(self, contender: Contender) -> float:
+        """How many times as long as the best of them: 1 for that one."""
+        return contender.seconds / min(each.seconds for each in self.fitting)
+
+    def nothing_fits(self) -> InfeasibleError:
+        """Why there is no contender with a plan."""
+        needs = [
+            (contender.smallest_memory_bytes, contender.algorithm)
+            for contender in self.contenders
+            if contender.smallest_memory_bytes is not None
+        ]
+        memory = format_bytes(self.platform.memory_bytes)
+        if not needs:
+            return InfeasibleError(f"none of the algorithms has a plan for {memory} per device")
+        smallest, name = min(needs, key=lambda need: need[0])
+        return InfeasibleError(
+            f"no plan of any of the algorithms fits into {memory} per device; the smallest memory that would do "
+            f"is {exact_bytes(smallest)} ({format_bytes(smallest)}), for {name}: give more memory or devices, or "
+            "use a smaller micro-batch",
+            smallest_memory_bytes=smallest,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what the table shows, in seconds and bytes."""
+        return {
+            "chain": {
+                "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest(),
+            },
+            "platform": self.platform.to_dict(),
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "pipedream_replicated": {
+                "period_seconds": self.replicated.period_seconds,
+                "bytes_sent": self.replicated.bytes_per_micro_batch,
+                "stages": [
+                    {"layers": list(stage.layers), "replicas": stage.num_replicas}
+                    for stage in self.replicated.stages
+                ],
+            },
+            "algorithms": [self._row(contender) for contender in self.contenders],
+        }  # fmt: skip
+
+    def _row(self, contender: Contender) -> dict[str, Any]:
+        plan = contender.plan
+        if plan is None:
+            return {
+                "algorithm": contender.algorithm, "fits": False, "reason": contender.reason,
+                "smallest_memory_bytes": contender.smallest_memory_bytes,
+            }  # fmt: skip
+        row: dict[str, Any] = {
+            "algorithm": contender.algorithm,
+            "fits": True,
+            "boundaries": plan.boundaries,
+            "devices": [stage.device for stage in plan.stages],
+            "period_seconds": plan.period_seconds,
+            "ratio_to_best": self.ratio_to_best(contender),
+            "gap": plan.gap,
+            "proved": plan.proved,
+            "bytes_sent": self.bytes_sent(contender),
+            "bytes_sent_by_data_parallelism": self.bytes_sent_without_pipeline(contender),
+            "peak_memory_bytes": list(plan.peak_memory_bytes),
+            "planning_seconds": plan.planning_seconds,
+        }
+        if plan.proved_class is not None:
+            row["proved_class"] = plan.proved_class
+        if plan.data_parallel is not None:
+            row["data_parallel"] = plan.data_parallel
+        if plan.step is not None:
+            row["num_micro_batches"] = plan.step.num_micro_batches
+            row["step_seconds"] = plan.step.step_seconds
+            row["blocking_step_seconds"] = plan.step.blocking_step_seconds
+        return row
+
+
+def compare(
+    chain: Chain,
+    platform: Platform,
+    algorithms: Sequence[str] = COMPARED,
+    *,
+    num_micro_batches: int | None = None,
+    data_parallel: int | str | None = None,
+    time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
+) -> Comparison:
+    """Plan with each of the algorithms; one that has no plan says why and stands beside the others.
+
+    Args:
+        time_limit_seconds: for each of them.
+        deadline: ends the searches of all.
+
+    Raises:
+        ValueError: an unknown algorithm, or a problem that no algorithm could take.
+    """
+    names = list(dict.fromkeys(algorithms))
+    for name in names:
+        solver_of(name)
+    # Flaws of the problem are raised here; what is refused below is an algorithm that does not suit it.
+    problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
+    contenders = []
+    for name in names:
+        smallest = None
+        try:
+            plan = make_plan(
+                chain,
+                platform,
+                name,
+                num_micro_batches=num_micro_batches,
+                data_parallel=data_parallel,
+                time_limit_seconds=time_limit_seconds,
+                deadline=deadline,
+            )
+        except (InfeasibleError, ValueError) as error:
+            if isinstance(error, InfeasibleError):
+                smallest = error.smallest_memory_bytes
+            contenders.append(Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest))
+        else:
+            contenders.append(Contender(algorithm=name, plan=plan))
+    return Comparison(
+        chain=chain,
+        platform=platform,
+        contenders=tuple(contenders),
+        replicated=pipedream_replicated(
+            chain, [Level(num_workers=platform.num_devices, bandwidth=platform.bandwidth)]
+        ),
+        lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
+    )

@@ -1,0 +1,215 @@
+"""The schedule of a fixed allocation, by integer linear programming (MadPipe paper, section 4.3).
+
+The throughput is a variable: with tau the shortest conceivable period over the period, every duration is a
+multiple of tau and everything is linear. Each operation has an instant t in [0, 1] of the period and an integer
+shift h; each pair of operations on one resource has a binary that says which comes first in the period:
+
+    t_b + h_b >= t_a + h_a + D_a tau                        b follows a on every micro-batch
+    t_b >= t_a + D_a tau - (1 - y_ab)                       a before b, or
+    t_a >= t_b + D_b tau - y_ab                             b before a in the period, and no overlap at its end
+
+    in flight of stage j when the forward of stage i starts, on the same device:
+        h(B_j) - h(F_j) + y(F_j, F_i) - y(B_j, F_i)         for i itself: h(B_i) - h(F_i) + 1 - y(B_i, F_i)
+
+Without loss nothing waits a whole period before an operation: pulling that operation and all that follow on the
+road forward by a period changes no instant and only shortens what is in flight. The solver's numbers are only
+trusted for the orders and the shifts; period and instants are computed from those in integers (``road.py``).
+
+First the tensors that wait at the ends of cuts are left out, which can only make the period shorter, so that
+what does not exist then does not exist. Then they are held to what the buffers are for: one activation and one
+gradient at each end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers.road import Pattern, Resource, Road, pattern_of
+
+RESOLUTION = 1e-6
+"""Of the period: a schedule that is better by less is not looked for."""
+LONGEST_SOLVE_SECONDS = 10.0
+"""One call of the solver, which nothing can interrupt, ends after so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The best pattern found for an allocation, and what is known about all of them."""
+
+    pattern: Pattern | None
+    """None: none was found whose period is shorter than asked for."""
+    bound: int | None
+    """Ticks: no pattern is shorter (by more than ``RESOLUTION``). None: there is none at all below the
+    period asked for."""
+
+
+def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Scheduled:
+    """The shortest pattern of an allocation that fits into memory.
+
+    Args:
+        road: the allocation.
+        shorter_than: only patterns of a shorter period are of interest; None: any.
+        deadline: where it passes, the answer is the best so far and its bound is weaker.
+    """
+    least = road.shortest_that_may_fit()
+    most = (
+        road.sequential
+        if shorter_than is None
+        else min(road.sequential, math.floor(shorter_than * (1 - RESOLUTION)))
+    )
+    if least is None or least > most:
+        return Scheduled(None, None)
+    relaxed = _solve(road, least, most, deadline, single_slots=False)
+    if relaxed.pattern is None and relaxed.closed:
+        return Scheduled(None, None)
+    bound = least
+    if relaxed.pattern is not None and relaxed.orders is not None and relaxed.shifts is not None:
+        bound = relaxed.pattern.period if relaxed.closed else least
+        pattern = pattern_of(road, relaxed.orders, relaxed.shifts, single_slots=True)
+        if pattern is not None and pattern.period == relaxed.pattern.period:
+            return Scheduled(pattern, bound)
+    return Scheduled(_solve(road, bound, most, deadline, single_slots=True).pattern, bound)
+
+
+@dataclass(frozen=True, slots=True)
+class _Solution:
+    """What one call of the solver found out."""
+
+    pattern: Pattern | None = None
+    orders: Mapping[Resource, list[int]] | None = None
+    shifts: list[int] | None = None
+    closed: bool = False
+    """Nothing better exists, or, without a pattern, nothing at all."""
+
+
+def _solve(road: Road, least: int, most: int, deadline: Deadline, *, single_slots: bool) -> _Solution:
+    """The shortest pattern with a period from ``least`` to ``most``."""
+    seconds = min(LONGEST_SOLVE_SECONDS, deadline.remaining_seconds())
+    if not seconds:
+        return _Solution()
+    import pulp  # here: importing the planner stays cheap
+
+    model = _Model(pulp, road, least, most, single_slots=single_slots)
+    model.problem.solve(_solver(pulp, seconds))
+    status = model.problem.sol_status  # not .status: that is Optimal at the time limit, too
+    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return _Solution(closed=model.problem.status == pulp.LpStatusInfeasible)
+    orders, shifts = model.orders_and_shifts()
+    pattern = pattern_of(road, orders, shifts, single_slots=single_slots)
+    if pattern is None or not road.fits(pattern):
+        return _Solution()  # operations so short that the solver's tolerance reorders them
+    return _Solution(pattern, orders, shifts, status == pulp.LpSolutionOptimal)
+
+
+def _solver(pulp: Any, seconds: float) -> Any:
+    """HiGHS where it is installed, else the CBC that comes with PuLP; one thread, so that answers repeat."""
+    highs = pulp.HiGHS(
+        msg=False,
+        gapRel=RESOLUTION / 10,
+        threads=1,
+        timeLimit=seconds,
+        primal_feasibility_tolerance=1e-9,
+        mip_feasibility_tolerance=1e-9,
+    )
+    if highs.available():
+        return highs
+    return pulp.PULP_CBC_CMD(
+        msg=False, gapRel=RESOLUTION / 10, threads=1, timeLimit=seconds, options=["primalT 1e-9", "integerT 1e-9"]
+    )
+
+
+class _Model:
+    """The integer linear program of a road, with periods from ``least`` to ``most``."""
+
+    def __init__(self, pulp: Any, road: Road, least: int, most: int, *, single_slots: bool) -> None:
+        self.road = road
+        self.problem = problem = pulp.LpProblem("schedule", pulp.LpMaximize)
+        self.tau = pulp.LpVariable("tau", least / most, 1)
+        problem += self.tau
+        names = [operation.name for operation in road.operations]
+        self.length = [operation.ticks / least * self.tau for operation in road.operations]
+        self.instant = [0, *(pulp.LpVariable(f"t_{name}", 0, 1) for name in names[1:])]
+        carry = [pulp.LpVariable(f"d_{name}", 0, 2, pulp.LpInteger) for name in names[1:]]
+        self.shift: list[Any] = [0]
+        for index, periods in enumerate(carry, start=1):
+            before = index - 1
+            self.shift.append(self.shift[before] + periods)
+            wait = self.instant[index] + periods - self.instant[before] - self.length[before]
+            problem += wait >= 0
+            problem += wait <= 1
+        self.first: dict[tuple[int, int], Any] = {}
+        for users in road.users.values():
+            for index, one in enumerate(users):
+                for other in users[index + 1 :]:
+                    self._exclude(pulp, one, other)
+        self._memory(most)
+        if single_slots:
+            self._slots()
+
+    def _exclude(self, pulp: Any, one: int, other: int) -> None:
+        """Two operations of one resource never overlap, over the end of the period either."""
+        names = [self.road.operations[index].name for index in (one, other)]
+        # F0 begins every period.
+        y = 1 if one == 0 else pulp.LpVariable(f"y_{names[0]}_{names[1]}", cat=pulp.LpBinary)
+        self.first[one, other], self.first[other, one] = y, 1 - y
+        apart = self.instant[other] - self.instant[one]
+        self.problem += apart + 1 - y >= self.length[one]
+        self.problem += y - apart >= self.length[other]
+
+    def _in_flight(self, stage: int, at: int) -> Any:
+        """Of a stage when an operation of its device starts, that operation included."""
+        forward, backward = self.road.position[f"F{stage}"], self.road.position[f"B{stage}"]
+        begun = 1 if at == forward else self.first[forward, at]
+        ended = 0 if at == backward else self.first[backward, at]
+        return self.shift[backward] - self.shift[forward] + begun - ended
+
+    def _memory(self, most: int) -> None:
+        road = self.road
+        fewest = road.fewest_in_flight(most)
+        for device in road.memory:
+            # A backward runs with what the forward before it left, less than that has only its work space.
+            plain = min(road.transient[stage] for stage in device.stages)
+            for stage in device.stages:
+                forward, backward = road.position[f"F{stage}"], road.position[f"B{stage}"]
+                self.problem += self._in_flight(stage, forward) >= fewest[stage]
+                events = [forward] if road.transient[stage] <= plain else [forward, backward]
+                for event in events:
+                    self._fit(device.stages, event, device.room - road.transient[stage])
+
+    def _fit(self, stages: tuple[int, ...], event: int, room: int) -> None:
+        stash = self.road.stash
+        largest = max(stash[stage] for stage in stages)
+        # No stage has more in flight than the road has operations, since no wait is longer than a period.
+        if room < sum(stash[stage] for stage in stages) * 2 * len(self.road.operations):
+            kept = [stash[stage] / largest * self._in_flight(stage, event) for stage in stages]
+            self.problem += sum(kept) <= room / largest
+
+    def _slots(self) -> None:
+        """A tensor leaves the sender within a period of its coming, and so it does the receiver."""
+        for index, operation in enumerate(self.road.operations):
+            if operation.name.startswith("S"):
+                producer, consumer = index - 1, index + 1
+                sent = self.instant[index] + self.shift[index]
+                ready = self.instant[producer] + self.shift[producer] + self.length[producer]
+                self.problem += sent + self.length[index] <= ready + 1
+                self.problem += self.instant[consumer] + self.shift[consumer] <= sent + 1
+
+    def orders_and_shifts(self) -> tuple[dict[Resource, list[int]], list[int]]:
+        """What the solver's answer is trusted for."""
+        shifts = [round(_value(shift)) for shift in self.shift]
+        orders = {
+            resource: sorted(
+                users,
+                key=lambda one: sum(round(_value(self.first[other, one])) for other in users if other != one),
+            )
+            for resource, users in self.road.users.items()
+        }
+        return orders, shifts
+
+
+def _value(expression: Any) -> float:
+    return float(expression if isinstance(expression, int) else expression.value())

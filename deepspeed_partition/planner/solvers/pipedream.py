@@ -1,0 +1,56 @@
+"""PipeDream's straight pipeline: the contiguous cut whose slowest part, a stage or a cut's transfers, is fastest.
+
+    A(q, k) = min over l of max(U(k, l), 2 c(k), A(q - 1, l))
+
+with U(k, l) the computation of layers k to l and c(k) one transfer over the cut before layer k, in P L^2 steps.
+A stage counts only if it fits with as many micro-batches in flight as it is stages from the end, itself included.
+That is what a stage holds where no time is lost to transfers; 1F1B*, which counts them, may need up to 2 P - 1 or
+make do with fewer. The cut runs under 1F1B* at the least period that fits.
+
+Source: D. Narayanan et al., PipeDream, SOSP 2019, section 3.1, without replicated stages; the weights, activations
+and buffers of a stage are those of the MadPipe paper, so that both are measured alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts
+from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, bytes_needed, fits
+
+
+@dataclass(frozen=True, slots=True)
+class PipeDream:
+    """``pipedream``; without its memory test ``pipedream-blind``."""
+
+    name: str = "pipedream"
+    tests_memory: bool = True
+
+    def solve(self, problem: Problem) -> Answer:
+        cuts = self._cuts(problem)
+        return Answer((cuts,) if cuts is not None and fits(problem, cuts) else ())
+
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
+        if not self.tests_memory:
+            cuts = self._cuts(problem)
+            return None if cuts is None else (cuts, max(bytes_needed(problem, cuts)))
+        table = problem.table
+        found = min_max_cuts(problem, lambda from_end: table.fixed + from_end * table.stash)
+        return min(found, key=lambda each: each[1], default=None)
+
+    def _cuts(self, problem: Problem) -> Cuts | None:
+        """The fastest cut that passes the memory test; of several the one of the fewest stages."""
+        times, table = problem.times, problem.table
+        compute = times.compute[None, :] - times.compute[:, None]
+        slowest = np.maximum(compute, times.round_trip[:, None])
+
+        def cost(from_end: int) -> NDArray[np.int64]:
+            return (
+                np.where(table.max_in_flight >= from_end, slowest, NOTHING_FITS) if self.tests_memory else slowest
+            )
+
+        found = min_max_cuts(problem, cost)
+        return min(found, key=lambda each: each[1])[0] if found else None

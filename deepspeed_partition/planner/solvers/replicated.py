@@ -1,0 +1,171 @@
+"""PipeDream's partitioner: stages that may be replicated, on a hierarchy of links.
+
+With T(i, j, m) the time per micro-batch of one stage of layers i to j on m workers, each of which takes every
+m-th micro-batch and all-reduces its gradients once for each that it takes,
+
+    T(i, j, m) = max(compute(i, j), allreduce(i, j, m)) / m
+    A(i, j, m) = min( T(i, j, m),  min over c, q of  max( A(i, c, m - q), 2 C(c), T(c, j, q) ) )
+
+is the period of the best pipeline of layers i to j on m workers; C(c) is the time of one tensor over the cut
+before layer c. On a hierarchy (devices in a machine, machines in a rack) the workers of a level are the groups
+of the level below, and its compute(i, j) is the A of that group. All workers are used, as the source has it,
+also where fewer would be faster; memory is not looked at.
+
+Source: the PipeDream slides, "Automatic partitioning", with W the ring all-reduce, 2 (m - 1) / m of the
+weights through each worker's link; the hierarchy is that of the SOSP paper, section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.problem import Chain
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """Equal groups of devices that one kind of link joins; devices themselves at the lowest level.
+
+    Raises:
+        ValueError: no worker, or no bandwidth.
+    """
+
+    num_workers: int
+    bandwidth: float
+    """Bytes per second between two workers."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 1:
+            raise ValueError(f"num_workers is {self.num_workers!r}: it is a whole number of at least 1")
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth is {self.bandwidth!r}: it is more than 0 bytes per second")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedStage:
+    """Layers that run on several workers of a level, each with the same share of the micro-batches."""
+
+    layers: tuple[int, int]
+    """Half-open."""
+    num_replicas: int
+    inside: tuple[ReplicatedStage, ...] = ()
+    """How each replica cuts these layers in turn; empty where it is a single device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedPipeline:
+    """The pipeline that PipeDream would run."""
+
+    stages: tuple[ReplicatedStage, ...]
+    """Of the highest level."""
+    period_seconds: float
+    """Per micro-batch, by PipeDream's own count: no memory, no waiting."""
+    bytes_per_micro_batch: float
+    """Over all links: activations and gradients at the cuts, and the all-reduces."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches that each replica of the first stage starts with (PipeDream's NOAM)."""
+        return -(-sum(stage.num_replicas for stage in self.stages) // self.stages[0].num_replicas)
+
+
+def pipedream_replicated(chain: Chain, levels: Sequence[Level]) -> ReplicatedPipeline:
+    """The pipeline of the shortest period by PipeDream's recurrence, on all workers of ``levels``.
+
+    O(L^2 M^2) for L layers and M workers of a single level; every level below another one costs L times that.
+
+    Args:
+        levels: from the devices of one machine upwards. Of one level: ``[Level(num_workers=8, bandwidth=12e9)]``.
+
+    Raises:
+        ValueError: no levels.
+    """
+    if not levels:
+        raise ValueError("levels is empty: a platform has at least one level of devices")
+    times = _prefix([layer.compute_seconds for layer in chain.layers])
+    group = np.where(_later(chain), times[None, :] - times[:, None], np.inf)
+    tables: list[_Table] = []
+    for level in levels:
+        first_rows = 1 if level is levels[-1] else chain.num_layers + 1
+        tables.append(_Table(chain, level, group, first_rows))
+        group = tables[-1].best[level.num_workers]
+    stages = _stages(tables, 0, chain.num_layers)
+    return ReplicatedPipeline(
+        stages=stages,
+        period_seconds=float(group[0, chain.num_layers]),
+        bytes_per_micro_batch=_bytes(chain, stages),
+    )
+
+
+class _Table:
+    """A(i, j, m) of one level, for i below ``num_rows``, with the choices that lead there."""
+
+    def __init__(self, chain: Chain, level: Level, group: Seconds, num_rows: int) -> None:
+        weights = _prefix([layer.weight_bytes for layer in chain.layers])
+        sync = (weights[None, :] - weights[:, None]) / level.bandwidth
+        self.best: list[Seconds] = [np.full((num_rows, chain.num_layers + 1), np.inf)]
+        self.cut: list[NDArray[np.intp]] = [np.zeros((num_rows, chain.num_layers + 1), dtype=np.intp)]
+        """Where the last stage begins; 0: there is only one."""
+        self.last: list[NDArray[np.intp]] = [np.zeros_like(self.cut[0])]
+        """Replicas of the last stage."""
+        one_stage = [group]
+        for m in range(1, level.num_workers + 1):
+            one_stage.append(np.maximum(group, 2 * (m - 1) / m * sync) / m)
+            best = one_stage[m][:num_rows].copy()
+            cut, last = np.zeros_like(self.cut[0]), np.full_like(self.last[0], m)
+            for q in range(1, m):
+                for c in range(1, chain.num_layers):
+                    transfers = 2 * chain.boundary_bytes(c) / level.bandwidth
+                    before = np.maximum(self.best[m - q][:, c], transfers)
+                    candidate = np.maximum(before[:, None], one_stage[q][c][None, :])
+                    better = candidate < best
+                    best[better], cut[better], last[better] = candidate[better], c, q
+            self.best.append(best)
+            self.cut.append(cut)
+            self.last.append(last)
+
+    def stages(self, start: int, stop: int, num_workers: int) -> list[tuple[int, int, int]]:
+        """Layers and replicas of each stage, in order."""
+        found = []
+        while True:
+            cut, replicas = int(self.cut[num_workers][start, stop]), int(self.last[num_workers][start, stop])
+            found.append((cut or start, stop, replicas))
+            if not cut:
+                return found[::-1]
+            stop, num_workers = cut, num_workers - replicas
+
+
+def _stages(tables: Sequence[_Table], start: int, stop: int) -> tuple[ReplicatedStage, ...]:
+    if not tables:
+        return ()
+    *below, table = tables
+    return tuple(
+        ReplicatedStage(layers=(first, end), num_replicas=replicas, inside=_stages(below, first, end))
+        for first, end, replicas in table.stages(start, stop, len(table.best) - 1)
+    )
+
+
+def _bytes(chain: Chain, stages: Sequence[ReplicatedStage]) -> float:
+    cuts = sum(2 * chain.boundary_bytes(left.layers[1]) for left, _ in pairwise(stages))
+    return cuts + sum(
+        2 * (stage.num_replicas - 1) / stage.num_replicas
+        * sum(layer.weight_bytes for layer in chain.layers[slice(*stage.layers)])
+        + _bytes(chain, stage.inside)
+        for stage in stages
+    )  # fmt: skip
+
+
+def _later(chain: Chain) -> NDArray[np.bool_]:
+    """[i, j]: whether layers i to j are any."""
+    return np.triu(np.ones((chain.num_layers + 1, chain.num_layers + 1), dtype=bool), 1)
+
+
+def _prefix(values: Sequence[float]) -> Seconds:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])

@@ -1,0 +1,338 @@
+"""The operations of an allocation in the order in which every micro-batch takes them, and patterns over them.
+
+    F0 SF0 F1 SF1 F2 B2 SB1 B1 SB0 B0           a transfer only where neighbouring stages are on different devices
+
+A pattern is held as the instant at which each operation begins on micro-batch 0, in ticks from the beginning of
+F0; ``divmod`` by the period gives the shift and the place within the period.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.memory import buffer_slots
+from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
+from deepspeed_partition.planner.solvers import one_f_one_b
+from deepspeed_partition.planner.solvers.problem import Cuts, Problem
+
+Resource = int | tuple[int, int]
+"""A device, or the link between two of them, the lower one first."""
+Estimate = Literal["peak", "safe"]
+"""Of the memory of a device with several stages: a lower bound, or what is easy to schedule."""
+Shifts = Sequence[int]
+Orders = Mapping[Resource, Sequence[int]]
+"""Positions on the road of what each resource does in one period, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A cut, and the device of each of its stages; neighbouring stages are on different devices.
+
+    Devices are numbered in the order in which the chain first reaches them: they are all alike.
+    """
+
+    cuts: Cuts
+    devices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
+        """Stages that follow one another on a device become one; devices get their numbers."""
+        number: dict[int, int] = {}
+        merged_cuts, merged = [0], list[int]()
+        for stop, device in zip(cuts[1:], devices, strict=True):
+            device = number.setdefault(device, len(number))
+            if merged and merged[-1] == device:
+                merged_cuts[-1] = stop
+            else:
+                merged.append(device)
+                merged_cuts.append(stop)
+        return cls(tuple(merged_cuts), tuple(merged))
+
+    @classmethod
+    def contiguous(cls, cuts: Cuts) -> Placement:
+        return cls(cuts, tuple(range(len(cuts) - 1)))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """One stage per device."""
+        return len(set(self.devices)) == len(self.devices)
+
+    @property
+    def num_shared(self) -> int:
+        """Devices with several stages."""
+        return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of the road."""
+
+    name: str
+    resource: Resource
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What one device keeps; bytes."""
+
+    stages: tuple[int, ...]
+    room: int
+    """Beside weights and buffers; negative where those alone do not fit."""
+    bytes_for_one: int
+    """Needed in all with one micro-batch in flight, the least there is."""
+
+
+class Road:
+    """What an allocation does with one micro-batch, and what it keeps."""
+
+    def __init__(self, problem: Problem, placement: Placement) -> None:
+        self.placement = placement
+        times, chain, platform = problem.times, problem.chain, problem.platform
+        cuts, devices = placement.cuts, placement.devices
+        self.num_stages = len(devices)
+        down: list[Operation] = []
+        up: list[Operation] = []
+        self.loads: list[int] = []
+        """Of the pseudo-stages: stage 0, cut 0, stage 1, ..."""
+        for stage, (start, stop) in enumerate(pairwise(cuts)):
+            if stage:
+                ends = sorted(devices[stage - 1 : stage + 1])
+                link = ends[0], ends[1]
+                one_way = int(times.one_way[start])
+                down.append(Operation(f"SF{stage - 1}", link, one_way))
+                up.append(Operation(f"SB{stage - 1}", link, one_way))
+                self.loads.append(2 * one_way)
+            down.append(Operation(f"F{stage}", devices[stage], times.forward_ticks(start, stop)))
+            up.append(Operation(f"B{stage}", devices[stage], times.backward_ticks(start, stop)))
+            self.loads.append(times.compute_ticks(start, stop))
+        self.operations: list[Operation] = [*down, *reversed(up)]
+        self.position = {operation.name: index for index, operation in enumerate(self.operations)}
+        self.users: dict[Resource, list[int]] = defaultdict(list)
+        for index, operation in enumerate(self.operations):
+            self.users[operation.resource].append(index)
+        self.stash = [int(problem.table.stash[stage]) for stage in pairwise(cuts)]
+        self.transient = [int(problem.table.transient[stage]) for stage in pairwise(cuts)]
+        at_ends = [0, *(buffer_slots(platform) * chain.boundary_bytes(cut) for cut in cuts[1:-1]), 0]
+        self.memory: list[DeviceMemory] = []
+        for device in sorted(set(devices)):
+            mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
+            weights = sum(
+                layer.weight_bytes for stage in mine for layer in chain.layers[cuts[stage] : cuts[stage + 1]]
+            )
+            buffers = sum(at_ends[stage] + at_ends[stage + 1] for stage in mine)
+            fixed = platform.weights_bytes(weights) + buffers
+            one = self.bytes_at_least([1] * self.num_stages, mine)
+            self.memory.append(DeviceMemory(mine, platform.memory_bytes - fixed, fixed + one))
+
+    @cached_property
+    def busiest(self) -> int:
+        """Ticks per period of the busiest device or link: no period is shorter."""
+        return max(sum(self.operations[index].ticks for index in users) for users in self.users.values())
+
+    @cached_property
+    def sequential(self) -> int:
+        """The period at which one micro-batch goes down and up before the next one comes."""
+        return sum(self.loads)
+
+    def fewest_in_flight(self, period: int) -> list[int]:
+        """Of each stage: no pattern has fewer (1F1B*; sharing a device only adds to what it has to wait for)."""
+        return one_f_one_b.in_flight(self.loads, period)
+
+    def bytes_at_least(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
+        """Stash and transient bytes of a device at its peak, given the fewest micro-batches of each stage.
+
+        A stage's count alternates between its maximum m and m - 1, and a micro-batch in flight in a stage is so
+        in all stages before it. So when the forward of stage i starts, stage i has g_i, any other stage j at least
+        g_j - 1, and those before it at least g_i: all stages that share a group peak together.
+        """
+        base = sum((in_flight[stage] - 1) * self.stash[stage] for stage in stages)
+        most = current = 0
+        group = 0
+        for stage in reversed(stages):
+            current = self.stash[stage] + (
+                max(current, self.transient[stage]) if in_flight[stage] == group else self.transient[stage]
+            )
+            group = in_flight[stage]
+            most = max(most, current)
+        return base + most
+
+    def bytes_enough(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
+        """What a device needs that runs all its forwards in a row, then all its backwards."""
+        kept = sum(in_flight[stage] * self.stash[stage] for stage in stages)
+        return kept + max(self.transient[stage] for stage in stages)
+
+    def may_fit(self, period: int, estimate: Estimate = "peak") -> bool:
+        """Whether the estimate of every device's memory has room; ``"peak"``: where not, no pattern fits."""
+        if period < self.busiest:
+            return False
+        in_flight = self.fewest_in_flight(period)
+        needs = self.bytes_at_least if estimate == "peak" else self.bytes_enough
+        return all(needs(in_flight, device.stages) <= device.room for device in self.memory)
+
+    def shortest_that_may_fit(self, estimate: Estimate = "peak") -> int | None:
+        """The first period for which the estimate has room; None where there is none.
+
+        With ``"peak"`` a lower bound on the period of every pattern.
+        """
+        if not self.may_fit(self.sequential, estimate):
+            return None
+
+        def fits(period: int) -> bool:
+            return self.may_fit(period, estimate)
+
+        return one_f_one_b.shortest_that(fits, self.loads, self.busiest)
+
+    def fits(self, pattern: Pattern) -> bool:
+        """Whether the stash and transient bytes of a pattern have room."""
+        return all(
+            self._bytes_at(pattern, device, pattern.begins[self.position[f"{kind}{stage}"]]) <= device.room
+            for device in self.memory
+            for stage in device.stages
+            for kind in "FB"
+        )
+
+    def _bytes_at(self, pattern: Pattern, device: DeviceMemory, now: int) -> int:
+        total = running = 0
+        for stage in device.stages:
+            spans = []
+            for kind in "FB":
+                position = self.position[f"{kind}{stage}"]
+                begin = pattern.begins[position]
+                spans.append((begin, begin + self.operations[position].ticks))
+            whole = spans[0][0], spans[1][1]
+            total += _alive(whole, now, pattern.period) * self.stash[stage]
+            if any(_alive(span, now, pattern.period) for span in spans):
+                running = max(running, self.transient[stage])
+        return total + running
+
+
+def _alive(span: tuple[int, int], now: int, period: int) -> int:
+    """How many repetitions of a span hold at an instant; what takes no time is there for its instant."""
+    begin, end = span
+    if begin == end:
+        return int((now - begin) % period == 0)
+    return (now - begin) // period - (now - end) // period
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """An allocation and when its operations run, in ticks."""
+
+    placement: Placement
+    operations: tuple[Operation, ...]
+    period: int
+    begins: tuple[int, ...]
+    """Of each operation on micro-batch 0; 0 for F0."""
+
+    def schedule(self, clock: Clock) -> PeriodicSchedule:
+        """In seconds, as a plan has it."""
+        placed = []
+        for operation, begin in zip(self.operations, self.begins, strict=True):
+            shift, at = divmod(begin, self.period)
+            stage = int(operation.name.lstrip("FBS"))
+            devices = self.placement.devices
+            is_transfer = operation.name.startswith("S")
+            placed.append(
+                PlacedOperation(
+                    operation=operation.name,
+                    device=None if is_transfer else devices[stage],
+                    link=(devices[stage], devices[stage + 1]) if is_transfer else None,
+                    start_seconds=clock.seconds(at),
+                    duration_seconds=clock.seconds(operation.ticks),
+                    shift=shift,
+                )
+            )
+        return PeriodicSchedule(clock.seconds(self.period), tuple(placed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """``begin[after] >= begin[before] + ticks - periods * period``."""
+
+    before: int
+    after: int
+    ticks: int
+    periods: int
+
+
+def pattern_of(road: Road, orders: Orders, shifts: Shifts, *, single_slots: bool) -> Pattern | None:
+    """The shortest pattern with these orders and shifts, in exact integers; None where there is none.
+
+    Every rule is a difference of two beginnings, so the least period is the largest ratio, ticks over periods,
+    of any cycle of rules (rounded up to a tick), and the beginnings are longest paths from F0.
+
+    Args:
+        road: the allocation.
+        orders: what each resource does in one period, in order.
+        shifts: of each operation, with the instants that ``orders`` refers to in [0, period).
+        single_slots: at each end of a cut at most one activation and one gradient wait.
+    """
+    edges = _order_edges(road, orders, shifts)
+    if single_slots:
+        edges += _slot_edges(road)
+    period = max(1, road.busiest)
+    while True:
+        longest = _longest_paths(len(road.operations), edges, period)
+        if isinstance(longest, list):
+            return Pattern(road.placement, tuple(road.operations), period, tuple(longest))
+        ticks, periods = longest
+        if periods <= 0:
+            return None
+        period = -(-ticks // periods)
+
+
+def _order_edges(road: Road, orders: Orders, shifts: Shifts) -> list[_Edge]:
+    ticks = [operation.ticks for operation in road.operations]
+    edges = [_Edge(before, before + 1, ticks[before], 0) for before in range(len(ticks) - 1)]
+    for order in orders.values():
+        for before, after in pairwise(order):
+            edges.append(_Edge(before, after, ticks[before], shifts[before] - shifts[after]))
+        first, last = order[0], order[-1]
+        edges.append(_Edge(last, first, ticks[last], shifts[last] - shifts[first] + 1))
+    return edges
+
+
+def _slot_edges(road: Road) -> Iterable[_Edge]:
+    """A tensor leaves the sender within a period of its coming, and so it does the receiver."""
+    for index, operation in enumerate(road.operations):
+        if operation.name.startswith("S"):
+            producer, consumer = index - 1, index + 1
+            yield _Edge(index, producer, operation.ticks - road.operations[producer].ticks, 1)
+            yield _Edge(consumer, index, 0, 1)
+
+
+def _longest_paths(size: int, edges: Sequence[_Edge], period: int) -> list[int] | tuple[int, int]:
+    """Beginnings from F0 at 0, or ticks and periods of a cycle of rules that asks for a longer period."""
+    weights = [(edge, edge.ticks - edge.periods * period) for edge in edges]
+    reach = [0] + [-(2**200)] * (size - 1)
+    came_by: list[_Edge | None] = [None] * size
+    changed = 0
+    for _ in range(size + 1):
+        changed = -1
+        for edge, weight in weights:
+            if reach[edge.before] + weight > reach[edge.after]:
+                reach[edge.after] = reach[edge.before] + weight
+                came_by[edge.after] = edge
+                changed = edge.after
+        if changed < 0:
+            return reach
+    node = changed
+    for _ in range(size):  # back until the walk is surely on the cycle
+        edge_in = came_by[node]
+        assert edge_in is not None
+        node = edge_in.before
+    ticks = periods = 0
+    end = node
+    while True:
+        edge_in = came_by[node]
+        assert edge_in is not None
+        ticks, periods, node = ticks + edge_in.ticks, periods + edge_in.periods, edge_in.before
+        if node == end:
+            return ticks, periods

@@ -1,0 +1,361 @@
+"""The best allocation with one special device, under an estimate of its memory: exact, without a grid.
+
+Every device runs one stage, but for the special one, which runs any number (MadPipe paper, section 4.2). The
+paper's dynamic program has a grid for the special device's load and memory and for the delay. Here, for a
+decision at a period T, the allocations of layers l and on are *labels*, and only those are kept that no other one
+dominates:
+
+    normals used, delay of 1F1B*, load and bytes of the special device, load of the link that it shares
+
+Stages are laid from the end of the chain; each label becomes, for every k < l, one whose next stage [k, l) is on
+a normal device, and one where it is on the special device. All costs are monotone in the labels, so dominance
+loses nothing. A label is dropped early where even a relaxed completion (any stages, least delay, the remaining
+normals for free) has too little load or memory left, for a few weights between the two. Bisection over T
+is that of ``contiguous.py``. Stages that follow one another on a device are one stage, and a normal stage between
+two special ones loads one link with both its cuts.
+
+The memory of the special device depends on the schedule, so it is estimated:
+
+- ``"peak"``, a lower bound: what ``Road.bytes_at_least`` counts. No schedule of a shorter period exists.
+- ``"safe"``: all forwards in a row, then all backwards, ``sum g_i s_i``: allocations easy to schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.solvers.contiguous import lower_bound_ticks, narrow
+from deepspeed_partition.planner.solvers.problem import Problem
+from deepspeed_partition.planner.solvers.road import Estimate, Placement, Road
+
+WEIGHTS = np.array([(1, 0), (0, 1), (1, 1), (1, 2), (2, 1)], dtype=float)
+"""Of load and memory, both as shares of what the special device has: what a completion is bounded by."""
+ROUNDING = 1e-9
+
+USED, DELAY, LOAD, KEPT, PEAK, CURRENT, LINK = range(7)
+"""The columns of a label: the normals used; the delay as ``group * (T + 1) + fill``; load and bytes of the special
+device without the group that peaks; the bytes of the group that peaks; those of the delay's own group, which may
+still grow; the load of the link to the special device that a special stage would share next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """What a search for one special device found."""
+
+    placement: Placement | None
+    bound: int | None
+    """Ticks: the estimate allows no shorter period. None: none that was asked for."""
+
+
+def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None) -> Special:
+    """The allocation that the estimate calls best among those with a period below ``shorter_than``.
+
+    Under ``"peak"`` the bound holds for every schedule of every allocation with one special device. Where the
+    deadline passes, the placement is the best so far.
+    """
+    search = SpecialSearch(problem, estimate)
+    most = problem.longest_period if shorter_than is None else shorter_than - 1
+    bound = lower_bound_ticks(problem.times, problem.platform.num_devices)
+    if most < bound:
+        return Special(None, None)
+    try:
+        first = search.decide(most)
+        if first is None:
+            return Special(None, None)
+        return Special(*narrow(search.decide, search.snap, first, search.snap(first, most), bound))
+    except DeadlinePassed:
+        return Special(search.best, bound)
+
+
+class DeadlinePassed(Exception):
+    """Nothing is decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """Labels of one boundary; a row of ``values`` for each column."""
+
+    values: NDArray[np.int64]
+    came_from: NDArray[np.int64]
+    """[boundary above which the label was, its place there, whether the stage between is special]"""
+
+    @property
+    def size(self) -> int:
+        return int(self.values.shape[1])
+
+    def pick(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> _Labels:
+        return _Labels(self.values[:, chosen], self.came_from[:, chosen])
+
+
+class SpecialSearch:
+    """Decides whether some allocation with one special device fits at a period, by one of the estimates."""
+
+    def __init__(self, problem: Problem, estimate: Estimate) -> None:
+        self.problem = problem
+        self.estimate: Estimate = estimate
+        self.best: Placement | None = None
+        self.num_layers = problem.chain.num_layers
+        self.max_normals = problem.platform.num_devices - 1
+        times, table = problem.times, problem.table
+        self.loads = np.maximum(times.compute[None, :] - times.compute[:, None], 0)
+        self.transfer = times.round_trip
+        self.room = table.max_in_flight
+        # Weights are rounded up once per device, not per stage: in fractions of a byte their sums are exact.
+        copies = Fraction(str(problem.platform.weight_copies))
+        memory = problem.platform.memory_bytes
+        unit = copies.denominator if copies.denominator * memory < 2**60 else 1
+        self.memory = unit * memory
+
+        def counted(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+            return unit * np.minimum(num_bytes, memory + 1)
+
+        prefix = np.cumsum([0, *(layer.weight_bytes for layer in problem.chain.layers)]).astype(object)
+        weights = (prefix[None, :] - prefix[:, None]) * copies.numerator * unit // copies.denominator
+        self.stash = counted(table.stash)
+        self.transient = counted(table.transient)
+        self.fixed = np.clip(weights, 0, self.memory + 1).astype(np.int64) + counted(table.buffers)
+        free = self.memory - self.fixed
+        most = np.full_like(free, 2**40)
+        np.floor_divide(free, self.stash, out=most, where=self.stash > 0)
+        self.most_counted = np.where((free < 0) | ~table.is_stage, -1, most)
+        """[k, l]: the most micro-batches of one special stage that the estimate may count."""
+
+    def snap(self, placement: Placement, period: int) -> int:
+        """The least period of an allocation that was found at ``period``."""
+        self.best = placement
+        least = Road(self.problem, placement).shortest_that_may_fit(self.estimate)
+        return period if least is None else min(least, period)  # None: a byte of rounded weights too much
+
+    def decide(self, period: int) -> Placement | None:
+        """Some allocation that fits, or None where there is none.
+
+        Raises:
+            DeadlinePassed: before that is known.
+        """
+        boundaries = self._labels(period, everything=None)
+        return None if boundaries is None else self._trace(boundaries, 0)
+
+    def all(self, period: int, limit: int) -> list[Placement] | None:
+        """Every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
+        try:
+            boundaries = self._labels(period, everything=limit)
+        except DeadlinePassed:
+            return None
+        if boundaries is None:
+            return []
+        if not boundaries:
+            return None
+        return [self._trace(boundaries, place) for place in range(boundaries[0].size)]
+
+    def _trace(self, boundaries: dict[int, _Labels], place: int) -> Placement:
+        cuts, devices, boundary = [0], [], 0
+        while boundary < self.num_layers:
+            boundary, place, special = boundaries[boundary].came_from[:, place].tolist()
+            cuts.append(boundary)
+            devices.append(0 if special else len(cuts))  # a number of its own for every normal stage
+        return Placement.of(cuts, devices)
+
+    def _labels(self, period: int, everything: int | None) -> dict[int, _Labels] | None:
+        """The labels of each boundary; None where none reaches the beginning, empty where they are too many."""
+        size = self.num_layers
+        base = period + 1
+        completion = _Completion(self, period)
+        start = np.zeros((7, 1), dtype=np.int64)
+        start[DELAY] = base
+        known = {size: _Labels(start, np.zeros((3, 1), dtype=np.int64))}
+        waiting: dict[int, list[_Labels]] = {}
+        total = 0
+        for stop in range(size, 0, -1):
+            if stop < size:
+                arrived = waiting.pop(stop, [])
+                if not arrived or self.transfer[stop] > period:
+                    continue
+                labels = _joined(arrived)
+                known[stop] = labels if everything is not None else labels.pick(_undominated(labels.values, base))
+            for made in self._extended(known[stop], stop, period, completion):
+                if not made.size:
+                    continue
+                total += made.size
+                order = np.argsort(made.came_from[3], kind="stable")
+                firsts = made.came_from[3, order]
+                edges = np.flatnonzero(np.diff(firsts, prepend=-1))
+                for begin, end in zip(edges, [*edges[1:], len(order)], strict=True):
+                    part = made.pick(order[begin:end])
+                    waiting.setdefault(int(firsts[begin]), []).append(_Labels(part.values, part.came_from[:3]))
+            if everything is None and 0 in waiting:
+                break
+            if everything is not None and total > everything:
+                return {}
+            if self.problem.deadline.passed():
+                raise DeadlinePassed
+        if 0 not in waiting:
+            return None
+        known[0] = _joined(waiting[0])
+        return known
+
+    def _extended(self, labels: _Labels, stop: int, period: int, completion: _Completion) -> Iterator[_Labels]:
+        """The labels with one more stage, on a normal device or on the special one, that may be completed.
+
+        ``came_from`` has a fourth row: where the new stage starts.
+        """
+        values = labels.values
+        base, transfer = period + 1, int(self.transfer[stop])
+        group, fill = np.divmod(values[DELAY], base)
+        opens = fill + transfer > period
+        group, fill = group + opens, np.where(opens, transfer, fill + transfer)
+        current = np.where(opens, 0, values[CURRENT])
+
+        load = self.loads[:stop, stop][None, :]
+        opens = fill[:, None] + load > period
+        group = group[:, None] + opens
+        delay = group * base + np.where(opens, load, fill[:, None] + load)
+        current = np.where(opens, 0, current[:, None])
+        short = load <= period
+
+        after_special = values[LINK] > period
+        normal = short & (values[USED] < self.max_normals)[:, None] & (group <= self.room[:stop, stop][None, :])
+        link = np.where(after_special, transfer, 0)[:, None]
+        normal &= completion.possible(values[LOAD], values[KEPT] + values[PEAK], values[USED] + 1, stop)
+        yield self._made(
+            labels, stop, normal,
+            {USED: (values[USED] + 1)[:, None], DELAY: delay, CURRENT: current, LINK: link}, special=False,
+        )  # fmt: skip
+
+        special_load = values[LOAD][:, None] + load
+        counted = group - 1 if self.estimate == "peak" else group
+        special = (
+            short
+            & (values[LINK] + transfer <= period)[:, None]
+            & (special_load <= period)
+            & (counted <= self.most_counted[:stop, stop][None, :])
+        )
+        kept = (
+            values[KEPT][:, None]
+            + self.fixed[:stop, stop]
+            + np.where(special, counted, 0) * self.stash[:stop, stop]
+        )
+        transient = self.transient[:stop, stop][None, :]
+        if self.estimate == "peak":
+            current = self.stash[:stop, stop] + np.maximum(current, transient)
+            peak = np.maximum(values[PEAK][:, None], current)
+        else:
+            peak = np.maximum(values[PEAK][:, None], transient)
+        special &= kept + peak <= self.memory
+        special &= completion.possible(special_load, kept + peak, values[USED], stop)
+        yield self._made(
+            labels, stop, special,
+            {DELAY: delay, LOAD: special_load, KEPT: kept, PEAK: peak, CURRENT: current,
+             LINK: np.full((1, 1), period + 1)}, special=True,
+        )  # fmt: skip
+
+    def _made(
+        self,
+        labels: _Labels,
+        stop: int,
+        chosen: NDArray[np.bool_],
+        changed: dict[int, NDArray[np.int64]],
+        *,
+        special: bool,
+    ) -> _Labels:
+        place, first = np.nonzero(chosen)
+        values = labels.values[:, place]
+        for column, new in changed.items():
+            values[column] = np.broadcast_to(new, chosen.shape)[place, first]
+        came_from = np.stack([np.full_like(place, stop), place, np.full_like(place, special), first])
+        return _Labels(values, came_from)
+
+
+class _Completion:
+    """What layers 0 to k still cost the special device at the least, at a period.
+
+    With n normals left and the least delay above layer k, for each of the weights::
+
+        W(n, k) = min over j < k of    W(n - 1, j)                          [j, k) on a normal device
+                                       W(n, j) + cost of [j, k)             on the special one
+    """
+
+    def __init__(self, search: SpecialSearch, period: int) -> None:
+        self.search = search
+        self.period = period
+        size = search.num_layers
+        group = self._least_groups(search, period)
+        normal = np.where((group <= search.room) & (search.loads <= period), 0.0, np.inf)
+        counted = group - 1 if search.estimate == "peak" else group
+        fits = (counted <= search.most_counted) & (search.loads <= period)
+        kept = search.fixed + np.where(fits, counted, 0) * search.stash
+        shares = np.stack([search.loads / max(period, 1), kept / search.memory])
+        special = np.where(fits, np.tensordot(WEIGHTS, shares, axes=1), np.inf)
+        cannot_cut = search.transfer > period
+        normal[cannot_cut, :] = np.inf
+        special[:, cannot_cut, :] = np.inf
+        least = np.full((len(WEIGHTS), search.max_normals + 1, size + 1), np.inf)
+        least[:, :, 0] = 0.0
+        for k in range(1, size + 1):
+            on_special = (least[:, :, :k] + special[:, None, :k, k]).min(axis=2)
+            on_normal = (least[:, :-1, :k] + normal[None, None, :k, k]).min(axis=2)
+            least[:, :, k] = on_special
+            least[:, 1:, k] = np.minimum(on_special[:, 1:], on_normal)
+        self.least = least
+
+    @staticmethod
+    def _least_groups(search: SpecialSearch, period: int) -> NDArray[np.int64]:
+        """[k, l]: the group of layers k to l, at the least delay above layer l of any allocation."""
+        size, base = search.num_layers, period + 1
+        groups = np.full((size + 1, size + 1), 2**40, dtype=np.int64)
+        delay = np.full(size + 1, 2**62, dtype=np.int64)
+        delay[size] = base
+        for stop in range(size, 0, -1):
+            transfer = int(search.transfer[stop])
+            if delay[stop] == 2**62 or transfer > period:
+                continue
+            group, fill = divmod(int(delay[stop]), base)
+            group, fill = (group, fill + transfer) if fill + transfer <= period else (group + 1, transfer)
+            load = search.loads[:stop, stop]
+            opens = fill + load > period
+            groups[:stop, stop] = group + opens
+            above = groups[:stop, stop] * base + np.where(opens, load, fill + load)
+            delay[:stop] = np.minimum(delay[:stop], np.where(load <= period, above, 2**62))
+        return groups
+
+    def possible(
+        self, load: NDArray[np.int64], kept: NDArray[np.int64], used: NDArray[np.int64], stop: int
+    ) -> NDArray[np.bool_]:
+        """[label, k]: whether layers 0 to k might still be laid; ``load`` and ``kept`` for each label or both."""
+        left = self.search.max_normals - used
+        found = np.ones((len(used), stop), dtype=bool)
+        load, kept = (value if value.ndim == 2 else value[:, None] for value in (load, kept))
+        for (of_load, of_memory), least in zip(WEIGHTS, self.least, strict=True):
+            spent = of_load * (load / max(self.period, 1)) + of_memory * (kept / self.search.memory)
+            found &= spent + least[np.maximum(left, 0), :stop] <= of_load + of_memory + ROUNDING
+        return found
+
+
+def _joined(parts: list[_Labels]) -> _Labels:
+    return _Labels(
+        np.concatenate([part.values for part in parts], axis=1),
+        np.concatenate([part.came_from for part in parts], axis=1),
+    )
+
+
+def _undominated(values: NDArray[np.int64], base: int) -> NDArray[np.intp]:
+    """The labels to keep: none of them is at least as good as another one in everything.
+
+    A group that may still grow counts only against labels of the same group: one that is a group behind pays
+    for every further stage what the other one may add to its group.
+    """
+    order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
+    values = values[:, order]
+    group = values[DELAY] // base
+    kept = np.ones(values.shape[1], dtype=bool)
+    others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK]]
+    for one in range(values.shape[1]):
+        if kept[one]:
+            worse = (others[:, one, None] <= others[:, one + 1 :]).all(axis=0)
+            worse &= (group[one] < group[one + 1 :]) | (values[CURRENT, one] <= values[CURRENT, one + 1 :])
+            kept[one + 1 :] &= ~worse
+    return order[kept]

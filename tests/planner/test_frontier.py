@@ -1,0 +1,74 @@
+"""Time against memory: points are plans, none better than another, and none is missing at the ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition.cli import cli
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.frontier import RESOLUTION, frontier
+from tests.planner.instances import chain, random_instance
+
+LAYERS = chain([1] * 6, [2] * 6, outputs=[50] * 6, input_bytes=50, stash=[300, 250, 200, 150, 100, 50])
+
+
+def platform(num_devices: int = 3, memory_bytes: int = 10**9) -> Platform:
+    return Platform(num_devices=num_devices, memory_bytes=memory_bytes, bandwidth=100.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("num_micro_batches", [None, 4])
+def test_points_are_plans_for_less_and_less_memory(seed: int, num_micro_batches: int | None) -> None:
+    layers, small = random_instance(seed)
+    roomy = Platform(num_devices=small.num_devices, memory_bytes=10**6, bandwidth=small.bandwidth)
+    found = frontier(layers, roomy, "contiguous", num_micro_batches=num_micro_batches)
+    assert found.complete
+    memory = [found.memory_bytes(plan) for plan in found.plans]
+    slowdowns = [found.slowdown(plan) for plan in found.plans]
+    assert memory == sorted(set(memory), reverse=True)
+    assert slowdowns == sorted(set(slowdowns)) and slowdowns[0] == 0
+    for plan in found.plans:
+        assert replay(plan, layers).violations == ()
+    fastest = make_plan(layers, roomy, "contiguous", num_micro_batches=num_micro_batches)
+    assert found.plans[0].period_seconds <= fastest.period_seconds or num_micro_batches
+    tighter = Platform(num_devices=small.num_devices, memory_bytes=memory[-1] - 1, bandwidth=small.bandwidth)
+    with pytest.raises(InfeasibleError):
+        make_plan(layers, tighter, "contiguous", num_micro_batches=num_micro_batches)
+
+
+def test_nothing_between_two_points_is_faster_than_the_upper_one_in_their_memory() -> None:
+    found = frontier(LAYERS, platform(), "contiguous")
+    for upper, lower in zip(found.plans, found.plans[1:], strict=False):
+        between = found.memory_bytes(upper) - 1
+        if between - found.memory_bytes(lower) > RESOLUTION * found.memory_bytes(upper):
+            plan = make_plan(LAYERS, platform(memory_bytes=between), "contiguous")
+            assert upper.period_seconds <= plan.period_seconds
+
+
+def test_the_time_is_up() -> None:
+    stopped = Deadline()
+    stopped.stop()
+    found = frontier(LAYERS, platform(), "contiguous", deadline=stopped)
+    assert (len(found.plans), found.complete) == (1, False)
+
+
+def test_nothing_fits_at_all() -> None:
+    with pytest.raises(InfeasibleError):
+        frontier(LAYERS, platform(memory_bytes=10), "contiguous")
+
+
+def test_command_line(tmp_path) -> None:
+    LAYERS.save(tmp_path / "chain.json")
+    arguments = ["frontier", str(tmp_path / "chain.json"), "--devices", "3", "--bandwidth", "100B/s"]
+    arguments += ["--algorithm", "contiguous"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0
+    assert "slower" in result.output.splitlines()[-1] or "Nothing is saved" in result.output.splitlines()[-1]
+    result = CliRunner().invoke(cli, [*arguments, "--json", "--memory", "3kB"])
+    points = json.loads(result.stdout)["points"]
+    assert points[0]["slowdown"] == 0 and all(point["memory_bytes"] <= 3000 for point in points)
+    assert all(point["plan"]["format"] == "madpipe-plan/1" for point in points)
