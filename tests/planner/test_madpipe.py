@@ -1,0 +1,183 @@
+"""The unrestricted plan: the best of its class, proved, replayed, and never worse than a smaller class's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from deepspeed_partition import InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner import draw
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers import ilp, madpipe
+from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.road import Placement, Road
+from tests.planner import oracles
+from tests.planner.instances import chain, instances, of_case, problem_of, random_instance, solved_cases
+
+CASES = [case for case in solved_cases("plan") if case["general_best"] is not None]
+
+
+def period_of(made, platform, **options):
+    try:
+        return make_plan(made, platform, **options).period_seconds
+    except InfeasibleError:
+        return math.inf
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_solved_cases(case):
+    made, platform = of_case(case, case["P"], case["M"])
+    plan = make_plan(made, platform)
+    assert plan.period_seconds == case["general_best"]
+    assert (plan.proved, plan.proved_class) == (True, "any allocation")
+    assert replay(plan, made).violations == ()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_solved_cases_with_one_special_device(case, monkeypatch):
+    monkeypatch.setattr(madpipe._Search, "_several_special", lambda self: False)
+    made, platform = of_case(case, case["P"], case["M"])
+    plan = make_plan(made, platform)
+    # Where the file has no value of the class, it found the sandwich or the contiguous optimum as the best of all.
+    assert plan.period_seconds == case.get("special_best", case["general_best"])
+    assert plan.proved and plan.proved_class in ("one special device", "any allocation")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_equals_every_allocation_with_its_best_schedule(seed):
+    made, platform = random_instance(seed, most_layers=4, most_devices=3)
+    problem = problem_of(made, platform)
+    periods = {}
+    for placed in oracles.all_placements(made.num_layers, platform.num_devices):
+        found = ilp.schedule(Road(problem, Placement(*placed)), None, Deadline())
+        if found.pattern is not None:
+            periods[placed] = problem.times.clock.seconds(found.pattern.period)
+    best = min(periods.values(), default=math.inf)
+    assert period_of(made, platform) == pytest.approx(best, rel=1e-12)
+    if best < math.inf:
+        plan = make_plan(made, platform)
+        assert (plan.proved, plan.proved_class) == (True, "any allocation")
+        assert plan.lower_bound_seconds <= best * (1 + 1e-12)
+
+
+def test_several_stages_on_a_device_replay_draw_and_travel_through_a_file(tmp_path):
+    made, platform = of_case(CASES[1], CASES[1]["P"], CASES[1]["M"])
+    plan = make_plan(made, platform)
+    devices = [stage.device for stage in plan.stages]
+    assert not plan.is_contiguous and len(devices) > len(set(devices))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    row = next(row for row in draw.timeline(plan).splitlines() if row.startswith(f"device {devices[-1]} "))
+    mine = [stage for stage, device in enumerate(devices) if device == devices[-1]]
+    assert len(mine) == 2 and all(f"{kind}{stage}" in row for stage in mine for kind in "FB")
+    assert f"lower bound {plan.lower_bound_seconds:.3f} s".replace(".000", "") in plan.summary().replace(
+        ".00 ", " "
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(instances())
+def test_every_plan_keeps_its_promises(instance):
+    made, platform = instance
+    try:
+        plan = make_plan(made, platform, time_limit_seconds=2)
+    except InfeasibleError as error:
+        assert error.smallest_memory_bytes > platform.memory_bytes
+        platform = replace(platform, memory_bytes=error.smallest_memory_bytes)
+        plan = make_plan(made, platform, time_limit_seconds=2)
+    assert replay(plan, made).violations == ()
+    assert max(plan.peak_memory_bytes) <= platform.memory_bytes
+    assert 0 < plan.lower_bound_seconds <= plan.period_seconds
+    try:
+        assert plan.period_seconds <= make_plan(made, platform, "contiguous").period_seconds
+    except InfeasibleError:
+        assert not plan.is_contiguous
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_of_anything_is_never_slower(seed):
+    made, platform = random_instance(seed, most_layers=5, most_devices=3)
+    period = period_of(made, platform)
+    for key, value in (
+        ("memory_bytes", platform.memory_bytes + 7),
+        ("num_devices", platform.num_devices + 1),
+        ("bandwidth", platform.bandwidth * 2),
+    ):
+        assert period_of(made, replace(platform, **{key: value})) <= period * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_says_the_smallest_memory(seed):
+    """With one special device: that much does, one byte less does not."""
+    made, platform = random_instance(seed, most_layers=4, most_devices=2)
+    with pytest.raises(InfeasibleError) as raised:
+        make_plan(made, replace(platform, memory_bytes=1))
+        pytest.skip("fits into a byte")
+    smallest = raised.value.smallest_memory_bytes
+    assert str(smallest) in str(raised.value)
+    assert raised.value.short_bytes > 0
+    needed = []
+    for placed in oracles.all_placements(made.num_layers, platform.num_devices):
+        if oracles.num_shared(placed) <= 1:
+            road = Road(problem_of(made, platform), Placement(*placed))
+            needed.append(max(device.bytes_for_one for device in road.memory))
+    assert smallest == min(needed)
+    assert period_of(made, replace(platform, memory_bytes=smallest)) < math.inf
+
+
+def test_an_allocation_that_is_not_contiguous_fits_where_no_contiguous_one_does():
+    made = chain([1, 1, 1], [1, 1, 1], weights=[4, 8, 4], outputs=[1, 1, 1], stash=[1, 1, 1])
+    platform = Platform(num_devices=2, memory_bytes=30, bandwidth=4)  # weights 24, buffers 4, stash 2
+    with pytest.raises(InfeasibleError):
+        make_plan(made, platform, "contiguous")
+    plan = make_plan(made, platform)
+    assert [stage.device for stage in plan.stages] == [0, 1, 0]
+    assert plan.peak_memory_bytes == (30, 29)
+    with pytest.raises(InfeasibleError, match="layers 0 to 1 and 2 to 3 on one device need 30 B, 1 bytes more"):
+        make_plan(made, replace(platform, memory_bytes=29))
+
+
+def test_hosts_get_one_stage_per_rank():
+    """So many stages, or a step, is what a host can run; without either this plan is not contiguous."""
+    case = CASES[0]
+    made, platform = of_case(case, case["P"], case["M"])
+    assert not make_plan(made, platform).is_contiguous
+    for options in ({"num_stages": 3}, {"every_stage_trains": True}):
+        plan = make_plan(made, platform, **options)
+        assert plan.is_contiguous and plan.algorithm == "madpipe" and plan.proved_class == "contiguous"
+    assert make_plan(made, replace(platform, memory_bytes=10**6), num_micro_batches=4).is_contiguous
+
+
+def test_out_of_time_it_returns_the_best_so_far_and_proves_nothing():
+    case = CASES[0]
+    made, platform = of_case(case, case["P"], case["M"])
+    over = Deadline()
+    over.stop()
+    plan = make_plan(made, platform, deadline=over)
+    assert plan.period_seconds == case["contiguous"]
+    assert plan.proved_class == "contiguous"  # which took no search
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_repeat(seed):
+    made, platform = random_instance(seed, most_layers=6, most_devices=3)
+    if period_of(made, platform) < math.inf:
+        first, second = (replace(make_plan(made, platform), planning_seconds=0.0) for _ in range(2))
+        assert first == second
+
+
+def test_the_lower_bound_knows_that_a_cut_may_be_too_slow_to_use():
+    case = next(case for case in CASES if case["name"] == "fewer stages than GPUs")
+    made, platform = of_case(case, case["P"], case["M"])
+    problem = problem_of(made, platform)
+    assert problem.times.clock.seconds(lower_bound(problem)) == 27
+    assert make_plan(made, platform).gap == 0
+
+
+def test_fewer_than_two_buffers_prove_nothing():
+    made, platform = of_case(CASES[0], CASES[0]["P"], CASES[0]["M"])
+    plan = make_plan(made, replace(platform, comm_buffers=0))
+    assert not plan.proved and replay(plan, made).violations == ()
