@@ -53,6 +53,10 @@ def make_plan(
 ) -> Plan:
     """Decide where and when every layer runs.
 
+    ``"madpipe"`` searches all allocations: a device may run several stages. Where ``num_stages``,
+    ``every_stage_trains`` or ``num_micro_batches`` is given, as by the hosts, which run one stage per rank, it is
+    the best contiguous cut.
+
     Args:
         chain: the layers, measured for one micro-batch.
         platform: the devices and their links.
@@ -61,7 +65,7 @@ def make_plan(
             ``step``, and its memory is that of the step at DeepSpeed's depth.
         num_stages: exactly so many stages; left out, at most one per device.
         every_stage_trains: no stage without trainable parameters.
-        time_limit_seconds: for searches that prove nothing; exact ones need none.
+        time_limit_seconds: for searches that may end without a proof; 60 where left out.
         deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
     Raises:
