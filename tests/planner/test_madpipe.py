@@ -185,6 +185,6 @@ def test_fewer_than_two_buffers_prove_nothing():
 
 def test_the_replay_knows_the_order_of_transfers_shorter_than_its_tolerance():
     """Back to back on one link, and in any order in the file; the replay once took them for overlapping."""
-    made = chain([3.0000000036, 0], [3, 0], outputs=[48, 0])
+    made = chain([3.0000000072, 0], [3, 0], outputs=[48, 0])
     plan = make_plan(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e10), [0, 1, 2])
     assert replay(replace(plan, operations=plan.operations[::-1]), made).violations == ()
