@@ -83,6 +83,8 @@ class Plan:
     proved: bool
     """Nothing better exists in ``proved_class``."""
     proved_class: str | None = None
+    """``"contiguous"``, ``"one special device"`` (only one has several stages), or ``"any allocation"``. Layers
+    that follow one another on a device count as one stage in all of them."""
     stages: tuple[PlannedStage, ...]
     operations: tuple[PlacedOperation, ...]
     memory: tuple[MemoryUse, ...]

@@ -60,6 +60,10 @@ def make_plan(
 ) -> Plan:
     """Decide where and when every layer runs.
 
+    ``"madpipe"`` searches all allocations: a device may run several stages. Where ``num_stages``,
+    ``every_stage_trains`` or ``num_micro_batches`` is given, as by the hosts, which run one stage per rank, it is
+    the best contiguous cut.
+
     Args:
         chain: the layers, measured for one micro-batch.
         platform: the devices and their links.
@@ -71,7 +75,7 @@ def make_plan(
         data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
             ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
             step includes the all-reduce of the gradients.
-        time_limit_seconds: for searches that prove nothing; exact ones need none.
+        time_limit_seconds: for searches that may end without a proof; 60 where left out.
         deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
     Raises:

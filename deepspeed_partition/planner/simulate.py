@@ -181,7 +181,8 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
             ends = sorted(operation.link)
             resources[f"the link {ends[0]}-{ends[1]}"].append(operation)
     for resource, operations in resources.items():
-        operations.sort(key=lambda each: (round(each.start_seconds / tolerance), each.duration_seconds))
+        # By their middles: what takes no time stands before what begins then and after what ends then.
+        operations.sort(key=lambda each: each.start_seconds + each.duration_seconds / 2)
         following = [(each, each.start_seconds) for each in operations[1:]]
         following.append((operations[0], operations[0].start_seconds + period))
         for operation, (after, start) in zip(operations, following, strict=True):

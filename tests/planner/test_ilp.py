@@ -141,3 +141,20 @@ def test_transfers_that_share_a_link_do_not_overlap():
     plan = make_plan(made, platform)
     links = {operation.link for operation in plan.operations if operation.link}
     assert links == {(0, 1), (1, 0)} and plan.period_seconds == 9
+
+
+def test_a_deadline_stops_the_solver_within_a_solve(monkeypatch):
+    """From a signal handler, for one. What PuLP then calls a solution may be none: it must not be believed."""
+    case = solved_cases("schedule")[3]
+    made, platform = of_case(case, 2, case["M"])
+
+    class Stopping(Deadline):
+        def passed(self):
+            asked.append(True)
+            return len(asked) > 1  # not when the solver starts, but when it asks
+
+    asked = []
+    _, road, found = scheduled(made, platform, boundaries_of(case["stages"]), case["proc"], deadline=Stopping())
+    assert len(asked) > 2
+    assert found.pattern is None or found.pattern.period >= road.shortest_that_may_fit()
+    assert found.bound == road.shortest_that_may_fit()

@@ -181,3 +181,10 @@ def test_fewer_than_two_buffers_prove_nothing():
     made, platform = of_case(CASES[0], CASES[0]["P"], CASES[0]["M"])
     plan = make_plan(made, replace(platform, comm_buffers=0))
     assert not plan.proved and replay(plan, made).violations == ()
+
+
+def test_the_replay_knows_the_order_of_transfers_shorter_than_its_tolerance():
+    """Back to back on one link, and in any order in the file; the replay once took them for overlapping."""
+    made = chain([3.0000000072, 0], [3, 0], outputs=[48, 0])
+    plan = make_plan(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e10), [0, 1, 2])
+    assert replay(replace(plan, operations=plan.operations[::-1]), made).violations == ()

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_partition import Platform
 from deepspeed_partition.planner.solvers.road import Placement, Road
-from deepspeed_partition.planner.solvers.several import all_placements, neighbours
+from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
@@ -54,7 +54,7 @@ def test_finds_every_allocation_below_a_period(seed):
             (several if oracles.num_shared(placed) > 1 else special).add(placed)
     found = SpecialSearch(problem, "peak").all(period, PLENTY)
     assert {(each.cuts, each.devices) for each in found} == special
-    found = all_placements(problem, period, PLENTY)
+    found = SeveralSearch(problem).all(period, PLENTY)
     assert {(each.cuts, each.devices) for each in found} == several
     assert len(set(found)) == len(found)
 

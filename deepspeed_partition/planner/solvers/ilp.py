@@ -32,8 +32,8 @@ from deepspeed_partition.planner.solvers.road import Pattern, Resource, Road, pa
 
 RESOLUTION = 1e-6
 """Of the period: a schedule that is better by less is not looked for."""
-LONGEST_SOLVE_SECONDS = 10.0
-"""One call of the solver, which nothing can interrupt, ends after so many seconds."""
+LONGEST_SOLVE_SECONDS = 20.0
+"""No single schedule is worth more where others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,38 +88,42 @@ class _Solution:
 
 def _solve(road: Road, least: int, most: int, deadline: Deadline, *, single_slots: bool) -> _Solution:
     """The shortest pattern with a period from ``least`` to ``most``."""
-    seconds = min(LONGEST_SOLVE_SECONDS, deadline.remaining_seconds())
-    if not seconds:
+    if deadline.passed():
         return _Solution()
     import pulp  # here: importing the planner stays cheap
 
     model = _Model(pulp, road, least, most, single_slots=single_slots)
-    model.problem.solve(_solver(pulp, seconds))
+    model.problem.solve(_solver(pulp, deadline))
     status = model.problem.sol_status  # not .status: that is Optimal at the time limit, too
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return _Solution(closed=model.problem.status == pulp.LpStatusInfeasible)
+    if _value(model.tau) < least / most * (1 - RESOLUTION):
+        return _Solution()  # stopped before it had any solution, which PuLP reports as a feasible one of zeros
     orders, shifts = model.orders_and_shifts()
     pattern = pattern_of(road, orders, shifts, single_slots=single_slots)
-    if pattern is None or not road.fits(pattern):
+    if pattern is None or pattern.period > most or not road.fits(pattern):
         return _Solution()  # operations so short that the solver's tolerance reorders them
     return _Solution(pattern, orders, shifts, status == pulp.LpSolutionOptimal)
 
 
-def _solver(pulp: Any, seconds: float) -> Any:
+def _solver(pulp: Any, deadline: Deadline) -> Any:
     """HiGHS where it is installed, else the CBC that comes with PuLP; one thread, so that answers repeat."""
-    highs = pulp.HiGHS(
-        msg=False,
-        gapRel=RESOLUTION / 10,
-        threads=1,
-        timeLimit=seconds,
-        primal_feasibility_tolerance=1e-9,
-        mip_feasibility_tolerance=1e-9,
-    )
-    if highs.available():
-        return highs
-    return pulp.PULP_CBC_CMD(
-        msg=False, gapRel=RESOLUTION / 10, threads=1, timeLimit=seconds, options=["primalT 1e-9", "integerT 1e-9"]
-    )
+    seconds = min(deadline.remaining_seconds(), LONGEST_SOLVE_SECONDS)
+    gap = RESOLUTION / 10
+    tolerances = {"primal_feasibility_tolerance": 1e-9, "mip_feasibility_tolerance": 1e-9}
+    highs = pulp.HiGHS(msg=False, gapRel=gap, threads=1, timeLimit=seconds, **tolerances)
+    if not highs.available():
+        options = ["primalT 1e-9", "integerT 1e-9"]
+        return pulp.PULP_CBC_CMD(msg=False, gapRel=gap, threads=1, timeLimit=seconds, options=options)
+    import highspy
+
+    def interrupt(kind: Any, message: str, found: Any, answer: Any, data: Any) -> None:
+        # Running Python now and then also lets signal handlers run, such as one that stops the deadline.
+        answer.user_interrupt = deadline.passed()
+
+    highs.callbackTuple = (interrupt, None)
+    highs.callbacksToActivate = [highspy.cb.HighsCallbackType.kCallbackMipInterrupt]
+    return highs
 
 
 class _Model:

@@ -20,19 +20,24 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable, buffer_slots
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous, best_cut, narrow
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
-from deepspeed_partition.planner.solvers.several import all_placements, neighbours
+from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch, best_special
 
 MOST_LABELS = 300_000
 """Partial allocations with one special device that an enumeration holds before it gives up."""
-MOST_PLACEMENTS = 30_000
-"""Partial allocations with several of them, which are looked at one by one."""
+FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
+"""The same with several of them, at one boundary: so few that all are tried, and as many as may be enumerated."""
+SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
+"""Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
+PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
+"""Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
 ESTIMATES: tuple[Estimate, ...] = ("safe", "peak")
 LEVELS = (64, 16, 4, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
@@ -78,13 +83,11 @@ class _Search:
         self.bounds: dict[Placement, int | None] = {}
         """Of each allocation that was tried: no pattern of it has a shorter period; None where none is better."""
         self.bound = math.ceil(lower_bound(problem))
+        self.schedule_seconds = math.inf
 
     def run(self) -> Answer:
-        proved_class = None
-        if self._one_special():
-            proved_class = "one special device"
-            if self._several_special():
-                proved_class = "any allocation"
+        one, several = self._one_special(), self._several_special()
+        proved_class = ("any allocation" if several else "one special device") if one else None
         counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
         if proved_class is None and not self.patterns and not self.problem.deadline.stopped:
             proved_class = "contiguous"
@@ -107,33 +110,66 @@ class _Search:
         if found.bound is None:
             return True
         search = SpecialSearch(problem, "peak")
-        return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound)
+        return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
 
     def _several_special(self) -> bool:
         """Better allocations in which several devices have several stages; True where there are no more."""
         if self._done(self.bound) or self.problem.platform.num_devices == 1:
             return True
-        if self._enumerate(lambda period: all_placements(self.problem, period, MOST_PLACEMENTS), self.bound):
-            return True
-        self._descend()
-        return self._done(self.bound)
+        if self.problem.deadline.passed():
+            return False
+        # What lies beyond one special device is rarely proved: it gets a part of the time, and each schedule first
+        # a part of that.
+        seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
+        self.problem = replace(self.problem, deadline=Deadline(seconds, within=self.problem.deadline))
+        self.schedule_seconds = seconds * SCHEDULE_SHARE
+        search = SeveralSearch(self.problem)
+        few = search.all(self._best_or_longest() - 1, FEW_PLACEMENTS)
+        if few is None:
+            self._probe(search)
+            self._descend()
+        everything = self._enumerate(lambda period: search.all(period, MOST_PLACEMENTS), self.bound)
+        self.schedule_seconds = math.inf
+        again = [
+            placement for placement, least in self.bounds.items() if least is not None and not self._done(least)
+        ]
+        for placement in again:
+            del self.bounds[placement]
+        return everything and self._try_all(again) and self._settled()
+
+    def _probe(self, search: SeveralSearch) -> None:
+        """Look for allocations that promise much, by bisection of the period; what is not found may yet exist."""
+        bound = self.bound
+        for _ in range(PROBES):
+            best = self._best_or_longest()
+            period = (bound + best - 1) // 2
+            if best <= bound or not self._try_all(search.some(period, BEAM_WIDTH)[:MOST_TRIED]):
+                return
+            if self.best is None or self.best > period:
+                bound = period + 1
 
     def _enumerate(self, placements: Callable[[int], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations whose "peak" bound is below the best period, lowest first; True where none is left.
+        """Try the allocations whose "peak" bound is below the best period, lowest first; True where that is all.
 
         Args:
             placements: all with a bound up to a period; None where they are too many.
             bound: of all of them.
         """
         for level in LEVELS:
-            best = self.problem.longest_period + 1 if self.best is None else self.best
+            best = self._best_or_longest()
             if best <= bound:
                 break
             found = placements(bound + (best - 1 - bound) // level)
             if found is None or not self._try_all(found):
                 return False
-        # A schedule that was not settled in time does not matter any more where a better one was found elsewhere.
+        return True
+
+    def _settled(self) -> bool:
+        """Whether no allocation that was tried may have a better schedule than the best one."""
         return all(least is None or self._done(least) for least in self.bounds.values())
+
+    def _best_or_longest(self) -> int:
+        return self.problem.longest_period + 1 if self.best is None else self.best
 
     def _done(self, bound: int) -> bool:
         """Whether the best period is as short as a bound."""
@@ -160,7 +196,8 @@ class _Search:
         """Schedule an allocation."""
         if placement.is_contiguous or placement in self.bounds:
             return
-        scheduled = ilp.schedule(Road(self.problem, placement), self.best, self.problem.deadline)
+        deadline = Deadline(self.schedule_seconds, within=self.problem.deadline)
+        scheduled = ilp.schedule(Road(self.problem, placement), self.best, deadline)
         self.bounds[placement] = scheduled.bound
         if scheduled.pattern is not None:
             self.patterns.append(scheduled.pattern)

@@ -1,137 +1,205 @@
-"""Allocations in which several devices have several stages: all of them, or the neighbours of one."""
+"""Allocations in which several devices have several stages: all of them on small chains, else a good few.
+
+Stages are laid from the end of the chain, as in ``special.py``, but a label holds load and memory of every device,
+so hardly any dominates another and their number grows fast. All of them are enumerated as long as they are few;
+beyond that only those go on at each boundary that promise to need least memory (a beam), which proves nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from deepspeed_partition.planner.solvers.one_f_one_b import Delay, add
+import numpy as np
+from numpy.typing import NDArray
+
 from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Placement
 
+MOST_CHILDREN = 2_000_000
+"""Partial allocations that are looked at together."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Device:
-    """A device to which stages are given from the end of the chain on; bytes as in ``Road.bytes_at_least``."""
+class _Labels:
+    """Partial allocations of one boundary; a row each. Bytes are counted as in ``Road.bytes_at_least``."""
 
-    load: int = 0
-    weights: int = 0
-    kept: int = 0
-    """Without weights and without the group that peaks."""
-    peak: int = 0
-    group: int = 0
-    current: int = 0
-    """Of the group that may still grow."""
+    group: NDArray[np.int64]
+    fill: NDArray[np.int64]
+    """The delay of 1F1B*, without the transfer over this boundary."""
+    used: NDArray[np.int64]
+    """Devices that have a stage."""
+    top: NDArray[np.int64]
+    """The device of the stage laid last."""
+    load: NDArray[np.int64]
+    """[label, device]"""
+    kept: NDArray[np.int64]
+    """[label, device]: without the group that peaks."""
+    peak: NDArray[np.int64]
+    """[label, device]: of the group that peaks."""
+    current: NDArray[np.int64]
+    """[label, device]: of the group of its last stage, which may still grow."""
+    current_group: NDArray[np.int64]
+    """[label, device]"""
+    link: NDArray[np.int64]
+    """[label, device, device]: ticks per period."""
+    came_from: NDArray[np.int64]
+    """[label, (boundary below, place there)]"""
+
+    def pick(self, chosen: NDArray[np.intp]) -> _Labels:
+        return _Labels(*(getattr(self, each.name)[chosen] for each in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: list[_Labels]) -> _Labels:
+        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
 
-class _TooMany(Exception):
-    """More partial allocations than the caller allows, or too little time."""
+class SeveralSearch:
+    """Lays allocations that may fit at a period, by the "peak" estimate of every device's memory."""
 
-
-def all_placements(problem: Problem, period: int, limit: int) -> list[Placement] | None:
-    """Every allocation with several stages on several devices that may fit at a period.
-
-    None where that takes more than ``limit`` partial allocations, or too long. Of an allocation that is left out
-    no pattern of this period exists.
-    """
-    search = _Enumeration(problem, period, limit)
-    try:
-        search.extend(problem.chain.num_layers, (1, 0), {}, (), ())
-    except _TooMany:
-        return None
-    return search.found
-
-
-class _Enumeration:
-    def __init__(self, problem: Problem, period: int, limit: int) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.period = period
-        self.left = limit
-        self.found: list[Placement] = []
-        chain, platform = problem.chain, problem.platform
-        self.compute = problem.times.compute.tolist()
-        self.transfer = problem.times.round_trip.tolist()
-        self.weights = [0]
-        self.stash = [0]
-        for layer in chain.layers:
-            self.weights.append(self.weights[-1] + layer.weight_bytes)
-            self.stash.append(self.stash[-1] + chain.stash(layer))
-        self.num_devices = platform.num_devices
+        self.num_layers = problem.chain.num_layers
+        self.num_devices = min(problem.platform.num_devices, self.num_layers)
+        times, table = problem.times, problem.table
+        self.compute = times.compute
+        self.transfer = times.round_trip
+        # A stage's weights are rounded up to a byte, a device's only once: the bound must not count that.
+        self.rounded = 0 if float(problem.platform.weight_copies).is_integer() else 1
+        memory = problem.platform.memory_bytes
+        self.memory = memory
+        self.fixed = np.minimum(table.fixed - table.transient - self.rounded, memory + 1)
+        self.stash = np.minimum(table.stash, memory + 1)
+        self.transient = np.minimum(table.transient, memory + 1)
 
-    def extend(
-        self,
-        stop: int,
-        delay: Delay,
-        links: dict[tuple[int, int], int],
-        devices: tuple[_Device, ...],
-        above: tuple[tuple[int, int], ...],
-    ) -> None:
-        """Lay layers 0 to ``stop``; ``above`` has start and device of each stage laid, the last stage first."""
-        if self.left <= 0 or self.problem.deadline.passed():
-            raise _TooMany
-        self.left -= 1
-        if stop == 0:
-            cuts = [start for start, _ in reversed(above)]
-            placement = Placement.of(
-                [*cuts, self.problem.chain.num_layers], [device for _, device in reversed(above)]
-            )
-            if placement.num_shared > 1:
-                self.found.append(placement)
-            return
-        transfer = self.transfer[stop]
-        if above and transfer > self.period:
-            return
-        delay = add(delay, transfer, self.period)
-        top = above[-1][1] if above else -1
-        for start in range(stop - 1, -1, -1):
-            load = self.compute[stop] - self.compute[start]
-            if load > self.period:
-                break
-            after = add(delay, load, self.period)
-            for device in range(min(len(devices) + 1, self.num_devices)):
-                if device == top:
-                    continue
-                link = (min(device, top), max(device, top))
-                on_link = links.get(link, 0) + transfer
-                if above and on_link > self.period:
-                    continue
-                before = devices[device] if device < len(devices) else _Device()
-                with_stage = self._with_stage(before, start, stop, load, after[0])
-                if with_stage is None:
-                    continue
-                laid = (*devices[:device], with_stage, *devices[device + 1 :])
-                if self._rest_may_fit(laid, start, after[0]):
-                    self.extend(start, after, {**links, link: on_link}, laid, (*above, (start, device)))
+    def all(self, period: int, limit: int) -> list[Placement] | None:
+        """Every allocation that may fit; None where more than ``limit`` labels meet, or the deadline passes."""
+        return self._lay(period, limit, exact=True)
 
-    def _with_stage(self, device: _Device, start: int, stop: int, load: int, group: int) -> _Device | None:
-        table, platform = self.problem.table, self.problem.platform
-        stash, transient = int(table.stash[start, stop]), int(table.transient[start, stop])
-        grown = stash + (max(device.current, transient) if device.group == group else transient)
-        new = _Device(
-            load=device.load + load,
-            weights=device.weights + self.weights[stop] - self.weights[start],
-            kept=device.kept + int(table.buffers[start, stop]) + (group - 1) * stash,
-            peak=max(device.peak, grown),
-            group=group,
-            current=grown,
+    def some(self, period: int, width: int) -> list[Placement]:
+        """Allocations that may fit, the most promising first, from ``width`` labels at each boundary."""
+        return self._lay(period, width, exact=False) or []
+
+    def _lay(self, period: int, width: int, *, exact: bool) -> list[Placement] | None:
+        known = {self.num_layers: self._start()}
+        waiting: dict[int, list[_Labels]] = {}
+        for stop in range(self.num_layers, 0, -1):
+            if stop < self.num_layers:
+                if stop not in waiting or self.transfer[stop] > period:
+                    continue
+                known[stop] = _Labels.joined(waiting.pop(stop))
+            if self.problem.deadline.passed():
+                return None
+            starts = np.flatnonzero(self.compute[stop] - self.compute[:stop] <= period)
+            count = len(known[stop].group)
+            if exact and (count > width or count * len(starts) * self.num_devices > MOST_CHILDREN):
+                return None
+            if count > width:
+                known[stop] = known[stop].pick(
+                    np.argsort(self._promise(known[stop], stop, period), kind="stable")[:width]
+                )
+            for start in starts.tolist():
+                made = self._extended(known[stop], start, stop, period)
+                if len(made.group):
+                    waiting.setdefault(start, []).append(made)
+        if 0 not in waiting:
+            return []
+        known[0] = _Labels.joined(waiting[0])
+        order = np.argsort(self._promise(known[0], 0, period), kind="stable")
+        found = (self._trace(known, place) for place in order.tolist())
+        return [placement for placement in found if placement.num_shared > 1]
+
+    def _start(self) -> _Labels:
+        def of_devices(*shape: int) -> NDArray[np.int64]:
+            return np.zeros((1, *shape), dtype=np.int64)
+
+        P = self.num_devices
+        one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        return _Labels(
+            one, none, none, none - 1, of_devices(P), of_devices(P), of_devices(P), of_devices(P), of_devices(P),
+            of_devices(P, P), of_devices(2),
+        )  # fmt: skip
+
+    def _promise(self, labels: _Labels, stop: int, period: int) -> NDArray[np.float64]:
+        """The bytes that all devices will need if no further group opens; lower is better."""
+        prefix = float(self.problem.table.stash[0, stop]) if stop else 0.0
+        delay = labels.group - 1 + labels.fill / max(period, 1)
+        promise: NDArray[np.float64] = (labels.kept + labels.peak).sum(axis=1) + delay * prefix
+        return promise
+
+    def _extended(self, labels: _Labels, start: int, stop: int, period: int) -> _Labels:
+        """The labels with layers ``start`` to ``stop`` on each device that may have them."""
+        transfer, load = int(self.transfer[stop]), int(self.compute[stop] - self.compute[start])
+        opens = labels.fill + transfer > period
+        group, fill = labels.group + opens, np.where(opens, transfer, labels.fill + transfer)
+        opens = fill + load > period
+        group, fill = group + opens, np.where(opens, load, fill + load)
+
+        stash, transient = int(self.stash[start, stop]), int(self.transient[start, stop])
+        count = np.arange(len(group))
+        device = np.arange(self.num_devices)[None, :]
+        on_link = labels.link[count, labels.top] + transfer  # [label, device]; of no device at the chain's end
+        counted = np.minimum(group - 1, self.memory // max(stash, 1) + 1)[:, None] * stash
+        kept = labels.kept + int(self.fixed[start, stop]) + counted
+        grows = labels.current_group == group[:, None]
+        current = stash + np.where(grows, np.maximum(labels.current, transient), transient)
+        peak = np.maximum(labels.peak, current)
+        chosen = (
+            (device <= labels.used[:, None])
+            & (device != labels.top[:, None])
+            & (labels.load + load <= period)
+            & (kept + peak <= self.memory)
+            & ((on_link <= period) | (stop == self.num_layers))
+            & self._rest_may_fit(labels, start, load, kept, group, period)
         )
-        fits = platform.weights_bytes(new.weights) + new.kept + new.peak <= platform.memory_bytes
-        return new if fits and new.load <= self.period else None
+        place, on = np.nonzero(chosen)
+        made = labels.pick(place)
+        row = np.arange(len(place))
+        made.load[row, on] += load
+        made.kept[row, on] = kept[place, on]
+        made.peak[row, on] = peak[place, on]
+        made.current[row, on] = current[place, on]
+        made.current_group[row, on] = group[place]
+        if stop < self.num_layers:
+            top = labels.top[place]
+            made.link[row, on, top] = made.link[row, top, on] = on_link[place, on]
+        return _Labels(
+            group[place], fill[place], np.maximum(made.used, on + 1), on, made.load, made.kept, made.peak,
+            made.current, made.current_group, made.link, np.stack([np.full_like(place, stop), place], axis=1),
+        )  # fmt: skip
 
-    def _rest_may_fit(self, devices: tuple[_Device, ...], start: int, group: int) -> bool:
-        """Whether time and memory suffice for layers 0 to ``start``, which are in this group or a later one."""
-        platform = self.problem.platform
-        if self.compute[start] > self.num_devices * self.period - sum(device.load for device in devices):
-            return False
-        weights = platform.weights_bytes(self.weights[start] + sum(device.weights for device in devices))
-        kept = (group - 1) * self.stash[start] + sum(device.kept for device in devices)
-        return weights + kept <= self.num_devices * platform.memory_bytes + self.num_devices
+    def _rest_may_fit(
+        self,
+        labels: _Labels,
+        start: int,
+        load: int,
+        kept: NDArray[np.int64],
+        group: NDArray[np.int64],
+        period: int,
+    ) -> NDArray[np.bool_]:
+        """[label, device]: whether time and memory suffice for layers 0 to ``start``, of this group or above."""
+        free = self.num_devices * period - labels.load.sum(axis=1) - load
+        chain, platform = self.problem.chain, self.problem.platform
+        weights = platform.weights_bytes(sum(layer.weight_bytes for layer in chain.layers[:start]))
+        stash = float(self.problem.table.stash[0, start]) if start else 0.0
+        others = labels.kept.sum(axis=1, dtype=float)[:, None] - labels.kept
+        needed = weights - self.num_layers * self.rounded + (group - 1)[:, None] * stash + others + kept
+        enough: NDArray[np.bool_] = needed * (1 - 1e-12) <= float(self.num_devices) * self.memory
+        enough &= (self.compute[start] <= free)[:, None]
+        return enough
+
+    def _trace(self, known: dict[int, _Labels], place: int) -> Placement:
+        cuts, devices, boundary = [0], [], 0
+        while boundary < self.num_layers:
+            devices.append(int(known[boundary].top[place]))
+            boundary, place = known[boundary].came_from[place].tolist()
+            cuts.append(boundary)
+        return Placement.of(cuts, devices)
 
 
 def neighbours(problem: Problem, placement: Placement) -> Iterator[Placement]:
     """Allocations one change away: a layer moved over a cut, a stage or a part of one on another device."""
-    num_devices = problem.platform.num_devices
     owner = [
         device for (start, stop), device in zip(pairwise(placement.cuts), placement.devices, strict=True)
         for _ in range(start, stop)
@@ -141,13 +209,10 @@ def neighbours(problem: Problem, placement: Placement) -> Iterator[Placement]:
         for first in range(start, stop):
             # All of the stage, or either end of it: the parts whose move adds one cut at the most.
             for last in range(first + 1, stop + 1) if first == start else (stop,):
-                for device in range(num_devices):
+                for device in range(problem.platform.num_devices):
                     if device != owner[first]:
-                        moved = _of_layers([*owner[:first], *[device] * (last - first), *owner[last:]])
+                        changed = [*owner[:first], *[device] * (last - first), *owner[last:]]
+                        moved = Placement.of(range(len(changed) + 1), changed)
                         if moved not in seen:
                             seen.add(moved)
                             yield moved
-
-
-def _of_layers(owner: list[int]) -> Placement:
-    return Placement.of(range(len(owner) + 1), owner)

@@ -1,6 +1,6 @@
-"""How fast is the exact contiguous planner, and what does importing the package cost?
+"""How fast is the planner, and what does importing the package cost?
 
-python examples/benchmarks/planner_speed/main.py [--save]
+python examples/benchmarks/planner_speed/main.py [contiguous | madpipe] [--time-limit 60] [--save]
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from rich.table import Table
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan
 
-SIZES = [(50, 8), (100, 8), (200, 8), (200, 16), (400, 16)]
+SIZES = {
+    "contiguous": [(50, 8), (100, 8), (200, 8), (200, 16), (400, 16)],
+    "madpipe": [(12, 4), (20, 4), (20, 8), (50, 8)],
+}
 MEMORY_SHARES = [0.2, 0.3, 0.5, 0.8, 1.5]
 """Memory of all devices together, as a share of what the layers store once."""
 
@@ -44,16 +47,18 @@ def random_chain(num_layers: int, seed: int) -> Chain:
     )
 
 
-def planning_seconds(num_layers: int, num_devices: int, repeats: int) -> dict[str, float]:
+def planning_seconds(
+    algorithm: str, num_layers: int, num_devices: int, repeats: int, time_limit: float
+) -> dict[str, float]:
     """Of whole calls of ``make_plan``: search, proof, schedule and replay."""
-    seconds, infeasible = [], 0
+    seconds, infeasible, proved = [], 0, 0
     for seed, share in enumerate(MEMORY_SHARES * repeats):
         chain = random_chain(num_layers, seed)
         stored = sum(layer.stash_bytes + 3 * layer.weight_bytes for layer in chain.layers)
         devices = Platform(num_devices=num_devices, memory_bytes=int(share * stored), bandwidth=1e9)
         start = time.perf_counter()
         try:
-            assert make_plan(chain, devices, "contiguous").proved
+            proved += make_plan(chain, devices, algorithm, time_limit_seconds=time_limit).proved
         except InfeasibleError:
             infeasible += 1
         seconds.append(time.perf_counter() - start)
@@ -64,6 +69,7 @@ def planning_seconds(num_layers: int, num_devices: int, repeats: int) -> dict[st
         "max_seconds": max(seconds),
         "calls": len(seconds),
         "infeasible": infeasible,
+        "proved": proved,
     }
 
 
@@ -79,17 +85,27 @@ def import_seconds(repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("algorithm", nargs="?", choices=list(SIZES), default="contiguous")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one call")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--save", action="store_true", help="write results/ beside this file")
     arguments = parser.parse_args()
-    rows = [planning_seconds(*size, arguments.repeats) for size in SIZES]
+    rows = [
+        planning_seconds(arguments.algorithm, *size, arguments.repeats, arguments.time_limit)
+        for size in SIZES[arguments.algorithm]
+    ]
     imported = import_seconds(5)
-    table = Table(title="make_plan(..., 'contiguous'): seconds")
-    for name in ("layers", "devices", "median", "max", "calls"):
+    table = Table(title=f"make_plan(..., {arguments.algorithm!r}): seconds")
+    for name in ("layers", "devices", "median", "max", "calls", "infeasible", "proved"):
         table.add_column(name, justify="right")
     for row in rows:
         seconds = [f"{row[key]:.3f}" for key in ("median_seconds", "max_seconds")]
-        table.add_row(str(row["layers"]), str(row["devices"]), *seconds, str(row["calls"]))
+        table.add_row(
+            str(row["layers"]),
+            str(row["devices"]),
+            *seconds,
+            *(str(row[key]) for key in ("calls", "infeasible", "proved")),
+        )
     Console().print(table)
     seconds = [
         f"{name} {imported[key]:.3f} s" for name, key in (("median", "median_seconds"), ("max", "max_seconds"))
@@ -97,7 +113,7 @@ def main() -> None:
     print(f"import deepspeed_partition: {', '.join(seconds)}")
     if arguments.save:
         machine = platform.machine()
-        path = Path(__file__).parent / "results" / f"contiguous_{machine}_{date.today():%Y%m}.json"
+        path = Path(__file__).parent / "results" / f"{arguments.algorithm}_{machine}_{date.today():%Y%m}.json"
         path.write_text(
             json.dumps({"planning": rows, "import": imported, "python": platform.python_version()}, indent=1)
             + "\n"
