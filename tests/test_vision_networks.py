@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks" / "madpipe_vs_pipedream"))
 
 from computed import Roofline, computed_chain
-from networks import densenet121, inception_v3, resnet50, resnet101
+from vision_networks import densenet121, inception_v3, resnet50, resnet101
 
 COUNTS_ONLY = Roofline("counts operations", flops_per_second=1e9, bytes_per_second=float("inf"))
 
