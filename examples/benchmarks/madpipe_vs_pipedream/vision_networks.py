@@ -3,7 +3,8 @@
 Each is a function of the micro-batch size that returns its layers, one micro-batch and the loss, so that the
 profiler measures it where there is a GPU that can::
 
-    madpipe profile examples/benchmarks/madpipe_vs_pipedream/vision_networks.py:resnet50 --micro-batch 8 -o resnet50.json
+    cd examples/benchmarks/madpipe_vs_pipedream
+    madpipe profile vision_networks.py:resnet50 --micro-batch 8 -o resnet50.json
 
 The chains are as fine as one tensor between layers allows: a residual block, an inception module, one layer of
 a dense block (whose output is all features of its block so far) is one layer. Sources: He et al. 2016, table 1
