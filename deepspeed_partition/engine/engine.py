@@ -414,10 +414,14 @@ class MadPipeEngine(AnyBoundaryEngine):
             PlanFormatError: the file of its cut is damaged.
         """
         arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments
+        asked_for_plan = self._waits_for_plan
         if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
             self._adopt_cut_of(load_dir, tag)
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        if self._waits_for_plan and self.global_steps:
+        if asked_for_plan and self.plan is None and not self.global_steps:
+            # Written before the first step: nothing was trained on its cut, so a plan can still change it.
+            self.module.madpipe_cut, self._waits_for_plan = Cut("trial"), True
+        elif self._waits_for_plan and self.global_steps:
             self._waits_for_plan = False
             announce(
                 "the checkpoint has optimizer states and no plan: training goes on at the cut "
