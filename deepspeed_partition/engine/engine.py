@@ -102,7 +102,10 @@ class MadPipeEngine(AnyBoundaryEngine):
     # The cut
 
     def _cut_as_configured(self) -> None:
-        """Follow ``pipeline.partition_method`` of the configuration, else what the module was built with."""
+        """Follow ``pipeline.partition_method`` of the configuration, else what the module was built with.
+
+        A method of DeepSpeed there changes nothing: DeepSpeed does not read it, and the module is cut already.
+        """
         method = self._config.pipeline.get("partition_method")
         cut: Cut | None = getattr(self.module, "madpipe_cut", None)
         if isinstance(method, list | tuple):

@@ -150,8 +150,8 @@ def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -
     num_trainable = sum(1 for count in num_trainable_parameters if count)
     if not num_trainable:
         raise ValueError(
-            f"none of the model's {len(num_trainable_parameters)} layers has trainable parameters, and a plan is made "
-            "for training: give the boundaries as a list"
+            f"none of the model's {len(num_trainable_parameters)} layers has trainable parameters, and a plan is "
+            "made for training: give the boundaries as a list"
         )
     if num_trainable < num_stages:
         raise ValueError(
