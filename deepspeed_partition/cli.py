@@ -305,7 +305,7 @@ def frontier_command(
     with _ended_by_interrupt() as deadline:
         found = frontier(
             layers,
-            _platform(memory=memory or LARGEST_MEMORY_BYTES, **platform),
+            _platform(memory=LARGEST_MEMORY_BYTES if memory is None else memory, **platform),
             algorithm,
             num_micro_batches=micro_batches,
             time_limit_seconds=time_limit,

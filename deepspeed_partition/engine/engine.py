@@ -102,7 +102,10 @@ class MadPipeEngine(AnyBoundaryEngine):
     # The cut
 
     def _cut_as_configured(self) -> None:
-        """Follow ``pipeline.partition_method`` of the configuration, else what the module was built with."""
+        """Follow ``pipeline.partition_method`` of the configuration, else what the module was built with.
+
+        A method of DeepSpeed there changes nothing: DeepSpeed does not read it, and the module is cut already.
+        """
         method = self._config.pipeline.get("partition_method")
         cut: Cut | None = getattr(self.module, "madpipe_cut", None)
         if isinstance(method, list | tuple):
@@ -414,10 +417,14 @@ class MadPipeEngine(AnyBoundaryEngine):
             PlanFormatError: the file of its cut is damaged.
         """
         arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments
+        asked_for_plan = self._waits_for_plan
         if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
             self._adopt_cut_of(load_dir, tag)
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        if self._waits_for_plan and self.global_steps:
+        if asked_for_plan and self.plan is None and not self.global_steps:
+            # Written before the first step: nothing was trained on its cut, so a plan can still change it.
+            self.module.madpipe_cut, self._waits_for_plan = Cut("trial"), True
+        elif self._waits_for_plan and self.global_steps:
             self._waits_for_plan = False
             announce(
                 "the checkpoint has optimizer states and no plan: training goes on at the cut "

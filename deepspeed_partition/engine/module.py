@@ -145,9 +145,14 @@ def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -
     """DeepSpeed's ``parameters`` cut, on which every stage has something to train.
 
     Raises:
-        ValueError: fewer layers with trainable parameters than stages.
+        ValueError: fewer layers with trainable parameters than stages, or none at all.
     """
     num_trainable = sum(1 for count in num_trainable_parameters if count)
+    if not num_trainable:
+        raise ValueError(
+            f"none of the model's {len(num_trainable_parameters)} layers has trainable parameters, and a plan is "
+            "made for training: give the boundaries as a list"
+        )
     if num_trainable < num_stages:
         raise ValueError(
             f"the pipeline has {num_stages} stages and the model {len(num_trainable_parameters)} layers, "

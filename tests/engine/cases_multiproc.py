@@ -615,6 +615,22 @@ def checkpoints_of_boundaries_and_of_deepspeed(folder: Path) -> None:
     assert start(mlp(), "madpipe")[0].load_checkpoint(str(folder / "nothing")) == (None, None)
 
 
+def a_checkpoint_from_before_the_first_step(folder: Path) -> None:
+    """A script that saves at step 0 kept the trial cut for good when it was started again: nothing was planned."""
+    data = batches()
+    expected = train_alone(mlp(), data, adam)
+    for zero in (0, 1):
+        config = {**planned(cut()), "zero_optimization": {"stage": zero}}
+        where = str(folder / f"zero{zero}")
+        engine, _, _ = start(mlp(), "madpipe", config)
+        engine.save_checkpoint(where)
+        resumed, _, _ = start(mlp(), "madpipe", config)
+        path, _ = resumed.load_checkpoint(where)
+        assert path is not None and resumed.module.parts == engine.module.parts != cut()
+        same(train(resumed, data), expected)
+        assert resumed.module.parts == cut() == resumed.plan.boundaries
+
+
 # Data parallel
 
 
@@ -708,7 +724,7 @@ ONLY_TWO = [
     a_cut_cannot_change_after_a_step, layers_changed_after_they_were_built, explicit_boundaries,
     the_configuration_alone, deepspeeds_methods_stay, planning_turned_off, plan_files, no_plan_fits,
     a_layer_that_fails, options_reach_the_platform, weight_copies_are_what_deepspeed_keeps,
-    checkpoints_of_boundaries_and_of_deepspeed
+    checkpoints_of_boundaries_and_of_deepspeed, a_checkpoint_from_before_the_first_step,
 ]  # fmt: skip
 ONLY_FOUR = [replicas_train_the_same, replicas_hear_of_failures, one_stage]
 # Faults first: they are shown on DeepSpeed's own classes, as they are before install().

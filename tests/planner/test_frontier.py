@@ -72,3 +72,6 @@ def test_command_line(tmp_path) -> None:
     points = json.loads(result.stdout)["points"]
     assert points[0]["slowdown"] == 0 and all(point["memory_bytes"] <= 3000 for point in points)
     assert all(point["plan"]["format"] == "madpipe-plan/1" for point in points)
+    # No memory at all was once taken for a --memory that was left out.
+    result = CliRunner().invoke(cli, [*arguments, "--memory", "0"])
+    assert isinstance(result.exception, ValueError) and "memory_bytes is 0" in str(result.exception)
