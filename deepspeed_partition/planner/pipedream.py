@@ -99,7 +99,7 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
 
 
 def _node(line: _Line) -> Node:
-    name, *description, numbers = line.parts
+    name, *description, numbers = line.parts if len(line.parts) > 1 else ["", line.text]
     if description and numbers.startswith("stage_id="):  # which PipeDream's own partitioner adds
         *description, numbers = description
     fields = dict(part.split("=", 1) for part in numbers.split(", ") if "=" in part)

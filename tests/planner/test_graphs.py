@@ -253,6 +253,7 @@ def test_a_graph_file_is_read_where_a_chain_is(tmp_path, text):
         ("[16.0; 2.0]", "[]", "line 4: activation_size is '', not a number"),
         ("parameter_size=8.0", "parameters=8.0", "line 4: not a node: write it like node1 -- Linear"),
         ("LSTM(8, 8) -- ", "", "line 4: not a node"),
+        ("node3 -- LSTM(8, 8) -- ", "-- ", "line 4: not a node"),  # once a ValueError, found by the fuzzer
     ],
 )
 def test_flaws_of_a_graph_are_named_with_their_line(tmp_path, old, new, message):
