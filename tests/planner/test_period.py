@@ -75,7 +75,7 @@ def test_a_fixed_cut_at_a_period_runs_as_it_is() -> None:
 
 def test_what_a_period_does_not_go_with() -> None:
     platform = Platform(num_devices=2, memory_bytes=150, bandwidth=20.0)
-    # Three micro-batches of two layers, and two buffers: 6 s of the last stage, 1 s of transfers, 6 s of the first.
+    # Three micro-batches of two layers, two buffers: 6 s of the last stage, 1 s of transfers, 6 s of the first.
     with pytest.raises(InfeasibleError, match=r"takes 620 bytes .* more than there are: choose a longer period"):
         make_plan(LAYERS, platform, "contiguous", period_seconds=6)
     with pytest.raises(ValueError, match="leave one of them out"):
