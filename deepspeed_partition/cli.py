@@ -195,6 +195,12 @@ def profile(
     shell_complete=complete_algorithm,
     help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
 )
+@click.option(
+    "--period",
+    metavar="TIME",
+    callback=DURATION,
+    help="Plan for this period, such as 12ms, in as little memory as possible; left out: for the shortest.",
+)
 @output_file("plan")
 @json_flag("the plan")
 def plan(
@@ -202,6 +208,7 @@ def plan(
     algorithm: str,
     micro_batches: int | None,
     data_parallel: int | str | None,
+    period: float | None,
     time_limit: float,
     output: str | None,
     as_json: bool,
@@ -221,6 +228,7 @@ def plan(
             algorithm,
             num_micro_batches=micro_batches,
             data_parallel=data_parallel,
+            period_seconds=period,
             time_limit_seconds=time_limit,
             deadline=deadline,
         )

@@ -18,7 +18,7 @@ from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, Pl
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.simulate import Replay, replay
-from deepspeed_partition.planner.solvers import baselines, one_f_one_b
+from deepspeed_partition.planner.solvers import baselines, least_memory, one_f_one_b
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.madpipe import MadPipe
@@ -34,7 +34,7 @@ from deepspeed_partition.planner.solvers.problem import (
 )
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.step import one_f_one_b_order, overlapping_step
-from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
+from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
     "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters", "type:REGEX",
@@ -55,6 +55,7 @@ def make_plan(
     num_stages: int | None = None,
     every_stage_trains: bool = False,
     data_parallel: int | str | None = None,
+    period_seconds: float | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Plan:
@@ -75,6 +76,8 @@ def make_plan(
         data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
             ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
             step includes the all-reduce of the gradients.
+        period_seconds: plan for this period, or a shorter one, in as little memory as possible; left out, for the
+            shortest period in the memory that there is. ``proved`` then speaks of the memory.
         time_limit_seconds: for searches that may end without a proof; 60 where left out.
         deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
@@ -96,7 +99,11 @@ def make_plan(
             problem = problem_of(
                 chain, split.platform, split.num_micro_batches, num_stages, every_stage_trains, limit, deadline
             )
-            plan = _solve(replace(problem, num_pipelines=split.num_pipelines), solver)
+            problem = replace(problem, num_pipelines=split.num_pipelines)
+            if period_seconds is None:
+                plan = _solve(problem, solver)
+            else:
+                plan = _solve_at(problem, solver, period_seconds)
         except (InfeasibleError, ValueError) as refusal:
             refusals.append(refusal)
         else:
@@ -120,6 +127,46 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
             continue
         return plan
     raise _piles_up(problem, min(too_large))
+
+
+def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
+    """The plan of a chosen period that needs least memory."""
+    if problem.num_micro_batches is not None:
+        raise ValueError(
+            f"period_seconds is {period_seconds}: a period is of the steady state, and num_micro_batches asks for "
+            "a step that drains; leave one of them out"
+        )
+    if isinstance(period_seconds, bool) or not isinstance(period_seconds, int | float) or not period_seconds > 0:
+        raise ValueError(f"period_seconds is {period_seconds!r}: it is more than 0")
+    clock, memory = problem.times.clock, problem.platform.memory_bytes
+    period = min(clock.ticks(float(period_seconds)), problem.longest_period)
+    roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
+    if isinstance(solver, MadPipe | Contiguous):
+        answer = least_memory.answer_at(problem, period, special=isinstance(solver, MadPipe))
+    else:
+        answer = solver.solve(roomy)
+        loads = [one_f_one_b.pseudo_stage_loads(problem.times, cuts) for cuts in answer.cuts]
+        answer = Answer(tuple(cuts for cuts, load in zip(answer.cuts, loads, strict=True) if max(load) <= period))
+    every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
+    found = every[0] if every else None
+    if found is None:
+        best = make_plan(problem.chain, roomy.platform, solver)
+        raise InfeasibleError(
+            f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
+            f"shortest is {format_seconds(best.period_seconds)}"
+        )
+    plan, replayed = _assemble(roomy, solver, answer, found, period)
+    plan = replace(plan, platform=problem.platform)
+    needs = max(use.total for use in replayed.memory)
+    if needs > memory:
+        raise InfeasibleError(
+            f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
+            f"device at the least, {exact_bytes(needs - memory)} more than there are: choose a longer period or "
+            "give more memory",
+            short_bytes=needs - memory,
+            smallest_memory_bytes=needs,
+        )
+    return plan
 
 
 def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
@@ -217,7 +264,9 @@ def problem_of(
     )
 
 
-def _assemble(problem: Problem, solver: Solver, answer: Answer, found: Cuts | Pattern) -> tuple[Plan, Replay]:
+def _assemble(
+    problem: Problem, solver: Solver, answer: Answer, found: Cuts | Pattern, chosen_period: int | None = None
+) -> tuple[Plan, Replay]:
     """The plan of a contiguous cut that has room, or of a pattern, and what its replay found."""
     times, platform = problem.times, problem.platform
     step = None
@@ -230,7 +279,7 @@ def _assemble(problem: Problem, solver: Solver, answer: Answer, found: Cuts | Pa
         placement = Placement.contiguous(found)
         loads = one_f_one_b.pseudo_stage_loads(times, found)
         room = [int(problem.table.max_in_flight[stage]) for stage in pairwise(found)]
-        least = one_f_one_b.least_period(loads, room)
+        least = chosen_period or one_f_one_b.least_period(loads, room)
         assert least is not None, "a solver returned a cut without room"
         period = least
         pattern = one_f_one_b.schedule(times, found, period)
@@ -390,8 +439,7 @@ def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) ->
 def _enough_for_step(problem: Problem, solver: Solver, memory_bytes: int) -> int:
     """The memory with which a step really fits, tensors that pile up before a slow link included."""
     while memory_bytes <= LARGEST_MEMORY_BYTES:
-        platform = replace(problem.platform, memory_bytes=memory_bytes)
-        more = replace(problem, platform=platform, table=StageTable(problem.chain, platform))
+        more = problem.with_memory(memory_bytes)
         try:
             _solve(more, solver)
         except InfeasibleError as error:

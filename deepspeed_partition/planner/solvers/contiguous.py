@@ -117,6 +117,11 @@ def narrow(
     return found, period
 
 
+def cut_at(problem: Problem, period: int) -> Cuts | None:
+    """Some cut that fits at ``period``, or None where there is none."""
+    return _Search(problem.times, problem.table, problem.constraints).decide(period)
+
+
 def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
     """No allocation is faster than the mean load of a stage, or than the longest layer."""
     longest = int(np.diff(times.compute).max())

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.memory import StageTable, buffer_slots
+from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous, best_cut, narrow
@@ -220,12 +220,8 @@ class _Search:
 def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | Placement, int]:
     """The allocation with one special device that needs least memory, one micro-batch in flight, and how much."""
 
-    def with_memory(memory_bytes: int) -> Problem:
-        platform = replace(problem.platform, memory_bytes=memory_bytes)
-        return replace(problem, platform=platform, table=StageTable(problem.chain, platform))
-
     def decide(memory_bytes: int) -> Placement | None:
-        return SpecialSearch(with_memory(memory_bytes), "peak").decide(problem.longest_period)
+        return SpecialSearch(problem.with_memory(memory_bytes), "peak").decide(problem.longest_period)
 
     def need(placement: Placement, _: int) -> int:
         return max(device.bytes_for_one for device in Road(problem, placement).memory)

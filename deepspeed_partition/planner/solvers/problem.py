@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,6 +57,11 @@ class Problem:
     """Of searches that prove nothing, which then return the best they have."""
     num_pipelines: int | None = None
     """Among which gradients are all-reduced; None where that is not planned."""
+
+    def with_memory(self, memory_bytes: int) -> Problem:
+        """The same on devices of another size."""
+        platform = replace(self.platform, memory_bytes=memory_bytes)
+        return replace(self, platform=platform, table=StageTable(self.chain, platform))
 
     def allreduce_seconds(self, cuts: Cuts) -> list[float]:
         """Of each stage."""
