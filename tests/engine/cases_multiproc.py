@@ -527,6 +527,8 @@ def weight_copies_are_what_deepspeed_keeps(_: Path) -> None:
         """By address; the storages themselves, because the address of one that is gone is given out again."""
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+        # Those that the garbage collector has emptied are among them (seen with torch 2.4), without a storage.
+        tensors = [tensor for tensor in tensors if torch._C._has_storage(tensor)]
         return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
 
     for momentum, config in (
