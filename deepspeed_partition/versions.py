@@ -22,7 +22,7 @@ class Range:
 
 
 RANGES = {
-    "torch": Range("2.4", "2.13.0"),
+    "torch": Range("2.4.1", "2.13.0"),
     "deepspeed": Range("0.19.0", "0.19.8"),
     "pytorch-lightning": Range("2.5.0", "2.6.6"),
     "lightning": Range("2.5.0", "2.6.6"),
