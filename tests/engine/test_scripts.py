@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from running import divides_gradients_once, recomputes_on_a_cpu  # noqa: E402
+from running import divides_gradients_once
 
 SCRIPTS = Path(__file__).parent / "scripts"
 INSTALL = "import deepspeed_partition; deepspeed_partition.install()"
@@ -81,20 +81,23 @@ def test_the_tutorial(tmp_path, launcher):
     compare(before, after, [0, 4, 13])
 
 
+@pytest.mark.skipif(
+    not divides_gradients_once(),
+    reason="DeepSpeed's own cut trains wrong here; the case in_the_manner_of_neox compares with one process",
+)
 @pytest.mark.parametrize(("launcher", "num_processes"), [("torchrun", 2), ("deepspeed", 2), ("torchrun", 4)])
 def test_neox(tmp_path, launcher, num_processes):
     """The word stands in its configuration file; 4 processes are 2 stages of 2 replicas."""
     planned = [0, 7, 9]  # where the attention mask is gone already
     options = {
         "pipe_parallel_size": 2,
-        "checkpoint_num_layers": int(recomputes_on_a_cpu()),
+        "checkpoint_num_layers": 1,
         "train_iters": 4,
         "seed_layers": False,
         "deepspeed_config": {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 4,
-            # A factor in the gradients of one stage means nothing to Adam, but to the norm over all stages.
-            "gradient_clipping": 0.5 if divides_gradients_once() else 0.0,
+            "gradient_clipping": 0.5,
             "zero_optimization": {"stage": 1},
             "pipeline": {"madpipe": {"algorithm": planned}},
         },
