@@ -1,9 +1,9 @@
 """The versions of the hosts that this package works with.
 
 Both hosts lean on methods of DeepSpeed and Lightning that are no public interface, so that versions matter. The
-hosts' tests ran on a CPU, under Python 3.11, with three sets: the newest of all, the oldest DeepSpeed and Lightning
-with the newest torch, and the oldest torch with the newest hosts (``.ci/versions``). Versions between the ends, and
-all the oldest together, were not run. ``pyproject.toml`` has the same lower ends.
+hosts' tests ran on a CPU, under Python 3.11, with three sets: the newest of all; the oldest DeepSpeed and
+Lightning with the newest torch; the oldest torch with the newest hosts (``.ci/versions``). Versions between the
+ends, and all the oldest together, were not run. ``pyproject.toml`` has the same lower ends.
 """
 
 from __future__ import annotations
