@@ -29,7 +29,7 @@ def _is_function(layer: Any) -> bool:
 
 def summarize_whole(strategy: Any, whole: Any, callback: Any, summarize: Callable[..., Any]) -> None:
     """Let a ``ModelSummary`` callback show ``whole`` where it would show this rank's layers."""
-    # A method of Lightning's (2.4 to 2.6) on the instance: nothing public comes between it and the module.
+    # A method of Lightning's (2.5 to 2.6) on the instance: nothing public comes between it and the module.
     callback._summary = partial(_summary, strategy, whole, callback, summarize)
 
 
@@ -49,7 +49,7 @@ def count_pipelines(monitor: Any, *, num_pipelines: int, num_stages: int) -> Non
 
     What it calls a device is then a pipeline, whose devices it takes together.
     """
-    # Attributes of Lightning (2.4 to 2.6), set in its setup hook, which knows the number of processes only.
+    # Attributes of Lightning (2.5 to 2.6), set in its setup hook, which knows the number of processes only.
     for throughput in monitor._throughputs.values():
         throughput.world_size = num_pipelines
         if throughput.available_flops is not None:

@@ -58,7 +58,7 @@ class Checkpointing(DeepSpeedStrategy):
         return None if io is None or type(io).__name__ == "TorchCheckpointIO" else io
 
     def _watch_dumps(self, trainer: Any) -> None:
-        # Lightning (2.4 to 2.6) asks for the state dict without saying whether the checkpoint has weights
+        # Lightning (2.5 to 2.6) asks for the state dict without saying whether the checkpoint has weights
         # only. To bring the whole model to rank 0 for every full checkpoint would be waste.
         connector = trainer._checkpoint_connector
         connector.dump_checkpoint = partial(self._dump_checkpoint, type(connector).dump_checkpoint, connector)

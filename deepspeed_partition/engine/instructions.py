@@ -129,8 +129,8 @@ class AnyBoundaryEngine(PipelineEngine):
             self.pipe_buffers["inputs"][buffer_id] = None
 
     def _backward_prologue_per_tensor(self, grad):
-        # The last stage divides by the number of micro-batches, before it sends gradients back. DeepSpeed 0.18.9
-        # and 0.19.0 divide on every other stage once more; 0.19.8 does not.
+        # The last stage divides by the number of micro-batches, before it sends gradients back. DeepSpeed 0.19.0
+        # divides on every other stage once more; 0.19.8 does not.
         return super()._backward_prologue_per_tensor(grad) if self.is_last_stage() or not self.owns_cut else grad
 
     def _drop_what_needs_no_gradient(self, buffer_id: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +85,14 @@ class ParameterGroups:
             group["params"] = [member for _, member in members]
             if "param_names" in group:
                 group["param_names"] = [name for name, _ in members]
-        optimizer.state.clear()
         optimizer.param_groups[:] = self.groups
+        if optimizer.state:
+            # No step was taken yet: its constructor made them, as that of Adagrad does in torch 2.4.
+            accepted = inspect.signature(type(optimizer).__init__).parameters
+            settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+            made = type(optimizer)([{**group} for group in self.groups], **settings)
+            optimizer.state.clear()
+            optimizer.state.update(made.state)
 
 
 class EveryGroup:

@@ -9,6 +9,7 @@ import deepspeed
 import pipelines
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from pipelines import Counted, loss_fn, micro_batch
 from torch import nn
 
@@ -142,3 +143,8 @@ def cut() -> list[int]:
 def recomputes_on_a_cpu() -> bool:
     """Whether DeepSpeed's activation checkpointing runs here: that of 0.19.0 wants the streams of a GPU."""
     return not deepspeed.__version__.startswith("0.19.0")
+
+
+def divides_gradients_once() -> bool:
+    """Whether DeepSpeed's own cuts train right: 0.19.0 divides once more on every stage but the last."""
+    return "_backward_prologue_per_tensor" in vars(PipelineEngine)

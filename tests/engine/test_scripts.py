@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
+from running import divides_gradients_once
+
 SCRIPTS = Path(__file__).parent / "scripts"
 INSTALL = "import deepspeed_partition; deepspeed_partition.install()"
 OPTIMIZER = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -79,6 +81,10 @@ def test_the_tutorial(tmp_path, launcher):
     compare(before, after, [0, 4, 13])
 
 
+@pytest.mark.skipif(
+    not divides_gradients_once(),
+    reason="DeepSpeed's own cut trains wrong here; the case in_the_manner_of_neox compares with one process",
+)
 @pytest.mark.parametrize(("launcher", "num_processes"), [("torchrun", 2), ("deepspeed", 2), ("torchrun", 4)])
 def test_neox(tmp_path, launcher, num_processes):
     """The word stands in its configuration file; 4 processes are 2 stages of 2 replicas."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 from torch import nn
@@ -32,6 +32,7 @@ class Record:
     name: str
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_pieces_make_up_the_batch_and_the_first_is_the_largest(size: int, num_pieces: int) -> None:
     x = torch.arange(size)

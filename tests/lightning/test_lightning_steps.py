@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_cases import Classifier
 from test_lightning_pipeline import HERE, SCRIPT, Records, assert_same, python, run, torchrun
@@ -179,6 +179,7 @@ def test_a_job_ends_where_one_rank_fails(start: list[str], what: str, sentence: 
 # Without other processes
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 9))
 def test_joined_pieces_are_the_whole(size: int, num_pieces: int) -> None:
     x = torch.arange(size)
