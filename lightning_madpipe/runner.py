@@ -88,6 +88,10 @@ class BatchRunner:
         self.begins = True
         """Whether the next batch is the first of an epoch."""
 
+    def begin_training_epoch(self) -> None:
+        """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""
+        self.begins, self._window = True, []
+
     # The two ways through the pipeline
 
     def train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:

@@ -51,7 +51,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
     "case",
     [
         "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "loops", "data_modules",
-        "combined", "reloaded", "streamed", "structured_batches", "masked",
+        "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches", "ended_epochs",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
