@@ -305,8 +305,8 @@ class BatchRunner:
         for kind in [] if self._before is None else self._before.changed_objects():
             self._say(
                 f"{step} changes a {kind}, and objects of this class are not sent to the other ranks: keep what "
-                "they shall know in attributes of the module, as numbers, tensors, lists or dataclasses of them, or "
-                "as torchmetrics metrics"
+                "they shall know in attributes of the module, as numbers, tensors, lists or dataclasses of them, "
+                "or as torchmetrics metrics"
             )
         self._before = None
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
