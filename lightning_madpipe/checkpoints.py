@@ -34,6 +34,9 @@ TAG = "checkpoint"
 MODEL_FILE = "madpipe-model.json"
 MODEL_FORMAT = "madpipe-model/1"
 
+BESIDE_TAG = ("latest", "zero_to_fp32.py")
+"""What DeepSpeed writes beside the folder of the tag."""
+
 OUTSIDE_STATE = "madpipe_state_dict"
 """Where DeepSpeed's folder keeps the state of what it does not save itself."""
 
@@ -90,6 +93,24 @@ def write_model_file(path: Path, model: Mapping[str, Any]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     saved = SavedModel(**model, files=sizes)
     files.write_json(folder / MODEL_FILE, {"format": MODEL_FORMAT, **asdict(saved)})
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to put a checkpoint in the place of a folder with anything else in it.
+
+    Raises:
+        ValueError: there is such a folder at ``path``.
+    """
+    if not path.is_dir() or path.is_symlink():
+        return
+    names = {child.name for child in path.iterdir()}
+    ours = (folder_of(path) / MODEL_FILE).is_file()
+    strange = sorted(names - {TAG, *BESIDE_TAG} if ours else names)
+    if strange:
+        raise ValueError(
+            f"it is a folder with other things in it ({_some(strange)}), and a checkpoint would take their place: "
+            f"give a new name, such as {path / 'model.ckpt'}"
+        )
 
 
 def publish(path: Path) -> None:

@@ -7,13 +7,13 @@ too, and some steps are rehearsed: what those runs leave behind is undone.
 
 Seen are numbers, strings, tensors, NumPy arrays, lists, tuples, dicts, sets, deques and dataclasses of them, in
 the attributes and buffers of the LightningModule and of its submodules outside the pipeline. Of any other object
-it is seen that an attribute names another one, not that it changed.
+it is seen that an attribute names another one; that it changed is only noticed, to be said.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from operator import is_
 from types import NoneType
@@ -22,11 +22,15 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_madpipe.module import outside_pipeline
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 """Types whose values never change."""
+
+
+LIBRARIES = ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
 
 
 class Place(NamedTuple):
@@ -77,6 +81,8 @@ class Leftovers:
         memo: dict[int, _Seen] = {}
         # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
         self._before = {place: _look(value, undoable or place.is_buffer, memo) for place, value in self._places()}
+        opaque = [seen.value for seen in memo.values() if _is_opaque(seen.value)]
+        self._opaque = [(value, dict(vars(value))) for value in opaque]
 
     def changes(self) -> list[Change]:
         """What is different now."""
@@ -84,6 +90,14 @@ class Leftovers:
         gone = [Change(place, "delete") for place in self._before if place not in now]
         differences = (_difference(place, self._before.get(place), value) for place, value in now.items())
         return gone + [change for change in differences if change is not None]
+
+    def changed_objects(self) -> list[str]:
+        """The classes of objects, neither sent nor undone, whose attributes are not what they were."""
+        return [
+            type(value).__name__
+            for value, before in self._opaque
+            if len(vars(value)) != len(before) or not all(map(is_, before.values(), vars(value).values()))
+        ]
 
     def undo(self) -> None:
         """Make the module what it was; tensors that were changed in place only if copies were kept."""
@@ -161,6 +175,13 @@ def _fields(value: Any) -> dict[Any, Any] | None:
         return value
     is_record = is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
     return vars(value) if is_record else None
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether this may change without being seen; libraries that run the step change objects of their own."""
+    if not hasattr(value, "__dict__") or _fields(value) is not None or isinstance(value, Tensor | type | Callable):
+        return isinstance(value, Metric)  # one in a dict, and not an attribute; as an attribute it is looked into
+    return type(value).__module__.partition(".")[0] not in LIBRARIES
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -92,6 +92,21 @@ def detach_layers(module: nn.Module, call: PipelineCall) -> None:
             object.__setattr__(module, name, child)
 
 
+def refuse_other_calls(module: nn.Module, attribute: str, refusal: Callable[[str], Exception]) -> None:
+    """Let calls of all layers outside a step raise: a rank has some of them, and initial weights for the rest."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise refusal(
+            f"self.{attribute}() is called outside a step, and this rank has its own stage of the layers only: "
+            "use trainer.predict(), or load the whole model from a file of "
+            "trainer.save_checkpoint(path, weights_only=True)"
+        )
+
+    target = module if attribute == "forward" else getattr(module, attribute)
+    # In the instance dictionary, where steps put theirs meanwhile. A Sequential stays readable, layer by layer.
+    object.__setattr__(target, "forward", refuse)
+
+
 def outside_pipeline(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The LightningModule and its submodules but for the pipeline, with their names."""
     yield "", module
@@ -113,6 +128,12 @@ def _sequential_layers(module: nn.Module) -> PipelineCall:
         raise ValueError(
             f"{type(module).__name__} has no pipeline_layers() and {len(found)} nn.Sequential children, so "
             f"its layers are unknown: {HOW_TO_SAY_IT}"
+        )
+    [child] = found.values()
+    if type(child).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no pipeline_layers(), and its {type(child).__name__} has a forward() of "
+            f"its own, so its layers are unknown: {HOW_TO_SAY_IT}"
         )
     [(name, sequential)] = found.items()
     return PipelineCall(layers=tuple(sequential), attribute=name)

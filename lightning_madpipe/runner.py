@@ -88,6 +88,10 @@ class BatchRunner:
         self.begins = True
         """Whether the next batch is the first of an epoch."""
 
+    def begin_training_epoch(self) -> None:
+        """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""
+        self.begins, self._window = True, []
+
     # The two ways through the pipeline
 
     def train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
@@ -265,7 +269,7 @@ class BatchRunner:
             Exception: what a step raised, on every rank; in training on those of all pipelines.
         """
         step = window[0][0].step
-        outcome = self._outcome(window) if self._engine.is_last_stage() else None
+        outcome = self._outcome(window, step) if self._engine.is_last_stage() else None
         if self._pipeline.num_stages > 1:
             grid = self._pipeline.mpu()
             last = grid.stage_to_global(self._pipeline.num_stages - 1)
@@ -288,7 +292,7 @@ class BatchRunner:
                 make(call, self._module, self._device)
         return outcome.results
 
-    def _outcome(self, window: Sequence[Sequence[MicroBatch]]) -> Outcome:
+    def _outcome(self, window: Sequence[Sequence[MicroBatch]], step: str) -> Outcome:
         in_order = [micro_batch for micro_batches in window for micro_batch in micro_batches]
         error = next((micro_batch.error for micro_batch in in_order if micro_batch.error is not None), None)
         results: list[StepResult] = []
@@ -298,6 +302,12 @@ class BatchRunner:
             except ValueError as flaw:
                 error = self._refusal(str(flaw))
         changes = [] if self._before is None else self._before.changes()
+        for kind in [] if self._before is None else self._before.changed_objects():
+            self._say(
+                f"{step} changes a {kind}, and objects of this class are not sent to the other ranks: keep what "
+                "they shall know in attributes of the module, as numbers, tensors, lists or dataclasses of them, "
+                "or as torchmetrics metrics"
+            )
         self._before = None
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
         return Outcome(results, changes, calls, self._trainer.should_stop, error)
@@ -320,15 +330,18 @@ class BatchRunner:
 
     def _can_leave(self, what: str, value: Any) -> bool:
         parcel, flaw = pickled(value)
-        if parcel is None and what not in self._told:
-            self._told.add(what)
-            # Said by this rank, which alone knows it.
-            warnings.warn(
-                f"madpipe: {what} cannot be sent to the other ranks of the pipeline ({flaw}): it stays on the "
-                "last stage, which alone runs the whole step",
-                stacklevel=1,
+        if parcel is None:
+            self._say(
+                f"{what} cannot be sent to the other ranks of the pipeline ({flaw}): it stays on the last stage, "
+                "which alone runs the whole step"
             )
         return parcel is not None
+
+    def _say(self, sentence: str) -> None:
+        """Once, by this rank, which alone knows it."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(f"madpipe: {sentence}", stacklevel=2)
 
     def _error_anywhere(self, error: Exception | None) -> Exception | None:
         """This pipeline's error, or else another one's: no rank makes an optimizer step alone."""

@@ -210,6 +210,7 @@ def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any
 
 
 def _make_room(path: Path, unfinished: Path) -> None:
+    checkpoints.check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoints.remove(unfinished)  # of a run that ended while it saved
     checkpoints.folder_of(unfinished).mkdir(parents=True)

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.options import Options
+
+
+def read_config(config: Any) -> Any:
+    """``config`` as a dict where it is a mapping or the path of a JSON file; a path of nothing as it is.
+
+    Raises:
+        ValueError: a file that holds no JSON object, or another type.
+    """
+    if config is None or isinstance(config, Mapping):
+        return None if config is None else dict(config)
+    if not isinstance(config, str | Path):
+        raise ValueError(f"config is {config!r}, not a dict or the path of a JSON file")
+    if not Path(config).is_file():
+        return config  # which Lightning says
+    try:
+        read = json.loads(Path(config).read_text())
+    except (OSError, ValueError) as flaw:
+        raise ValueError(f"the DeepSpeed config {config} cannot be read: {flaw}") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"the DeepSpeed config {config} holds a {type(read).__name__}, not an object")
+    return read
 
 
 def checked_config(config: Mapping[str, Any], options: Mapping[str, Any], zero_stage: int) -> dict[str, Any]:
@@ -26,6 +49,15 @@ def checked_config(config: Mapping[str, Any], options: Mapping[str, Any], zero_s
             "the DeepSpeed config has 'gradient_accumulation_steps': it is the product of "
             "Trainer(accumulate_grad_batches=...) and MadPipeStrategy(num_micro_batches=...), which you give"
         )
+    if "train_batch_size" in checked:
+        raise ValueError(
+            "the DeepSpeed config has 'train_batch_size': leave it out, for the data loader's batch_size says it"
+        )
+    for section in ("zero_optimization", "pipeline", "bf16", "fp16"):
+        if not isinstance(checked.get(section, {}), Mapping):
+            raise ValueError(f"the DeepSpeed config has {section!r}: {checked[section]!r}, which is no object")
+    if not isinstance(checked.get("pipeline", {}).get("madpipe", {}), Mapping):
+        raise ValueError("the DeepSpeed config has 'madpipe' in 'pipeline', which is no object of options")
     if zero_stage:
         checked.setdefault("zero_optimization", {"stage": zero_stage})
     checked.setdefault("zero_allow_untested_optimizer", True)  # any optimizer of torch, as Lightning's default

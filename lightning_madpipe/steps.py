@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deepspeed_partition.engine.transplant import preserved_random_state
-from lightning_madpipe.batches import join_pieces, map_children
+from lightning_madpipe.batches import join_pieces, map_children, tensors_of
 from lightning_madpipe.leftovers import Leftovers
 from lightning_madpipe.metrics import BatchMetrics, MetricValue, metrics_of
 from lightning_madpipe.recorded import Call, recorded_loggers
@@ -87,6 +87,7 @@ class UserSteps:
         context: A context for each step, such as the precision's.
         error: The host's exception for a step that cannot run on a pipeline.
         ignored: Attributes of the module that its user does not set.
+        is_cut: Whether other ranks have some of the layers.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class UserSteps:
         context: Callable[[], AbstractContextManager] = nullcontext,
         error: type[Exception] = ValueError,
         ignored: Collection[str] = (),
+        is_cut: bool = False,
     ) -> None:
         self._module = module
+        self._is_cut = is_cut
         self._attribute = attribute
         self._context = context
         self._error = error
@@ -146,7 +149,7 @@ class UserSteps:
         before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad():
-                self._run(micro_batch, take, log=lambda *_, **__: None, record=lambda _: None)
+                self._run(micro_batch, take, log=lambda *_, **__: None, record=lambda _: None, again=True)
         except _InputTaken:
             pass
         finally:
@@ -198,13 +201,20 @@ class UserSteps:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
             micro_batch.log_calls.append(self._checked(micro_batch, bound.arguments))
 
+        ends = _graph_of(outputs)
         with self._metrics.watching(self._module):
-            returned = self._run(micro_batch, answer, log, micro_batch.calls.append)
+            returned = self._run(micro_batch, answer, log, micro_batch.calls.append, again=self.rehearsing)
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
+            if micro_batch.place == 0 and self._is_cut and self._has_other_weights(loss, ends):
+                raise self._error(
+                    f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
+                    "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
+                    "optimizer's weight_decay, or let the layers return what the loss needs"
+                )
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":
             raise self._error(
@@ -212,6 +222,20 @@ class UserSteps:
                 "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
             )
         return torch.zeros((), device=self._module.device)
+
+    def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
+        """Whether gradients of ``loss`` reach weights other than through the graph of the outputs, ``ends``."""
+        of_metrics = {weight for metric in metrics_of(self._module).values() for weight in metric.parameters()}
+        todo, seen = [loss.grad_fn], set(ends)
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                leaf = getattr(node, "variable", None)
+                if isinstance(leaf, nn.Parameter) and leaf not in of_metrics:
+                    return True
+                todo.extend(following for following, _ in node.next_functions)
+        return False
 
     @property
     def _called(self) -> str:
@@ -223,8 +247,15 @@ class UserSteps:
         call: Callable[..., Any],
         log: Callable[..., None],
         record: Callable[[Call], None],
+        *,
+        again: bool,
     ) -> Any:
-        """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``."""
+        """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``.
+
+        Args:
+            again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
+        """
+        data = _copied(micro_batch.data) if again else micro_batch.data
         layers = call if self._attribute == "forward" else _SequentialStandIn(call, self._called, self._error)
 
         def show(*values: Any, **keywords: Any) -> None:
@@ -239,7 +270,7 @@ class UserSteps:
             _replaced(self._module, "print", show),
             _recorded(self._module, record),
         ):
-            return getattr(self._module, micro_batch.step)(micro_batch.data, *micro_batch.arguments)
+            return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
 
     @contextmanager
     def _as_running(self, step: str) -> Iterator[None]:
@@ -291,6 +322,11 @@ class _SequentialStandIn:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._call(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal
 
     def __iter__(self) -> Iterator[Any]:
         raise self._refusal
@@ -362,6 +398,15 @@ def _as_floats(values: Sequence[Any]) -> list[float]:
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     floats = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _graph_of(outputs: Any) -> list[Any]:
+    """Where the graph of what a stage put out ends, before a step changes it in place."""
+    return [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else map_children(value, _copied)
 
 
 def _detached(value: Any) -> Any:

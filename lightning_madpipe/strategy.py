@@ -33,13 +33,13 @@ from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.limits import clips_by_value, notes_on, refusal_of
 from lightning_madpipe.metrics import gather_between_pipelines
-from lightning_madpipe.module import PIPELINE, detach_layers, find_layers
+from lightning_madpipe.module import PIPELINE, detach_layers, find_layers, refuse_other_calls
 from lightning_madpipe.names import one_device_names
 from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
 from lightning_madpipe.optimizers import configured_optimizer, renew_parameters
 from lightning_madpipe.runner import BatchRunner
 from lightning_madpipe.saving import Checkpointing
-from lightning_madpipe.settings import check_count, checked_config
+from lightning_madpipe.settings import check_count, checked_config, read_config
 from lightning_madpipe.steps import UserSteps
 
 MICRO_BATCHES_PER_STAGE = 4
@@ -125,7 +125,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         super().__init__(
             zero_optimization=stage > 0,
             stage=stage,
-            config=dict(config) if isinstance(config, Mapping) else config,
+            config=read_config(config),
             cluster_environment=cluster_environment,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -304,6 +304,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         whole = whole_module(module, call)
         pipeline.whole_module = lambda: whole  # not as a child of the pipeline
         detach_layers(module, call)
+        if num_stages > 1:
+            refuse_other_calls(module, call.attribute, self._refusal)
         setattr(module, PIPELINE, pipeline)
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         module.example_input_array = None
@@ -403,7 +405,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         return closure()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._batches.begins = self._batches.begins or batch_idx == 0
+        if batch_idx == 0:
+            self._batches.begin_training_epoch()
 
     def on_validation_start(self) -> None:
         self._batches.begins = True
@@ -423,6 +426,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._exception,
             # What a LightningModule has before its user gives it anything.
             ignored=vars(self._lightning("core.module").LightningModule()),
+            is_cut=self.pipeline.num_stages > 1,
         )
         self.pipeline.loss_fn = steps.loss
         self._runner = BatchRunner(

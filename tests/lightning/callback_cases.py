@@ -802,6 +802,8 @@ def failed_saves(host: cases.Host) -> dict[str, Any]:
     engine.save_checkpoint = save
     trainer.save_checkpoint(path)
     (folder / "file").touch()
+    (host.folder / "mine").mkdir(exist_ok=True)
+    (host.folder / "mine" / "notes.txt").write_text("my work")
     strategy.barrier()
     record = {
         "failed": failed.replace(str(folder), ""),
@@ -810,6 +812,8 @@ def failed_saves(host: cases.Host) -> dict[str, Any]:
         "names": sorted(entry.name for entry in folder.iterdir()),
         "no folder": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt")),
         "no file": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt", weights_only=True)),
+        "a user's folder": refused(lambda: trainer.save_checkpoint(host.folder / "mine")),
+        "what was in it": (host.folder / "mine" / "notes.txt").read_text(),
         "options": refused(lambda: trainer.save_checkpoint(folder / "x.ckpt", storage_options={})),
     }
     strategy.barrier()

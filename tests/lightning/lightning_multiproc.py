@@ -93,6 +93,50 @@ class Parts(cases.SequentialClassifier):
         return x
 
 
+class Penalized(cases.Classifier):
+    """Each rank would add its own stage's share, and that of the first stage would have no gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(w.abs().sum() for w in self.parameters())
+
+
+class PenalizedEmbedding(cases.Classifier):
+    """The last stage has initial weights of this layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.embed.weight.square().sum()
+
+
+class PenalizedSequential(cases.SequentialClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(w.abs().sum() for w in self.net.parameters())
+
+
+class Sampling(cases.Classifier):
+    """Weights of the other stages would be the initial ones, on each rank those of other layers."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("sample", self(torch.ones(1, cases.NUM_FEATURES)).sum())
+
+
+class SamplingSequential(cases.SequentialClassifier):
+    def on_train_epoch_end(self) -> None:
+        self.log("sample", self(torch.ones(1, cases.NUM_FEATURES)).sum())
+
+
+class Tripled(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+class OwnSequential(cases.SequentialClassifier):
+    """Its children alone would be another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Tripled(*self.net)
+
+
 def refusals(host: cases.Host) -> dict[str, Any]:
     lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
     return {
@@ -105,6 +149,12 @@ def refusals(host: cases.Host) -> dict[str, Any]:
         "keywords": refused(lambda: fit_changed(host, Keywords())),
         "no forward": refused(lambda: fit_changed(host, NoForward())),
         "parts": refused(lambda: fit_changed(host, Parts())),
+        "penalty": refused(lambda: fit_changed(host, Penalized())),
+        "penalty on a layer": refused(lambda: fit_changed(host, PenalizedEmbedding())),
+        "penalty on parts": refused(lambda: fit_changed(host, PenalizedSequential())),
+        "forward in a hook": refused(lambda: fit_changed(host, Sampling())),
+        "net in a hook": refused(lambda: fit_changed(host, SamplingSequential())),
+        "own Sequential": refused(lambda: fit_changed(host, OwnSequential())),
         "value clipping": refused(
             lambda: fit_changed(
                 host,

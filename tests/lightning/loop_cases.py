@@ -433,6 +433,45 @@ class Waits(cases.Classifier):
         return loss
 
 
+class Consuming(cases.Classifier):
+    """Takes its batch apart, as is often done with dicts, and scales it where it stands."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        y, x = batch.pop("y"), batch.pop("x").mul_(0.5)
+        logits = self(x)
+        logits.mul_(0.5)  # what the last stage put out, too
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, batch_size=len(y))
+        return loss
+
+
+def named_samples(items: list[Any]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([x for x, _ in items]), "y": torch.stack([y for _, y in items])}
+
+
+def consumed_batches(host: Host) -> dict[str, Any]:
+    """A step's first run, to see what it does, took the labels out of the batch before its real run."""
+    pl.seed_everything(0, verbose=False)
+    trainer = host.trainer(max_epochs=1)
+    data = torch.utils.data.DataLoader(cases.samples(37), batch_size=16, collate_fn=named_samples)
+    trainer.fit(Consuming(), data)
+    return cases.fit_record(trainer, None, [])
+
+
+class Ends(cases.Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 3 else None
+
+
+def ended_epochs(host: Host) -> dict[str, Any]:
+    """A hook ends each epoch in the middle of a window; its batches were run with those of the next epoch."""
+    pl.seed_everything(0, verbose=False)
+    trainer, module = host.trainer(max_epochs=3, accumulate_grad_batches=2), Ends()
+    trainer.fit(module, cases.loader(80))
+    [tested] = trainer.test(module, cases.loader(21, seed=3), verbose=False)
+    return {"tested": tested, "step": trainer.fit_loop.epoch_loop.global_step}
+
+
 def step_errors(host: Host) -> dict[str, Any]:
     """Raised on the last stage only, when the others are in the middle of the batch."""
 
@@ -458,7 +497,17 @@ def step_errors_of_a_pipeline(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [loops, data_modules, combined, reloaded, streamed, structured_batches, masked],
+    2: [
+        loops,
+        data_modules,
+        combined,
+        reloaded,
+        streamed,
+        structured_batches,
+        masked,
+        consumed_batches,
+        ended_epochs,
+    ],
     4: [],
 }
 

@@ -311,10 +311,23 @@ def counted(host: Host) -> dict[str, Any]:
     }
 
 
+class Meter:
+    """As many a script has one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Unsendable(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters = {"batches": Meter(), "unused": Meter(), "accuracy": MulticlassAccuracy(cases.NUM_CLASSES)}
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.secret = lambda: 1
         self.number = batch_idx
+        self.meters["batches"].count += 1
+        self.meters["accuracy"].update(batch[1], batch[1])
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
@@ -323,7 +336,7 @@ def unsendable(host: Host) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         host.trainer(max_epochs=1).fit(module, cases.loader(32))
-    sentences = [str(warning.message) for warning in said if "cannot be sent" in str(warning.message)]
+    sentences = sorted(str(warning.message) for warning in said if str(warning.message).startswith("madpipe: "))
     return {"sentences": sentences, "has it": hasattr(module, "secret"), "number": module.number}
 
 

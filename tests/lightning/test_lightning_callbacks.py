@@ -173,6 +173,9 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
     assert record["kept"] and record["again"]
     assert record["names"] == ["file", "full.ckpt"]
     assert "cannot be written" in record["no folder"] and "cannot be written" in record["no file"]
+    # A checkpoint once took the place of any folder of its name.
+    assert "it is a folder with other things in it (notes.txt)" in record["a user's folder"]
+    assert record["what was in it"] == "my work"
     assert "storage_options are for a checkpoint of weights only" in record["options"]
 
 

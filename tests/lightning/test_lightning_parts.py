@@ -257,6 +257,12 @@ def test_given_options_win_over_the_configuration() -> None:
         ({"config": {"zero_optimization": {"stage": 3}}}, ["ZeRO stage 3"]),
         ({"config": {"optimizer": {"type": "Adam"}}}, ["configure_optimizers"]),
         ({"config": {"gradient_accumulation_steps": 4}}, ["num_micro_batches"]),
+        ({"config": {"train_batch_size": 4}}, ["train_batch_size", "batch_size"]),
+        ({"config": {"pipeline": "madpipe"}}, ["pipeline", "no object"]),
+        ({"config": {"pipeline": {"madpipe": 3}}}, ["madpipe", "no object"]),
+        ({"config": {"zero_optimization": 1}}, ["zero_optimization", "no object"]),
+        ({"config": 3}, ["config is 3"]),
+        ({"config": __file__}, [__file__, "cannot be read"]),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], words: list[str]) -> None:

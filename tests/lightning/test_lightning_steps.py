@@ -51,7 +51,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
     "case",
     [
         "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "loops", "data_modules",
-        "combined", "reloaded", "streamed", "structured_batches", "masked",
+        "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches", "ended_epochs",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
@@ -92,8 +92,10 @@ def test_a_step_runs_once_per_micro_batch(two: Records) -> None:
 
 def test_what_cannot_be_sent_is_named_and_stays(two: Records) -> None:
     first, last = (rank["unsendable"] for rank in two.ranks)
-    [sentence] = last["sentences"]
-    assert "self.secret, set by training_step, cannot be sent to the other ranks" in sentence
+    secret, meter, metric = last["sentences"]
+    assert "self.secret, set by training_step, cannot be sent to the other ranks" in secret
+    assert "training_step changes a Meter, and objects of this class are not sent" in meter
+    assert "training_step changes a MulticlassAccuracy, and" in metric
     assert last["has it"] and not first["has it"] and first["sentences"] == []
     assert first["number"] == last["number"] == 1
 
