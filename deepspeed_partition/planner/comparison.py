@@ -18,6 +18,8 @@ from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
 """What ``compare`` always shows."""
+MOST_REPLICAS = 64
+"""PipeDream's partitioner, whose work grows with their square, is asked for no more devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,8 @@ class Comparison:
     contenders: tuple[Contender, ...]
     lower_bound_seconds: float
     """No schedule of any allocation has a shorter period."""
-    replicated: ReplicatedPipeline
-    """What PipeDream makes of the problem where it may replicate stages."""
+    replicated: ReplicatedPipeline | None
+    """What PipeDream makes of the problem where it may replicate stages; None on more than ``MOST_REPLICAS``."""
 
     @property
     def fitting(self) -> list[Contender]:
@@ -94,7 +96,9 @@ class Comparison:
             },
             "platform": self.platform.to_dict(),
             "lower_bound_seconds": self.lower_bound_seconds,
-            "pipedream_replicated": {
+            "pipedream_replicated": None
+            if self.replicated is None
+            else {
                 "period_seconds": self.replicated.period_seconds,
                 "bytes_sent": self.replicated.bytes_per_micro_batch,
                 "stages": [
@@ -184,8 +188,12 @@ def compare(
         chain=chain,
         platform=platform,
         contenders=tuple(contenders),
-        replicated=pipedream_replicated(
-            chain, [Level(num_workers=platform.num_devices, bandwidth=platform.bandwidth)]
-        ),
+        replicated=_replicated(chain, platform),
         lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
     )
+
+
+def _replicated(chain: Chain, platform: Platform) -> ReplicatedPipeline | None:
+    if platform.num_devices > MOST_REPLICAS:
+        return None
+    return pipedream_replicated(chain, [Level(num_workers=platform.num_devices, bandwidth=platform.bandwidth)])

@@ -125,6 +125,8 @@ def comparison_table(comparison: Comparison) -> Table:
 def replicated_line(comparison: Comparison) -> str:
     """What PipeDream's own partitioner would do, which is no plan: its stages are replicated."""
     pipeline = comparison.replicated
+    if pipeline is None:
+        return ""
     stages = " ".join(f"{stage.layers[0]}..{stage.layers[1]}x{stage.num_replicas}" for stage in pipeline.stages)
     return (
         f"pipedream-replicated, by its own count and without a memory test: period "

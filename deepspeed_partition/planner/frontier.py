@@ -81,7 +81,7 @@ def frontier(
         InfeasibleError: not even the first plan fits.
         ValueError: as ``make_plan``.
     """
-    limit = time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
+    limit = DEFAULT_TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
     deadline = Deadline(limit, within=deadline)
 
     def plan_for(memory_bytes: int) -> Plan:

@@ -91,7 +91,8 @@ def make_plan(
         splits = [Split(None, platform, num_micro_batches)]
     else:
         splits = splits_of(platform, num_micro_batches, data_parallel)
-    limit = (time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS) / len(splits)
+    total = DEFAULT_TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
+    limit = total / len(splits)
     plans: list[Plan] = []
     refusals: list[InfeasibleError | ValueError] = []
     for split in splits:
@@ -247,7 +248,9 @@ def problem_of(
             f"{num_stages or 1} stages with trainable parameters each need as many such layers and the chain "
             f"has {training}: use fewer stages"
         )
-    if time_limit_seconds is not None and not time_limit_seconds > 0:
+    if time_limit_seconds is None:
+        time_limit_seconds = DEFAULT_TIME_LIMIT_SECONDS
+    if not time_limit_seconds > 0:
         raise ValueError(f"time_limit_seconds is {time_limit_seconds}: it is more than 0")
     return Problem(
         chain=chain,
@@ -260,7 +263,7 @@ def problem_of(
         times=TimedChain(chain, platform),
         table=StageTable(chain, platform),
         num_micro_batches=num_micro_batches,
-        deadline=Deadline(time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS, within=deadline),
+        deadline=Deadline(time_limit_seconds, within=deadline),
     )
 
 
