@@ -2,10 +2,9 @@
 
 Both hosts lean on methods of DeepSpeed and Lightning that are no public interface, so that versions matter. The
 hosts' tests ran on a CPU, under Python 3.11, with three sets: the newest of all; the oldest DeepSpeed and
-Lightning with the newest torch, where one fails (after a LearningRateFinder, Lightning 2.5.0 trains otherwise than
-in one process); the oldest torch with the newest hosts, of the callbacks' tests only those of optimizers
-(``.ci/versions``). Versions between the ends, and all the oldest together, were not run. ``pyproject.toml`` has
-the same lower ends.
+Lightning with the newest torch; the oldest torch with the newest hosts, of the callbacks' tests only those of
+optimizers (``.ci/versions``). Versions between the ends, and all the oldest together, were not run.
+``pyproject.toml`` has the same lower ends.
 """
 
 from __future__ import annotations
