@@ -89,7 +89,7 @@ def ratios(rows: Iterable[dict[str, Any]], algorithm: str) -> list[float]:
 
 
 def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -104,8 +104,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
         cells = [str(part) for part in group]
         for name in ALGORITHMS[:-1]:
             found = ratios(of_group, name)
-            mean, most = geometric_mean(found), max(found, default=math.nan)
-            cells.append(f"{mean:.2f} (max {most:.2f}, {len(found)} of {len(fitting)})")
+            if found:
+                cells.append(f"{geometric_mean(found):.2f} (max {max(found):.2f}, {len(found)} of {len(fitting)})")
+            else:
+                cells.append(f"- (0 of {len(fitting)})")
         gaps = [plan["period_seconds"] / plan["lower_bound_seconds"] for plan in fitting]
         proved = sum(plan["proved_class"] is not None for plan in fitting)
         shown.add_row(*cells, f"{proved} of {len(fitting)}", f"{geometric_mean(gaps) - 1:.0%}" if gaps else "-")
