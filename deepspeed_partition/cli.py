@@ -114,6 +114,14 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
     return add
 
 
+algorithm_option = click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="madpipe",
+    show_default=True,
+    shell_complete=complete_algorithm,
+    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
+)
 data_parallel_option = click.option(
     "--data-parallel",
     metavar="D|auto",
@@ -187,14 +195,7 @@ def profile(
 @input_file("chain")
 @platform_options(memory_is_required=True)
 @data_parallel_option
-@click.option(
-    "--algorithm",
-    metavar="NAME",
-    default="madpipe",
-    show_default=True,
-    shell_complete=complete_algorithm,
-    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
-)
+@algorithm_option
 @click.option(
     "--period",
     metavar="TIME",
@@ -286,14 +287,7 @@ def compare_command(
 @cli.command(name="frontier")
 @input_file("chain")
 @platform_options(memory_is_required=False)
-@click.option(
-    "--algorithm",
-    metavar="NAME",
-    default="madpipe",
-    show_default=True,
-    shell_complete=complete_algorithm,
-    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
-)
+@algorithm_option
 @json_flag("the plans")
 def frontier_command(
     chain: str,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_partition.planner.comparison import Comparison, Contender
 from deepspeed_partition.planner.data_parallel import seconds_of
-from deepspeed_partition.planner.frontier import Frontier
 from deepspeed_partition.planner.plan import Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
+
+if TYPE_CHECKING:  # both plan, and a plan is drawn
+    from deepspeed_partition.planner.comparison import Comparison, Contender
+    from deepspeed_partition.planner.frontier import Frontier
 
 FILL = {"F": "=", "B": "#", "S": "-"}
 """What a forward, a backward and a transfer look like in a timeline; idle is a dot."""
