@@ -20,7 +20,7 @@ def on_every_rank(compute: Callable[[], T]) -> T:
     try:
         value = compute()
     except Exception as error:
-        flaw = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        flaw = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     flaws = [theirs for theirs in gather_objects(flaw) if theirs is not None]
     if flaws:
         raise ValueError(flaws[0])

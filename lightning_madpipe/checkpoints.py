@@ -293,8 +293,7 @@ def load_weights(path: Path, saved: SavedModel, pipeline: PipelineModule) -> dic
     for parameter in pipeline.parameters():
         safe_set_full_fp32_param(parameter, parameter.float())
     ranks = _ranks(path, saved)
-    outside = _union([state[OUTSIDE_STATE] for state in reversed(ranks)])  # rank 0 has the last word
-    return {**{key: ranks[0][key] for key in saved.keys if key in ranks[0]}, OUTSIDE_STATE: outside}
+    return {**{key: ranks[0][key] for key in saved.keys if key in ranks[0]}, OUTSIDE_STATE: _outside(ranks)}
 
 
 def _tensors(pipeline: PipelineModule) -> dict[str, Any]:
@@ -343,12 +342,8 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) ->
         raise ValueError(f"{target} is a folder: give the name of a file for the weights")
     saved = read_folder(source)
     names = saved.one_device_names()
-    ranks = [
-        _read(folder_of(source) / f"mp_rank_{stage:02d}_model_states.pt") for stage in range(saved.num_stages)
-    ]
-    found: dict[str, Any] = {}
-    for state in reversed(ranks):  # rank 0 has the last word, as in a run
-        found.update(state[OUTSIDE_STATE])
+    ranks = _ranks(source, saved)
+    found = _outside(ranks)
     ties = {name: found.pop(name) for name in list(found) if name.startswith(f"{PIPELINE}.")}
     layers = {name.removeprefix(f"{PIPELINE}."): value for name, value in ties.items()}
     layers.update(_layers(folder_of(source), saved, wanted=saved.shapes.keys()))
@@ -377,6 +372,11 @@ def _ranks(path: Path, saved: SavedModel) -> list[dict[str, Any]]:
     return [_read(folder_of(path) / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages]
 
 
+def _outside(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What DeepSpeed's layer files leave out; rank 0 has the last word."""
+    return _union([state[OUTSIDE_STATE] for state in reversed(ranks)])
+
+
 def _layers(folder: Path, saved: SavedModel, *, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """The weights as the pipeline ran them, by their names there."""
     for path in sorted(folder.glob("layer_*")):
@@ -397,14 +397,14 @@ def _master_weights(folder: Path, stage: int) -> dict[str, Tensor]:
     for rank in itertools.count():
         found = list(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt"))
         if not found:
-            return {name: torch.cat(parts) for name, parts in pieces.items()}
+            break
         optimizer = _read(found[0])["optimizer_state_dict"]
         groups = zip(optimizer["single_partition_of_fp32_groups"], optimizer["param_slice_mappings"], strict=True)
         for flat, places in groups:
             for name, place in places.items():
                 piece = flat[place.start : place.start + place.numel]
                 pieces.setdefault(name, []).append(piece)
-    raise AssertionError("itertools.count() does not end")
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
 def _owned(value: Any) -> Any:

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
-
-
 NEED_SHAPES = ("Adafactor", "Muon")
 """Optimizers of torch whose update of a matrix is not that of its elements."""
 

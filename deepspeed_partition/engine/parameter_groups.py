@@ -88,11 +88,16 @@ class ParameterGroups:
         optimizer.param_groups[:] = self.groups
         if optimizer.state:
             # No step was taken yet: its constructor made them, as that of Adagrad does in torch 2.4.
-            accepted = inspect.signature(type(optimizer).__init__).parameters
-            settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-            made = type(optimizer)([{**group} for group in self.groups], **settings)
+            made = another_like(optimizer, [{**group} for group in self.groups])
             optimizer.state.clear()
             optimizer.state.update(made.state)
+
+
+def another_like(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings for other parameters, or groups of them."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(parameters, **settings)
 
 
 class EveryGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.parameter_groups import another_like
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -70,10 +70,8 @@ def num_states(optimizer: torch.optim.Optimizer) -> int:
     """Tensors of a weight's size that ``optimizer`` keeps for it: tried out on two numbers."""
     weight = torch.nn.Parameter(torch.zeros(2, device=get_accelerator().current_device_name()))
     weight.grad = torch.zeros_like(weight)
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     try:
-        trial = type(optimizer)([weight], **settings)
+        trial = another_like(optimizer, [weight])
         trial.step()
     except Exception as error:  # somebody else's optimizer, on an input that it never expected
         announce(

@@ -15,13 +15,6 @@ from tests.planner.test_files import CHAIN, changed
 PLATFORM = ["--devices", "2", "--memory", "500MB", "--bandwidth", "12GB/s"]
 
 
-@pytest.fixture
-def chain(tmp_path):
-    path = tmp_path / "chain.json"
-    path.write_text(json.dumps(CHAIN))
-    return str(path)
-
-
 def test_plan_check_show(tmp_path, chain, capsys):
     out = str(tmp_path / "plan.json")
     assert cli.run(["plan", chain, *PLATFORM, "--micro-batches", "4", "-o", out]) == 0

@@ -21,13 +21,6 @@ PLATFORM = ["--devices", "2", "--memory", "500MB", "--bandwidth", "12GB/s"]
 
 
 @pytest.fixture
-def chain(tmp_path):
-    path = tmp_path / "chain.json"
-    path.write_text(json.dumps(CHAIN))
-    return str(path)
-
-
-@pytest.fixture
 def graph(tmp_path):
     path = tmp_path / "small.graph.txt"
     path.write_text(GRAPH)

@@ -8,11 +8,9 @@ that, with the schedule that an integer program finds within the period; what is
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from deepspeed_partition.planner.solvers import ilp, one_f_one_b
 from deepspeed_partition.planner.solvers.contiguous import cut_at, narrow
-from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
+from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, stage_bytes
 from deepspeed_partition.planner.solvers.road import Pattern, Road
 from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch
 
@@ -38,11 +36,7 @@ def contiguous_at(problem: Problem, period: int) -> tuple[Cuts, int] | None:
 def bytes_at(problem: Problem, cuts: Cuts, period: int) -> int:
     """Of the largest device of a cut under 1F1B* at ``period``."""
     in_flight = one_f_one_b.in_flight(one_f_one_b.pseudo_stage_loads(problem.times, cuts), period)
-    table = problem.table
-    return max(
-        int(table.fixed[stage]) + count * int(table.stash[stage])
-        for stage, count in zip(pairwise(cuts), in_flight, strict=True)
-    )
+    return max(stage_bytes(problem, cuts, in_flight))
 
 
 def one_special_at(problem: Problem, period: int, below: int) -> Pattern | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -90,14 +91,18 @@ class Problem:
         return 1 if self.num_micro_batches is None else min(from_end, self.num_micro_batches)
 
 
-def bytes_needed(problem: Problem, cuts: Cuts) -> list[int]:
-    """Of each stage at ``problem.depth``: what it needs to be part of any plan."""
-    num_stages = len(cuts) - 1
+def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[int]:
+    """What each stage needs with so many micro-batches in flight."""
     table = problem.table
     return [
-        int(table.fixed[start, stop] + problem.depth(num_stages - stage) * table.stash[start, stop])
-        for stage, (start, stop) in enumerate(pairwise(cuts))
+        int(table.fixed[stage]) + count * int(table.stash[stage])
+        for stage, count in zip(pairwise(cuts), in_flight, strict=True)
     ]
+
+
+def bytes_needed(problem: Problem, cuts: Cuts) -> list[int]:
+    """Of each stage at ``problem.depth``: what it needs to be part of any plan."""
+    return stage_bytes(problem, cuts, [problem.depth(from_end) for from_end in range(len(cuts) - 1, 0, -1)])
 
 
 def fits(problem: Problem, cuts: Cuts) -> bool:
