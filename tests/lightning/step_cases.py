@@ -284,7 +284,7 @@ class Counts(cases.Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after, self.draws = 0, 0, []
+        self.before, self.after, self.on_rank_0, self.draws = 0, 0, 0, []
         self.register_buffer("steps", torch.zeros(()))
         self.mean = MeanMetric()
 
@@ -294,6 +294,7 @@ class Counts(cases.Classifier):
         self.mean.update(1.0)
         logits = self(batch[0])
         self.after += 1
+        self.on_rank_0 += self.trainer.is_global_zero
         self.draws.append(float(torch.rand(())))
         return F.cross_entropy(logits, batch[1])
 
@@ -305,6 +306,7 @@ def counted(host: Host) -> dict[str, Any]:
     return {
         "before": module.before,
         "after": module.after,
+        "on rank 0": module.on_rank_0,
         "draws": len(module.draws),
         "steps": float(module.steps),
         "updates": module.mean.update_count,
@@ -389,6 +391,32 @@ class WithMetrics(cases.Classifier):
         self.by_hand.append(plain(self.confusion.compute()))
         self.by_hand.append(plain(self.tracker.compute()))
         self.confusion.reset()
+
+
+class Summed(cases.Classifier):
+    """Its loss is no mean over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=5e-3, momentum=0.9)
+
+
+def summed(host: Host) -> dict[str, Any]:
+    """4 micro-batches of 4 are 4 accumulated batches of 4; one micro-batch is the batch."""
+    records = []
+    for whole in (False, True):
+        module = seeded(Summed)
+        size, accumulated = (16, 1) if whole or host.pipelined else (4, 4)
+        num_micro_batches = {"num_micro_batches": 1 if whole else 4}
+        trainer = host.trainer(max_epochs=2, accumulate_grad_batches=accumulated, strategy=num_micro_batches)
+        trainer.fit(module, DataLoader(cases.samples(48), batch_size=size), cases.loader(21, seed=3))
+        records.append(plain(dict(trainer.callback_metrics)))
+    return {"records": records}
 
 
 def with_metrics(host: Host) -> dict[str, Any]:
@@ -615,7 +643,7 @@ def gathers(host: Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown,
+        predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
         *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics],

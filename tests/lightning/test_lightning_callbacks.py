@@ -337,6 +337,11 @@ WRONG_STARTS: dict[str, tuple[str, str]] = {
         "Trainer(strategy='madpipe', **ONE).fit(Classifier(), loader(16))",
         "set DS_ACCELERATOR=cpu in the environment",
     ),
+    "compiled module": (
+        "import lightning_madpipe, torch\n"
+        "Trainer(strategy='madpipe', **ONE).fit(torch.compile(Classifier(), backend='eager'), loader(16))",
+        "Using a compiled model is incompatible with the current strategy: `MadPipeStrategy`",
+    ),
     "notebook": (
         "import sys, lightning_fabric.utilities.imports as i; i._IS_INTERACTIVE = True\n"
         "import pytorch_lightning.trainer.connectors.accelerator_connector as c; c._IS_INTERACTIVE = True\n"
@@ -372,8 +377,22 @@ def test_every_callback_that_lightning_ships_stands_in_the_table() -> None:
     assert not missing, f"{FEATURES.name} says nothing about {', '.join(missing)}: try them, and write a row"
 
 
+def table_rows() -> list[str]:
+    rows = [line for line in FEATURES.read_text().splitlines() if line.startswith("| ")]
+    return [row for row in rows if not row.endswith("| test |")]
+
+
 def test_every_test_that_the_table_names_exists() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", FEATURES.read_text())
-    assert named
+    table = "\n".join(row.rstrip("| ").rpartition("|")[2] for row in table_rows())
+    # Those of the first section stand without their file.
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", table)
+    named += [("test_lightning_steps.py", test) for test in re.findall(r"`(test_\w+)`", table)]
     for file, test in named:
         assert f"def {test}(" in (HERE / file).read_text(), f"{file}::{test}"
+    cases = re.findall(r"`(?:\.\.\.|test_two_stages_\w+)?\[(\w+)\]`", table)
+    steps = (HERE / "test_lightning_steps.py").read_text()
+    assert cases and all(f'"{case}"' in steps for case in cases)
+
+
+def test_every_row_of_the_table_names_a_test() -> None:
+    assert not [row for row in table_rows() if not row.rstrip("| ").endswith(("`", "the same"))]

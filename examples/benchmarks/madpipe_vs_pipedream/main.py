@@ -93,25 +93,28 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Figure 7 of the paper: geometric means over devices and bandwidths, by network and memory."""
-    columns = ["kept", "network", "memory", *(f"{name} / madpipe" for name in ALGORITHMS[:-1]), "proved", "gap"]
-    shown = Table(*columns)
-    key = ("kept", "network", "memory_gb")
-    for group, members in itertools.groupby(sorted(rows, key=lambda row: [row[k] for k in key]),
-                                            key=lambda row: [row[k] for k in key]):  # fmt: skip
-        of_group = list(members)
-        fitting = [row["madpipe"] for row in of_group if row["madpipe"]["period_seconds"] is not None]
-        cells = [str(part) for part in group]
-        for name in ALGORITHMS[:-1]:
-            found = ratios(of_group, name)
-            if found:
-                cells.append(f"{geometric_mean(found):.2f} (max {max(found):.2f}, {len(found)} of {len(fitting)})")
-            else:
-                cells.append(f"- (0 of {len(fitting)})")
-        gaps = [plan["period_seconds"] / plan["lower_bound_seconds"] for plan in fitting]
-        proved = sum(plan["proved_class"] is not None for plan in fitting)
-        shown.add_row(*cells, f"{proved} of {len(fitting)}", f"{geometric_mean(gaps) - 1:.0%}" if gaps else "-")
+    """Figure 7 of the paper: geometric means over devices and bandwidths, by network and memory, and over all."""
+    shown = Table("kept", "network", "memory", *(f"{name} / madpipe" for name in ALGORITHMS[:-1]), "proved", "gap")
+    for kept in sorted({row["kept"] for row in rows}):
+        of_kept = [row for row in rows if row["kept"] == kept]
+        for name, memory in sorted({(row["network"], row["memory_gb"]) for row in of_kept}):
+            group = [row for row in of_kept if (row["network"], row["memory_gb"]) == (name, memory)]
+            shown.add_row(kept, name, str(memory), *cells(group))
+        shown.add_row(kept, "all", "all", *cells(of_kept), end_section=True)
     return shown
+
+
+def cells(rows: list[dict[str, Any]]) -> list[str]:
+    """Ratios to madpipe's period, with their maximum, and what is proved of it, over the settings that it fits."""
+    fitting = [row["madpipe"] for row in rows if row["madpipe"]["period_seconds"] is not None]
+    found = []
+    for name in ALGORITHMS[:-1]:
+        to_best = ratios(rows, name)
+        mean = f"{geometric_mean(to_best):.2f} (max {max(to_best):.2f}, " if to_best else "- ("
+        found.append(f"{mean}{len(to_best)} of {len(fitting)})")
+    proved = sum(plan["proved_class"] is not None for plan in fitting)
+    gaps = [plan["period_seconds"] / plan["lower_bound_seconds"] for plan in fitting]
+    return [*found, f"{proved} of {len(fitting)}", f"{geometric_mean(gaps) - 1:.0%}" if gaps else "-"]
 
 
 def main() -> None:
@@ -129,7 +132,8 @@ def main() -> None:
     if arguments.save:
         path = HERE / "results" / f"computed_v100_{date.today():%Y%m}.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"device": DEVICE.name, "rows": rows}, indent=1) + "\n")
+        lines = ",\n".join(map(json.dumps, rows))
+        path.write_text(f'{{"device": {json.dumps(DEVICE.name)}, "rows": [\n{lines}\n]}}\n')
         print(f"saved {path}")
 
 
