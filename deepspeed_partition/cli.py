@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+from tqdm import tqdm
 
 import deepspeed_partition
 from deepspeed_partition.planner import draw, units
@@ -222,7 +223,7 @@ def plan(
     """
     output, as_json = _result(output, as_json, chain)
     layers = Chain.load(chain)
-    with _ended_by_interrupt() as deadline:
+    with _watched_search() as deadline:
         made = make_plan(
             layers,
             _platform(**platform),
@@ -264,7 +265,7 @@ def compare_command(
     The gap is to the lower bound, which no schedule of any allocation beats. Exit 3 if nothing fits.
     """
     layers = Chain.load(chain)
-    with _ended_by_interrupt() as deadline:
+    with _watched_search() as deadline:
         comparison = compare(
             layers,
             _platform(**platform),
@@ -274,14 +275,16 @@ def compare_command(
             time_limit_seconds=time_limit,
             deadline=deadline,
         )
-        if as_json:
-            _print_json(comparison.to_dict())
-        else:
-            width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
-            click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
-            click.echo(draw.replicated_line(comparison), nl=False)
-        if not comparison.fitting:
-            raise comparison.nothing_fits()
+        if not comparison.fitting and deadline.stopped:
+            raise comparison.nothing_fits()  # perhaps only because nothing was found yet
+    if as_json:
+        _print_json(comparison.to_dict())
+    else:
+        width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
+        click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
+        click.echo(draw.replicated_line(comparison), nl=False)
+    if not comparison.fitting:
+        raise comparison.nothing_fits()
 
 
 @cli.command(name="frontier")
@@ -304,7 +307,7 @@ def frontier_command(
     memory is always possible at the price of time; nothing is faster in the memory that a row shows, if proved.
     """
     layers = Chain.load(chain)
-    with _ended_by_interrupt() as deadline:
+    with _watched_search() as deadline:
         found = frontier(
             layers,
             _platform(memory=LARGEST_MEMORY_BYTES if memory is None else memory, **platform),
@@ -396,9 +399,19 @@ def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, we
 
 
 @contextlib.contextmanager
-def _ended_by_interrupt() -> Iterator[Deadline]:
+def _watched_search() -> Iterator[Deadline]:
+    """Shows how far the search is, on a terminal alone, and ends it at Ctrl-C."""
+    with (
+        tqdm(desc="planning", bar_format="{desc} ({elapsed})", leave=False, disable=None) as line,
+        _ended_by_interrupt(lambda progress: line.set_description_str(f"planning: {progress}")) as deadline,
+    ):
+        yield deadline
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt(watch: Callable[[str], None]) -> Iterator[Deadline]:
     """The first Ctrl-C ends the searches, which then return the best they have; the second ends everything."""
-    deadline = Deadline()
+    deadline = Deadline(watch=watch)
     if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
         yield deadline
         return

@@ -1,9 +1,10 @@
-"""When a search must hand over the best that it has."""
+"""When a search must hand over the best that it has, and how far it is."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 
 class Deadline:
@@ -18,16 +19,35 @@ class Deadline:
 
     ``Deadline(5, within=problem.deadline)`` gives one part of a search five seconds at the most.
 
+    Args:
+        seconds: from now.
+        within: the deadline that it is part of.
+        watch: is called with a line of text now and then, for whoever waits.
+
     Raises:
         ValueError: ``seconds`` is not more than 0.
     """
 
-    def __init__(self, seconds: float = math.inf, *, within: Deadline | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float = math.inf,
+        *,
+        within: Deadline | None = None,
+        watch: Callable[[str], None] | None = None,
+    ) -> None:
         if not seconds > 0:  # true for NaN, too
             raise ValueError(f"a deadline in {seconds} s has passed: it is more than 0")
         self._end = time.monotonic() + seconds
         self._within = within
+        self._watch = watch
         self._stopped = False
+
+    def tell(self, progress: str) -> None:
+        """Say how far the search is, in a line of text."""
+        if self._watch is not None:
+            self._watch(progress)
+        if self._within is not None:
+            self._within.tell(progress)
 
     def stop(self) -> None:
         """End it now."""

@@ -224,6 +224,28 @@ def test_an_interrupted_comparison_is_whole(tmp_path):
     assert len(json.loads(done.stdout)["algorithms"]) == len(comparison.COMPARED)
 
 
+def test_a_terminal_shows_how_far_the_search_is_and_standard_output_the_plan(tmp_path):
+    path = tmp_path / "chain.json"
+    chain_of([3, 1, 3, 1], [3, 1, 3, 1], weights=[1] * 4, outputs=[1] * 4).save(path)
+    code = f"import sys; from deepspeed_partition import cli; sys.exit(cli.run({['plan', str(path), *SHARED]!r}))"
+    terminal, its_end = os.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=its_end, timeout=120, env=environment
+        )
+        shown = os.read(terminal, 100_000).decode()
+    finally:
+        os.close(its_end)
+        os.close(terminal)
+    assert not Plan.from_dict(json.loads(done.stdout)).is_contiguous
+    assert "planning: period" in shown and "allocations scheduled" in shown
+
+
+SHARED = ["--devices", "3", "--memory", "1MB", "--bandwidth", "1000", "--json"]
+"""Layers of 6, 2, 6 and 2: the fastest plan has both short ones on one device."""
+
+
 def test_an_interrupt_before_there_is_anything(chain, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -72,3 +72,9 @@ def test_an_exact_search_that_is_stopped_gives_what_it_has_and_proves_nothing():
     limited = make_plan(made, platform, "contiguous", time_limit_seconds=1e-9)
     assert limited.period_seconds == best.period_seconds, "the clock does not end what is exact"
     assert limited.proved
+
+
+def test_whoever_watches_the_whole_hears_of_its_parts():
+    heard: list[str] = []
+    Deadline(1, within=Deadline(watch=heard.append)).tell("half way")
+    assert heard == ["half way"]

@@ -29,6 +29,7 @@ from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch, best_special
+from deepspeed_partition.planner.units import format_seconds
 
 MOST_LABELS = 300_000
 """Partial allocations with one special device that an enumeration holds before it gives up."""
@@ -196,12 +197,18 @@ class _Search:
         """Schedule an allocation."""
         if placement.is_contiguous or placement in self.bounds:
             return
+        self._tell()
         deadline = Deadline(self.schedule_seconds, within=self.problem.deadline)
         scheduled = ilp.schedule(Road(self.problem, placement), self.best, deadline)
         self.bounds[placement] = scheduled.bound
         if scheduled.pattern is not None:
             self.patterns.append(scheduled.pattern)
             self.best = scheduled.pattern.period
+
+    def _tell(self) -> None:
+        clock = self.problem.times.clock
+        found = "no plan yet" if self.best is None else f"period {format_seconds(clock.seconds(self.best))} so far"
+        self.problem.deadline.tell(f"{found}, {len(self.bounds)} allocations scheduled")
 
     def _descend(self) -> None:
         """From the best allocation to a better one beside it, until there is none or the time is up."""
