@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 from dataclasses import replace
 
 import pytest
@@ -229,11 +232,10 @@ def test_a_terminal_shows_how_far_the_search_is_and_standard_output_the_plan(tmp
     chain_of([3, 1, 3, 1], [3, 1, 3, 1], weights=[1] * 4, outputs=[1] * 4).save(path)
     code = f"import sys; from deepspeed_partition import cli; sys.exit(cli.run({['plan', str(path), *SHARED]!r}))"
     terminal, its_end = os.openpty()
-    environment = {**os.environ, "TERM": "xterm"}
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    os.set_blocking(terminal, False)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=its_end, timeout=120, env=environment
-        )
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=its_end, timeout=120)
         shown = os.read(terminal, 100_000).decode()
     finally:
         os.close(its_end)
