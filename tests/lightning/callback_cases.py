@@ -1,4 +1,4 @@
-"""What stands around the steps: callbacks, checkpoints, optimizers, precision, settings of the Trainer.
+"""What stands around the steps: callbacks, optimizers, precision, settings of the Trainer.
 
 Written like ``lightning_cases.py``; the layers are cut by hand, which spares measuring them.
 """
@@ -6,58 +6,24 @@ Written like ``lightning_cases.py``; the layers are cut by hand, which spares me
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import checkpoint_cases
 import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
+from checkpoint_cases import Keeping
+from lightning_cases import CUT, ENDS, end, refused, seeded, trained
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.tuner import Tuner
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
-
-CUT = [0, 4, 8]
-ENDS = 4
-"""Optimizer steps of an epoch of ``trained``."""
-
-
-def trained(host: cases.Host, module: Any, *callbacks: Any, **arguments: Any) -> pl.Trainer:
-    strategy = {"algorithm": CUT, **arguments.pop("strategy", {})}
-    data = arguments.pop("data", None) or cases.loader(54)
-    validation, ckpt_path = arguments.pop("validation", None), arguments.pop("ckpt_path", None)
-    trainer = host.trainer(
-        *callbacks, default_root_dir=arguments.pop("root", host.folder), strategy=strategy, **arguments
-    )
-    trainer.fit(module, data, validation, ckpt_path=ckpt_path)
-    return trainer
-
-
-def seeded(build: Callable[[], Any] = cases.Classifier, seed: int = 0) -> Any:
-    pl.seed_everything(seed, verbose=False)
-    return build()
-
-
-def end(trainer: pl.Trainer) -> dict[str, Any]:
-    return cases.fit_record(trainer, None, [])
-
-
-def refused(run: Callable[[], Any]) -> str:
-    """The first line of what ``run`` is refused with, here and by Lightning."""
-    try:
-        run()
-    except (MisconfigurationException, ValueError, TypeError, RuntimeError, KeyError) as refusal:
-        return f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}"
-    return "not refused"
-
 
 # Hooks
 
@@ -238,251 +204,6 @@ def rate_finder_with_a_plan(host: cases.Host) -> dict[str, Any]:
     finder = shipped.LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
     trained(host, module, finder, recorder, data=cases.loader(96), max_epochs=1, strategy={"algorithm": None})
     return {"rows": recorder.rows, "rate": module.lr}
-
-
-# Checkpoints
-
-
-class Keeping(cases.Classifier):
-    """Puts something into checkpoints, and says what it finds there."""
-
-    def __init__(self, width: int = 3, note: str = "hello") -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.found: list[Any] = []
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["note"] = f"{self.hparams['note']} at {self.trainer.global_step}"
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.found.append(checkpoint["note"])
-
-
-class Counter(pl.Callback):
-    """A callback with a state, and with words of its own in the checkpoint."""
-
-    def __init__(self) -> None:
-        self.num_batches, self.words = 0, ""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.num_batches += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_batches": self.num_batches}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_batches = state["num_batches"]
-
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["words"] = "of a callback"
-
-    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        self.words = checkpoint["words"]
-
-
-MODEL_CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "steps": {"every_n_train_steps": 3, "save_top_k": -1},
-    "epochs": {"every_n_epochs": 2, "save_on_train_epoch_end": True, "save_top_k": -1},
-    "best two": {"monitor": "train_loss_step", "every_n_train_steps": 1, "save_top_k": 2, "filename": "{step}"},
-    "highest": {"monitor": "accuracy", "mode": "max", "save_last": True, "filename": "{epoch}"},
-    "link": {"save_last": "link"},
-    "interval": {"train_time_interval": timedelta(microseconds=1), "save_top_k": -1},
-    "weights": {"save_weights_only": True, "save_last": True},
-}
-
-
-def model_checkpoints(host: cases.Host) -> dict[str, Any]:
-    """Which checkpoints stand there in the end: old ones are gone, links lead somewhere."""
-    kept: dict[str, Any] = {}
-    for name, arguments in MODEL_CHECKPOINTS.items():
-        folder = host.folder / "kept" / name
-        callback = shipped.ModelCheckpoint(folder, **arguments)
-        trained(host, seeded(), callback, validation=cases.loader(21, seed=3))
-        kept[name] = {
-            "names": sorted(path.name for path in folder.iterdir()),
-            "best": Path(callback.best_model_path).name,
-            "last": Path(callback.last_model_path).name,
-            "scores": sorted(float(score) for score in callback.best_k_models.values() if score is not None),
-            "link": (folder / "last.ckpt").is_symlink() and (folder / "last.ckpt").resolve().exists(),
-        }
-    return kept
-
-
-def resumed_by_word(host: cases.Host) -> dict[str, Any]:
-    """``ckpt_path="last"`` goes on where the run ended, with all states; ``"best"`` is what is tested."""
-    folder = host.folder / "by-word"
-    keep = {"dirpath": folder, "save_last": True, "monitor": "accuracy", "mode": "max", "filename": "{epoch}"}
-    validation = cases.loader(21, seed=3)
-    trained(host, seeded(Keeping), Counter(), shipped.ModelCheckpoint(**keep), max_epochs=1, validation=validation)
-    module, counter, rates = seeded(Keeping, seed=9), Counter(), cases.Rates()
-    best = shipped.ModelCheckpoint(**keep)
-    callbacks = (counter, rates, best)
-    trainer = trained(host, module, *callbacks, max_epochs=3, validation=validation, ckpt_path="last")
-    tested = trainer.test(ckpt_path="best", dataloaders=cases.loader(37, seed=5), verbose=False)
-    validated = trainer.validate(ckpt_path="last", dataloaders=cases.loader(37, seed=5), verbose=False)
-    return {
-        **end(trainer),
-        "rates": rates.rates,
-        "counted": [counter.num_batches, counter.words],
-        "found": module.found,
-        "tested": [tested, validated],
-        "best": Path(best.best_model_path).name,
-    }
-
-
-def outputs(module: nn.Module) -> list[list[float]]:
-    module.eval()
-    with torch.no_grad():
-        return module(cases.samples(5, seed=7).tensors[0]).tolist()
-
-
-def whole_model_files(host: cases.Host) -> dict[str, Any]:
-    """The names, hyper-parameters and outputs of what ``weights_only`` writes, by every road that leads there."""
-    records = {}
-    for name, arguments in WHOLE_MODELS.items():
-        folder = host.folder / "whole" / name
-        callback = shipped.ModelCheckpoint(folder, filename="callback", save_weights_only=True)
-        arguments = {**arguments, "strategy": {**arguments.get("strategy", {}), "num_stages": 2}}
-        trainer = trained(host, seeded(Keeping), callback, **(arguments if host.pipelined else {}))
-        trainer.save_checkpoint(folder / "full.ckpt")
-        trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=True)
-        during = trainer.strategy.lightning_module_state_dict()
-        if host.pipelined:
-            if trainer.is_global_zero:
-                import lightning_madpipe
-
-                lightning_madpipe.consolidate(folder / "full.ckpt", folder / "offline.ckpt")
-            trainer.strategy.barrier()
-        files = ["callback", "trainer", "offline" if host.pipelined else "full"]
-        read = [torch.load(folder / f"{file}.ckpt", weights_only=False) for file in files]
-        if trainer.is_global_zero:
-            read.append({"state_dict": during, "hyper_parameters": {"width": 3, "note": "hello"}})
-        else:
-            assert during == {}
-        loaded = Keeping.load_from_checkpoint(folder / "trainer.ckpt", map_location="cpu", note="now")
-        records[name] = {
-            "names": list(read[0]["state_dict"]),
-            "same": all(_equal(other["state_dict"], read[0]["state_dict"]) for other in read),
-            "types": sorted({str(value.dtype) for value in read[0]["state_dict"].values()}),
-            "hyper-parameters": [dict(other["hyper_parameters"]) for other in read[:3]],
-            "note": [other["note"] for other in read[:3]],
-            "outputs": outputs(loaded),
-            "now": [loaded.hparams["note"], loaded.found],
-        }
-    return records
-
-
-WHOLE_MODELS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp32 ZeRO-1": {"strategy": {"stage": 1}},
-    "bf16": {"precision": "bf16-mixed"},
-    "bf16 ZeRO-1": {"precision": "bf16-mixed", "strategy": {"stage": 1}},
-}
-
-
-def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in right)
-
-
-class Running(Keeping):
-    """Layers with buffers, frozen weights and a compiled block, and a buffer of the module's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = nn.Sequential(nn.BatchNorm1d(cases.WIDTH), nn.Linear(cases.WIDTH, cases.WIDTH))
-        self.blocks[2].requires_grad_(False)
-        self.blocks[3] = torch.compile(cases.Block(), backend="eager")
-        self.register_buffer("passing", torch.ones(2), persistent=False)
-
-
-class TwiceTied(cases.TiedLanguageModel):
-    """Ties that always run in a function, and a second module that shares the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unembed = nn.Linear(cases.WIDTH, cases.VOCABULARY, bias=False)
-        self.unembed.weight = self.embed.weight
-
-    def pipeline_layers(self) -> list[Any]:
-        from lightning_madpipe import TiedModule
-
-        def embed(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-            return nn.functional.embedding(tokens, module.weight)
-
-        def unembed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return x @ module.weight.t()
-
-        first, last = (TiedModule("embed", self.embed, forward_fn=run) for run in (embed, unembed))
-        return [first, *self.blocks, last]
-
-
-def names_and_values(host: cases.Host) -> dict[str, Any]:
-    """Models with everything that a state dict may hold: saved, read back, and resumed."""
-    tokens = torch.randint(cases.VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(4))
-    token_data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16)
-    micro = {"num_micro_batches": 1}  # batch statistics are those of the whole batch
-    runs: dict[str, tuple[Any, dict[str, Any]]] = {
-        "running": (Running, {"strategy": micro, "data": cases.loader(48)}),
-        "tied": (TwiceTied, {"strategy": {"algorithm": [0, 3, 6]}, "data": token_data}),
-    }
-    records = {}
-    for name, (build, arguments) in runs.items():
-        folder = host.folder / "names" / name
-        trainer = trained(host, seeded(build), max_epochs=1, **arguments)
-        trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-        trainer.save_checkpoint(folder / "full.ckpt")
-        state = torch.load(folder / "weights.ckpt", weights_only=False)["state_dict"]
-        again = trained(host, seeded(build, seed=5), ckpt_path=folder / "full.ckpt", **arguments)
-        offline = state
-        if host.pipelined and trainer.is_global_zero:
-            import lightning_madpipe
-
-            lightning_madpipe.consolidate(folder / "full.ckpt", folder / "offline.ckpt")
-            offline = torch.load(folder / "offline.ckpt", weights_only=False)["state_dict"]
-        fresh = build()
-        fresh.load_state_dict(state)
-        records[name] = {
-            "state": {key: value.double().sum().item() for key, value in state.items()},
-            "order": list(state) == list(fresh.state_dict()),
-            "offline": _equal(offline, state),
-            "resumed": end(again),
-        }
-    return records
-
-
-def files_of_one_device(host: cases.Host) -> dict[str, Any]:
-    """A checkpoint that one process wrote, full or not, is tested on two stages, and on one per process."""
-    full, weights = (host.folder.parent / "reference" / "one" / f"{kind}.ckpt" for kind in ("full", "weights"))
-    module = seeded()
-    if not host.pipelined:
-        trainer = trained(host, module)
-        trainer.save_checkpoint(full)
-        trainer.save_checkpoint(weights, weights_only=True)
-    records: dict[str, Any] = {}
-    for kind, path in (("full", full), ("weights", weights)):
-        for num_stages in (1, 2):
-            strategy = {"num_stages": num_stages, **({"algorithm": CUT} if num_stages == 2 else {})}
-            trainer = host.trainer(strategy=strategy)
-            data = cases.loader(37, seed=5)
-            records[f"{kind} {num_stages}"] = trainer.test(seeded(seed=9), data, ckpt_path=path, verbose=False)
-    return records
-
-
-def folders_on_other_stages(host: cases.Host) -> dict[str, Any]:
-    """A folder that two stages wrote, in fp32 and with ZeRO-1, is tested on one stage per process."""
-    records = {}
-    for stage in (0, 1):
-        trainer = trained(host, seeded(), strategy={"stage": stage})
-        path = host.folder / f"stages-{stage}.ckpt"
-        trainer.save_checkpoint(path)
-        data = cases.loader(37, seed=5)
-        records[f"ZeRO-{stage}"] = [
-            host.trainer(strategy={"num_stages": num_stages}).test(
-                seeded(seed=9), data, ckpt_path=path, verbose=False
-            )
-            for num_stages in (1, 2)
-        ]
-    return records
 
 
 # Optimizers and schedulers
@@ -765,7 +486,12 @@ def after_an_exception(host: cases.Host) -> dict[str, Any]:
     except OSError as error:
         said.append(str(error))
     rates = cases.Rates()
-    trainer = trained(host, seeded(Keeping, seed=9), rates, ckpt_path=host.folder / "failed" / "on_exception.ckpt")
+    trainer = trained(
+        host,
+        seeded(Keeping, seed=9),
+        rates,
+        ckpt_path=host.folder / "failed" / "on_exception.ckpt",
+    )
     return {**end(trainer), "said": said, "rates": rates.rates}
 
 
@@ -778,99 +504,6 @@ def changed_settings(host: cases.Host) -> dict[str, Any]:
     engine = trainer.strategy.deepspeed_engine
     again = refused(lambda: pl.Trainer(strategy=trainer.strategy, devices=2, logger=False))
     return {"engine": [engine.gradient_clipping(), engine.gradient_accumulation_steps()], "another Trainer": again}
-
-
-# Saves that fail, and checkpoints that do not fit
-
-
-def failed_saves(host: cases.Host) -> dict[str, Any]:
-    """What was there before stays, nothing half-written appears, and the next save finds its way."""
-    folder = host.folder / "saves"
-    trainer = trained(host, seeded(), max_epochs=1)
-    path, strategy = folder / "full.ckpt", trainer.strategy
-    trainer.save_checkpoint(path)
-    before = _files(path)
-    engine, save = strategy.deepspeed_engine, strategy.deepspeed_engine.save_checkpoint
-
-    def fail(*arguments: Any, **keywords: Any) -> None:
-        save(*arguments, **keywords)
-        raise OSError(28, "No space left on device")
-
-    engine.save_checkpoint = fail
-    failed = refused(lambda: trainer.save_checkpoint(path))
-    kept = _files(path) == before
-    engine.save_checkpoint = save
-    trainer.save_checkpoint(path)
-    (folder / "file").touch()
-    (host.folder / "mine").mkdir(exist_ok=True)
-    (host.folder / "mine" / "notes.txt").write_text("my work")
-    strategy.barrier()
-    record = {
-        "failed": failed.replace(str(folder), ""),
-        "kept": kept,
-        "again": _files(path).keys() == before.keys(),
-        "names": sorted(entry.name for entry in folder.iterdir()),
-        "no folder": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt")),
-        "no file": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt", weights_only=True)),
-        "a user's folder": refused(lambda: trainer.save_checkpoint(host.folder / "mine")),
-        "what was in it": (host.folder / "mine" / "notes.txt").read_text(),
-        "options": refused(lambda: trainer.save_checkpoint(folder / "x.ckpt", storage_options={})),
-    }
-    strategy.barrier()
-    return record
-
-
-def _files(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-
-
-class Wider(cases.Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[4] = nn.Linear(cases.WIDTH, cases.WIDTH)
-
-
-def wrong_checkpoints(host: cases.Host) -> dict[str, Any]:
-    trainer = trained(host, seeded(), max_epochs=1)
-    folder = host.folder / "wrong"
-    trainer.save_checkpoint(folder / "full.ckpt")
-    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    copies = {name: folder / f"{name}.ckpt" for name in ("cut short", "without a file", "unfinished", "not mine")}
-    if trainer.is_global_zero:
-        for copy in copies.values():
-            shutil.copytree(folder / "full.ckpt", copy)
-        _cut_short(copies["cut short"] / "checkpoint" / "mp_rank_01_model_states.pt")
-        (copies["without a file"] / "checkpoint" / "layer_03-model_states.pt").unlink()
-        (copies["unfinished"] / "checkpoint" / "madpipe-model.json").unlink()
-        model = copies["not mine"] / "checkpoint" / "madpipe-model.json"
-        model.write_text(model.read_text().replace("madpipe-model/1", "madpipe-model/9"))
-        _cut_short(Path(shutil.copy(folder / "weights.ckpt", folder / "torn.ckpt")))
-    trainer.strategy.barrier()
-
-    def resume(path: Path, build: Any = cases.Classifier, **strategy: Any) -> str:
-        sentence = refused(lambda: trained(host, seeded(build), ckpt_path=path, strategy=strategy))
-        return sentence.replace(str(folder), "")
-
-    def test(path: Path, build: Any = cases.Classifier) -> str:
-        run = host.trainer(strategy={"algorithm": CUT})
-        return refused(lambda: run.test(seeded(build), cases.loader(16), ckpt_path=path, verbose=False))
-
-    return {
-        **{name: resume(copy) for name, copy in copies.items()},
-        "nothing": resume(folder / "absent.ckpt"),
-        "a part": resume(folder / "full.ckpt" / "checkpoint"),
-        "other shapes": resume(folder / "full.ckpt", Wider),
-        "other layers": resume(folder / "full.ckpt", cases.SequentialClassifier, algorithm=[0, 2, 5]),
-        "other stages": resume(folder / "full.ckpt", num_stages=1, algorithm=[0, 8]),
-        "weights": resume(folder / "weights.ckpt"),
-        "other file": test(folder / "weights.ckpt", Wider),
-        "torn file": test(folder / "torn.ckpt"),
-        "tested other": test(folder / "full.ckpt", Wider),
-    }
-
-
-def _cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 # What is refused
@@ -967,15 +600,15 @@ def notes(host: cases.Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
-        hooks, summaries, watching_callbacks, timed_out, rate_finder, rate_finder_with_a_plan, model_checkpoints,
-        resumed_by_word, whole_model_files, names_and_values, files_of_one_device, folders_on_other_stages,
+        hooks, summaries, watching_callbacks, timed_out, rate_finder, rate_finder_with_a_plan,
+        *checkpoint_cases.SAME_AS_SINGLE[2],
         optimizers, own_steps, settings, loggers, profilers, low_precision, after_an_exception,
     ],
-    4: [whole_model_files],
+    4: checkpoint_cases.SAME_AS_SINGLE[4],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
-        summary_of_specs, loss_scales, changed_settings, failed_saves, wrong_checkpoints, not_available,
+        summary_of_specs, loss_scales, changed_settings, *checkpoint_cases.ONLY_PIPELINE[2], not_available,
         weights_past_a_plugin, notes,
     ],
     4: [],

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 import lightning.pytorch as unified  # noqa: E402
 import lightning_cases as cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
-from callback_cases import refused  # noqa: E402
+from lightning_cases import refused  # noqa: E402
 from pytorch_lightning.cli import LightningCLI  # noqa: E402
 from torch import nn  # noqa: E402
 

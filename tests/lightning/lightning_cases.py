@@ -21,6 +21,7 @@ from pytorch_lightning.callbacks import (
     TQDMProgressBar,
 )
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -448,6 +449,42 @@ def progress_bar(host: Host) -> dict[str, Any]:
     record = fit(host, Classifier, loader(32), callbacks=[bar], enable_progress_bar=True, max_epochs=1)
     postfix = bar.train_progress_bar.postfix if bar.is_enabled else ""
     return {**record, "postfix": postfix}
+
+
+# What the other files of cases are made of
+
+CUT = [0, 4, 8]
+ENDS = 4
+"""Optimizer steps of an epoch of ``trained``."""
+
+
+def trained(host: Host, module: Any, *callbacks: Any, **arguments: Any) -> pl.Trainer:
+    strategy = {"algorithm": CUT, **arguments.pop("strategy", {})}
+    data = arguments.pop("data", None) or loader(54)
+    validation, ckpt_path = arguments.pop("validation", None), arguments.pop("ckpt_path", None)
+    trainer = host.trainer(
+        *callbacks, default_root_dir=arguments.pop("root", host.folder), strategy=strategy, **arguments
+    )
+    trainer.fit(module, data, validation, ckpt_path=ckpt_path)
+    return trainer
+
+
+def seeded(build: Callable[[], Any] = Classifier, seed: int = 0) -> Any:
+    pl.seed_everything(seed, verbose=False)
+    return build()
+
+
+def end(trainer: pl.Trainer) -> dict[str, Any]:
+    return fit_record(trainer, None, [])
+
+
+def refused(run: Callable[[], Any]) -> str:
+    """The first line of what ``run`` is refused with, here and by Lightning."""
+    try:
+        run()
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError, KeyError) as refusal:
+        return f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}"
+    return "not refused"
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {

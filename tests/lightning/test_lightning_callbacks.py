@@ -149,9 +149,9 @@ class Blocked:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 sys.path.insert(0, {str(HERE)!r})
-import callback_cases, json
-modules = [callback_cases.Keeping.load_from_checkpoint(path) for path in sys.argv[1:]]
-print(json.dumps([callback_cases.outputs(module) for module in modules]))
+import checkpoint_cases, json
+modules = [checkpoint_cases.Keeping.load_from_checkpoint(path) for path in sys.argv[1:]]
+print(json.dumps([checkpoint_cases.outputs(module) for module in modules]))
 """
     files = folder / "pipeline" / "whole" / "bf16 ZeRO-1"
     paths = [str(files / f"{file}.ckpt") for file in ("trainer", "callback", "offline")]
