@@ -150,6 +150,8 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
         time_limit_seconds=options.time_limit_seconds,
     )
     announce(plan.summary())
+    if plan.algorithm == "madpipe":
+        announce("each rank runs one stage: this is the best plan of those that are contiguous")
     if options.save_plan is not None:
         plan.save(options.save_plan)
         announce(f"the plan is saved in {options.save_plan}")
