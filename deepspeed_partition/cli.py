@@ -12,123 +12,41 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 from tqdm import tqdm
 
 import deepspeed_partition
+from deepspeed_partition.cli_options import (
+    BANDWIDTH,
+    DURATION,
+    algorithm_option,
+    complete_algorithm,
+    data_parallel_option,
+    input_file,
+    json_flag,
+    output_file,
+    platform_options,
+)
 from deepspeed_partition.planner import draw, units
 from deepspeed_partition.planner.comparison import COMPARED, compare
-from deepspeed_partition.planner.data_parallel import AUTO
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
 from deepspeed_partition.planner.frontier import frontier
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import ALGORITHMS, make_plan
+from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
+from deepspeed_partition.planner.replication import plan_replicated
 from deepspeed_partition.planner.simulate import replay
+from deepspeed_partition.planner.solvers.replicated import REPLICATED
 
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
-
-
-Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def quantity(parse: Callable[[str], float]) -> Callback:
-    """A size, a bandwidth or a time, as people write it."""
-
-    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-        try:
-            return None if value is None else parse(value)
-        except ValueError as flaw:
-            raise click.BadParameter(str(flaw), ctx=ctx, param=param) from None
-
-    return read
-
-
-SIZE, BANDWIDTH, DURATION = map(quantity, (units.parse_size, units.parse_bandwidth, units.parse_seconds))
-
-
-def input_file(name: str) -> Callable[[Command], Command]:
-    """A file to read, or - for standard input."""
-
-    def read(ctx: click.Context, param: click.Parameter, value: str) -> str:
-        return "/dev/stdin" if value == "-" else value
-
-    return click.argument(name, type=click.Path(allow_dash=True), callback=read)
-
-
-def output_file(what: str) -> Callable[[Command], Command]:
-    return click.option("-o", "--output", metavar="FILE", type=click.Path(), help=f"The {what} file to write.")
-
-
-def json_flag(what: str) -> Callable[[Command], Command]:
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON, and nothing else.")
-
-
-def complete_algorithm(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """For the shell: names, and the beginning of ``type:REGEX``."""
-    names = [name.removesuffix("REGEX") for name in ALGORITHMS if " " not in name]
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
-def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    if value is None or value == AUTO:
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
-
-
-def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command]:
-    """The platform, the step and the time."""
-
-    def add(command: Command) -> Command:
-        for option in reversed((
-            click.option("--devices", type=click.IntRange(min=1), required=True,
-                         help="Of the pipeline, or of all data-parallel pipelines together."),
-            click.option("--memory", metavar="SIZE", callback=SIZE, required=memory_is_required,
-                         help="Of each device, such as 16GB or 16GiB."),
-            click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
-                         help="Between two devices, such as 12GB/s."),
-            click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
-                         help="Of a transfer, such as 10us."),
-            click.option("--weight-copies", type=float, default=3, show_default=True,
-                         help="Times the parameters: what training keeps of them."),
-            click.option("--micro-batches", type=click.IntRange(min=1),
-                         help="Of one synchronous step, after which the pipeline drains."),
-            click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
-                         help="For searches that prove nothing."),
-        )):  # fmt: skip
-            command = option(command)
-        return command
-
-    return add
-
-
-algorithm_option = click.option(
-    "--algorithm",
-    metavar="NAME",
-    default="madpipe",
-    show_default=True,
-    shell_complete=complete_algorithm,
-    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
-)
-data_parallel_option = click.option(
-    "--data-parallel",
-    metavar="D|auto",
-    callback=data_parallel_degree,
-    help="Pipelines that share the devices and a step's micro-batches; auto: the best number.",
-)
 
 
 class Commands(click.Group):
@@ -203,6 +121,17 @@ def profile(
     callback=DURATION,
     help="Plan for this period, such as 12ms, in as little memory as possible; left out: for the shortest.",
 )
+@click.option(
+    "--machine-devices",
+    type=click.IntRange(min=1),
+    help=f"Devices in each machine, for {REPLICATED} alone; left out: all are in one.",
+)
+@click.option(
+    "--machine-bandwidth",
+    metavar="SIZE/s",
+    callback=BANDWIDTH,
+    help=f"Between two machines, for {REPLICATED} alone.",
+)
 @output_file("plan")
 @json_flag("the plan")
 def plan(
@@ -211,6 +140,8 @@ def plan(
     micro_batches: int | None,
     data_parallel: int | str | None,
     period: float | None,
+    machine_devices: int | None,
+    machine_bandwidth: float | None,
     time_limit: float,
     output: str | None,
     as_json: bool,
@@ -219,10 +150,18 @@ def plan(
     """Decide where and when every layer of CHAIN runs.
 
     CHAIN is what profile wrote, or PipeDream's graph.txt; - reads standard input. Ctrl-C ends a search and gives
-    the best plan so far.
+    the best plan so far. madpipe-paper takes seconds to minutes. Where pipedream-replicated gives its stages
+    different numbers of replicas or has several machines, it has a table and no plan to save.
     """
     output, as_json = _result(output, as_json, chain)
     layers = Chain.load(chain)
+    if algorithm.strip() == REPLICATED:
+        no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
+        _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
+        _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, output, as_json)
+        return
+    no_effect = {"--machine-devices": machine_devices, "--machine-bandwidth": machine_bandwidth}
+    _refuse(no_effect, f"has an effect with --algorithm {REPLICATED} alone")
     with _watched_search() as deadline:
         made = make_plan(
             layers,
@@ -282,7 +221,7 @@ def compare_command(
     else:
         width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
         click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
-        click.echo(draw.replicated_line(comparison), nl=False)
+        click.echo(draw.replicated_note(), nl=False)
     if not comparison.fitting:
         raise comparison.nothing_fits()
 
@@ -396,6 +335,46 @@ def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, we
         latency_seconds=latency,
         weight_copies=weight_copies,
     )
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise click.UsageError(f"{name} {why}", click.get_current_context())
+
+
+def _plan_replicated(
+    chain: Chain,
+    platform: Platform,
+    machine_devices: int | None,
+    machine_bandwidth: float | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    if (machine_devices is None) != (machine_bandwidth is None):
+        raise click.UsageError(
+            "--machine-devices and --machine-bandwidth go together", click.get_current_context()
+        )
+    num_devices = platform.num_devices
+    if machine_devices is not None and (num_devices % machine_devices or machine_devices == num_devices):
+        raise click.UsageError(
+            f"--machine-devices is {machine_devices}: {num_devices} devices are in several equal machines",
+            click.get_current_context(),
+        )
+    num_machines = 1 if machine_devices is None else num_devices // machine_devices
+    found = plan_replicated(chain, platform, num_machines, machine_bandwidth or 0.0)
+    if isinstance(found, Plan):
+        _hand_over(found, output, as_json, lambda: draw.summary(found, _width()))
+    elif output is not None:
+        raise click.UsageError(
+            "a plan file holds no stages with replicas of their own yet: leave out --output, --json prints them",
+            click.get_current_context(),
+        )
+    elif as_json:
+        _print_json(found.to_dict())
+    else:
+        table = draw.as_text([draw.replicated_table(found)], _width())
+        click.echo(table + draw.replicated_words(found), nl=False)
 
 
 @contextlib.contextmanager

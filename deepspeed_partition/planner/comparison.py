@@ -12,14 +12,13 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan, problem_of, solver_of
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.replication import Replicated, partition_replicated
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.replicated import Level, ReplicatedPipeline, pipedream_replicated
+from deepspeed_partition.planner.solvers.replicated import MOST_REPLICAS
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
 """What ``compare`` always shows."""
-MOST_REPLICAS = 64
-"""PipeDream's partitioner, whose work grows with their square, is asked for no more devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class Comparison:
     contenders: tuple[Contender, ...]
     lower_bound_seconds: float
     """No schedule of any allocation has a shorter period."""
-    replicated: ReplicatedPipeline | None
+    replicated: Replicated | None
     """What PipeDream makes of the problem where it may replicate stages; None on more than ``MOST_REPLICAS``."""
 
     @property
@@ -96,16 +95,7 @@ class Comparison:
             },
             "platform": self.platform.to_dict(),
             "lower_bound_seconds": self.lower_bound_seconds,
-            "pipedream_replicated": None
-            if self.replicated is None
-            else {
-                "period_seconds": self.replicated.period_seconds,
-                "bytes_sent": self.replicated.bytes_per_micro_batch,
-                "stages": [
-                    {"layers": list(stage.layers), "replicas": stage.num_replicas}
-                    for stage in self.replicated.stages
-                ],
-            },
+            "pipedream_replicated": None if self.replicated is None else self.replicated.to_dict(),
             "algorithms": [self._row(contender) for contender in self.contenders],
         }  # fmt: skip
 
@@ -193,7 +183,7 @@ def compare(
     )
 
 
-def _replicated(chain: Chain, platform: Platform) -> ReplicatedPipeline | None:
+def _replicated(chain: Chain, platform: Platform) -> Replicated | None:
     if platform.num_devices > MOST_REPLICAS:
         return None
-    return pipedream_replicated(chain, [Level(num_workers=platform.num_devices, bandwidth=platform.bandwidth)])
+    return partition_replicated(chain, platform)

@@ -10,16 +10,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_partition.planner.data_parallel import seconds_of
+from deepspeed_partition.planner.data_parallel import bytes_sent_without_pipeline, seconds_of
 from deepspeed_partition.planner.plan import Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
+from deepspeed_partition.planner.solvers.replicated import MOST_REPLICAS, REPLICATED, ReplicatedStage
 from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:  # both plan, and a plan is drawn
     from deepspeed_partition.planner.comparison import Comparison, Contender
     from deepspeed_partition.planner.frontier import Frontier
+    from deepspeed_partition.planner.replication import Replicated
 
+REPLICATED_ROW = "replicated*"
 FILL = {"F": "=", "B": "#", "S": "-"}
 """What a forward, a backward and a transfer look like in a timeline; idle is a dot."""
 
@@ -122,19 +125,80 @@ def comparison_table(comparison: Comparison) -> Table:
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
             cut(plan),
         )
+    table.add_row(*_replicated_row(comparison, steps=steps))
     return table
 
 
-def replicated_line(comparison: Comparison) -> str:
+def replicated_note() -> str:
+    """What the row of PipeDream's own partitioner means."""
+    return f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period\n"
+
+
+def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
     """What PipeDream's own partitioner would do, which is no plan: its stages are replicated."""
-    pipeline = comparison.replicated
-    if pipeline is None:
-        return ""
-    stages = " ".join(f"{stage.layers[0]}..{stage.layers[1]}x{stage.num_replicas}" for stage in pipeline.stages)
+    found = comparison.replicated
+    if found is None:
+        return [REPLICATED_ROW, *["-"] * (6 if steps else 5), "refused", f"takes {MOST_REPLICAS} devices at most"]
+    period, most = found.pipeline.period_seconds, max(found.fewest_bytes)
+    best = min((each.plan.period_seconds for each in comparison.fitting if each.plan is not None), default=period)
+    over = most > comparison.platform.memory_bytes
+    return [
+        REPLICATED_ROW,
+        format_seconds(period),
+        *(["-"] if steps else []),
+        "-" if steps else f"{period / best:.3f}",
+        "-",
+        "no",
+        _share(
+            found.pipeline.bytes_per_micro_batch,
+            bytes_sent_without_pipeline(comparison.chain, comparison.platform.num_devices, per_step=False),
+        ),
+        f"does not fit: needs {format_bytes(most)}" if over else f"{format_bytes(most)} or more",
+        " ".join(f"{start}..{stop}x{count}" for start, stop, count in found.on_devices()),
+    ]
+
+
+def replicated_table(found: Replicated) -> Table:
+    """A row for each stage, and for each stage within its replicas."""
+    chain, pipeline = found.chain, found.pipeline
+    devices = ", ".join(
+        f"{level.num_workers} {name} at {format_bytes(level.bandwidth)}/s"
+        for level, name in zip(found.levels, ("in a machine", "machines"), strict=False)
+    )
+    title = f"{REPLICATED}: {printable(chain.name)}, {chain.num_layers} layers, devices: {devices}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("layers", overflow="ellipsis", no_wrap=True)
+    for name in ("replicas", "compute", "weights", "memory, one in flight"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    needs = iter(found.fewest_bytes)
+
+    def add(stages: Iterable[ReplicatedStage], above: str) -> None:
+        for number, stage in enumerate(stages):
+            start, stop = stage.layers
+            layers = chain.layers[start:stop]
+            table.add_row(
+                f"{above}{number}",
+                f"{start}..{stop} {printable(layers[0].name)} .. {printable(layers[-1].name)}",
+                str(stage.num_replicas),
+                format_seconds(sum(layer.compute_seconds for layer in layers)),
+                format_bytes(sum(layer.weight_bytes for layer in layers)),
+                "" if stage.inside else format_bytes(next(needs)),
+            )
+            add(stage.inside, f"{above}{number}.")
+
+    add(pipeline.stages, "")
+    return table
+
+
+def replicated_words(found: Replicated) -> str:
+    """What the table says in a sentence."""
+    pipeline = found.pipeline
     return (
-        f"pipedream-replicated, by its own count and without a memory test: period "
-        f"{format_seconds(pipeline.period_seconds)}, sends {format_bytes(round(pipeline.bytes_per_micro_batch))} "
-        f"per micro-batch, layers x replicas {stages}\n"
+        f"By PipeDream's own count, in which nothing waits: period {format_seconds(pipeline.period_seconds)} per "
+        f"micro-batch, {pipeline.num_in_flight} in flight in each replica of the first stage, "
+        f"{format_bytes(round(pipeline.bytes_per_micro_batch))} sent per micro-batch.\n"
     )
 
 
@@ -173,7 +237,10 @@ def frontier_words(frontier: Frontier) -> str:
 
 def _sent(comparison: Comparison, contender: Contender) -> str:
     """Bytes per step, or per micro-batch, and their share of what plain data parallelism sends."""
-    sent, plain = comparison.bytes_sent(contender), comparison.bytes_sent_without_pipeline(contender)
+    return _share(comparison.bytes_sent(contender), comparison.bytes_sent_without_pipeline(contender))
+
+
+def _share(sent: float, plain: float) -> str:
     return format_bytes(round(sent)) + (f" ({sent / plain:.0%})" if plain else "")
 
 

@@ -23,6 +23,7 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.mcap import MemoryBalanced
+from deepspeed_partition.planner.solvers.paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.problem import (
     Answer,
@@ -32,13 +33,14 @@ from deepspeed_partition.planner.solvers.problem import (
     Solver,
     bytes_needed,
 )
+from deepspeed_partition.planner.solvers.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.step import one_f_one_b_order, overlapping_step
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
     "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters", "type:REGEX",
-    "a list of boundaries",
+    "madpipe-paper", REPLICATED, "a list of boundaries",
 )  # fmt: skip
 MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
@@ -186,6 +188,13 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
             return PipeDream(text, tests_memory=text == "pipedream")
         if text == "mcap":
             return MemoryBalanced()
+        if text == "madpipe-paper":
+            return PaperMadPipe()
+        if text == REPLICATED:
+            raise ValueError(
+                f"{REPLICATED} may give stages different numbers of replicas, which is no plan: `madpipe plan` "
+                "and `madpipe compare` show what it does"
+            )
         if text == "uniform":
             return baselines.FixedCut(text, baselines.uniform)
         if text == "parameters":

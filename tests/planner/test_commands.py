@@ -85,7 +85,8 @@ def test_a_rejected_row_does_not_break_the_table(chain, capsys):
     assert "does not fit" in lines["0,2"] and "needs 648 MB" in lines["0,2"]
     assert "0,1,2" in lines["madpipe"]
     assert captured.out.count("lower bound") == 1
-    assert captured.out.count("648 MB") == 1, "named twice, compared once"
+    named = [line for line in captured.out.splitlines() if line.split()[:1] == ["0,2"]]
+    assert len(named) == 1, "named twice, compared once"
 
 
 def test_compare_where_nothing_fits(chain, capsys):
@@ -291,7 +292,9 @@ def completions(*words: str) -> list[str]:
 def test_the_shell_completes_commands_options_algorithms_and_files():
     assert completions("co") == ["plain:compare", "plain:convert"]
     assert "plain:--micro-batches" in completions("plan", "--mi")
-    assert completions("plan", "--algorithm", "pipe") == ["plain:pipedream", "plain:pipedream-blind"]
+    assert completions("plan", "--algorithm", "pipe") == [
+        "plain:pipedream", "plain:pipedream-blind", "plain:pipedream-replicated",
+    ]  # fmt: skip
     assert completions("compare", "--algorithm", "ty") == ["plain:type:"]
     assert completions("plan", "cha") == ["file:cha"]
     assert completions("plan", "-o", "x") == ["file:x"]

@@ -134,4 +134,4 @@ def test_command_line(tmp_path) -> None:
     arguments[0] = "compare"
     result = CliRunner().invoke(cli, [*arguments, "--micro-batches", "8", "--data-parallel", "2"])
     assert result.exit_code == 0
-    assert "pipedream-replicated, by its own count" in result.output
+    assert "* pipedream-replicated: no plan" in result.output

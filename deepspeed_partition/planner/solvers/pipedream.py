@@ -3,6 +3,9 @@
     A(q, k) = min over l of max(U(k, l), 2 c(k), A(q - 1, l))
 
 with U(k, l) the computation of layers k to l and c(k) one transfer over the cut before layer k, in P L^2 steps.
+That is the formula of PipeDream's slides, and gives 0.41104 s for its VGG-16 on 4 machines at 1 GB/s. Its own
+program leaves the transfers out of a straight pipeline, 0.21645 s: what this one gives where they are free.
+
 A stage counts only if it fits with as many micro-batches in flight as it is stages from the end, itself included.
 That is what a stage holds where no time is lost to transfers; 1F1B*, which counts them, may need up to 2 P - 1 or
 make do with fewer. The cut runs under 1F1B* at the least period that fits.

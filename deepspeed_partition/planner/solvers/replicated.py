@@ -28,6 +28,10 @@ from deepspeed_partition.planner.problem import Chain
 
 Seconds = NDArray[np.float64]
 
+REPLICATED = "pipedream-replicated"
+MOST_REPLICAS = 64
+"""The work grows with the square of the workers: a caller with users asks for no more devices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:

@@ -1,0 +1,105 @@
+"""Options of the command line that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from deepspeed_partition.planner import units
+from deepspeed_partition.planner.data_parallel import AUTO
+from deepspeed_partition.planner.planning import ALGORITHMS
+
+Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def quantity(parse: Callable[[str], float]) -> Callback:
+    """A size, a bandwidth or a time, as people write it."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as flaw:
+            raise click.BadParameter(str(flaw), ctx=ctx, param=param) from None
+
+    return read
+
+
+SIZE, BANDWIDTH, DURATION = map(quantity, (units.parse_size, units.parse_bandwidth, units.parse_seconds))
+
+
+def input_file(name: str) -> Callable[[Command], Command]:
+    """A file to read, or - for standard input."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: str) -> str:
+        return "/dev/stdin" if value == "-" else value
+
+    return click.argument(name, type=click.Path(allow_dash=True), callback=read)
+
+
+def output_file(what: str) -> Callable[[Command], Command]:
+    return click.option("-o", "--output", metavar="FILE", type=click.Path(), help=f"The {what} file to write.")
+
+
+def json_flag(what: str) -> Callable[[Command], Command]:
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON, and nothing else.")
+
+
+def complete_algorithm(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """For the shell: names, and the beginning of ``type:REGEX``."""
+    names = [name.removesuffix("REGEX") for name in ALGORITHMS if " " not in name]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == AUTO:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
+
+
+def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command]:
+    """The platform, the step and the time."""
+
+    def add(command: Command) -> Command:
+        for option in reversed((
+            click.option("--devices", type=click.IntRange(min=1), required=True,
+                         help="Of the pipeline, or of all data-parallel pipelines together."),
+            click.option("--memory", metavar="SIZE", callback=SIZE, required=memory_is_required,
+                         help="Of each device, such as 16GB or 16GiB."),
+            click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
+                         help="Between two devices, such as 12GB/s."),
+            click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
+                         help="Of a transfer, such as 10us."),
+            click.option("--weight-copies", type=float, default=3, show_default=True,
+                         help="Times the parameters: what training keeps of them."),
+            click.option("--micro-batches", type=click.IntRange(min=1),
+                         help="Of one synchronous step, after which the pipeline drains."),
+            click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
+                         help="For searches that prove nothing."),
+        )):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+algorithm_option = click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="madpipe",
+    show_default=True,
+    shell_complete=complete_algorithm,
+    help=f"{', '.join(ALGORITHMS)} such as 0,3,8.",
+)
+data_parallel_option = click.option(
+    "--data-parallel",
+    metavar="D|auto",
+    callback=data_parallel_degree,
+    help="Pipelines that share the devices and a step's micro-batches; auto: the best number.",
+)
