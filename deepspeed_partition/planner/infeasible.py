@@ -54,8 +54,9 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
         if len(names) == 1
         else f"layers {start} to {stop} ({shown(names[0])} to {shown(names[-1])})"
     )
-    step = problem.num_micro_batches
-    depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight" if step else ""
+    depth = ""
+    if problem.in_deepspeed:
+        depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight"
     return InfeasibleError(
         f"no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
         f"{format_bytes(needs[stage])}{depth}, {exact_bytes(needs[stage] - memory)} more than there are; "
