@@ -200,8 +200,8 @@ def compare_command(
 ) -> None:
     """Every algorithm on CHAIN, side by side.
 
-    The best is that of the shortest period, with --micro-batches that of the shortest step in DeepSpeed's engine.
-    The gap is to the lower bound, which no schedule of any allocation beats. Exit 3 if nothing fits.
+    The best is that of the shortest period, with --micro-batches that of the shortest step, transfers
+    overlapped. The gap is to the lower bound, which no schedule of any allocation beats. Exit 3 if nothing fits.
     """
     layers = Chain.load(chain)
     with _watched_search() as deadline:

@@ -33,7 +33,7 @@ class Contender:
 
     @property
     def seconds(self) -> float:
-        """What counts: the period, or the step where one was asked for, in DeepSpeed's engine if it can run it."""
+        """What counts: the period, or the step where one was asked for, in an engine that overlaps transfers."""
         assert self.plan is not None
         return seconds_of(self.plan)
 

@@ -58,16 +58,20 @@ def splits_of(platform: Platform, num_micro_batches: int | None, data_parallel: 
     ]
 
 
-def seconds_of(plan: Plan) -> float:
+def seconds_of(plan: Plan, *, in_deepspeed: bool = False) -> float:
     """What the best split makes shortest: the step, or without one the time per micro-batch of all pipelines.
 
     Without a step weights are updated after every micro-batch, as in PipeDream, and a stage's all-reduce runs
     beside its computation: the slower of both sets the pace.
+
+    Args:
+        in_deepspeed: the step is that of DeepSpeed's own engine, where it can run the allocation; otherwise of an
+            engine that overlaps transfers. A stage's all-reduce follows its last backward in both.
     """
     if plan.step is None:
         return max((plan.period_seconds, *plan.allreduce_seconds)) / (plan.data_parallel or 1)
     blocking = plan.step.blocking_step_seconds
-    return plan.step.step_seconds if blocking is None else blocking
+    return blocking if in_deepspeed and blocking is not None else plan.step.step_seconds
 
 
 def bytes_sent(plan: Plan, chain: Chain) -> float:

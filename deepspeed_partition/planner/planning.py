@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +13,10 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.data_parallel import Split, seconds_of, splits_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
+from deepspeed_partition.planner.infeasible import infeasible, piles_up
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
+from deepspeed_partition.planner.overlapping import in_order
+from deepspeed_partition.planner.overlapping import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.schedule import Order
@@ -31,11 +34,12 @@ from deepspeed_partition.planner.solvers.problem import (
     Cuts,
     Problem,
     Solver,
-    bytes_needed,
+    Step,
+    fits,
 )
 from deepspeed_partition.planner.solvers.replicated import REPLICATED
-from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
-from deepspeed_partition.planner.step import one_f_one_b_order, overlapping_step
+from deepspeed_partition.planner.solvers.road import Pattern, Placement
+from deepspeed_partition.planner.solvers.steps import fixed_step, step_engine
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
@@ -63,16 +67,16 @@ def make_plan(
 ) -> Plan:
     """Decide where and when every layer runs.
 
-    ``"madpipe"`` searches all allocations: a device may run several stages. Where ``num_stages``,
-    ``every_stage_trains`` or ``num_micro_batches`` is given, as by the hosts, which run one stage per rank, it is
-    the best contiguous cut.
+    ``"madpipe"`` searches all allocations: a device may run several stages. Where ``num_stages`` or
+    ``every_stage_trains`` is given, as by the hosts, which run one stage per rank, it is the best contiguous cut,
+    and a step is that of DeepSpeed's own engine at its depth.
 
     Args:
         chain: the layers, measured for one micro-batch.
         platform: the devices and their links.
         algorithm: a name of ``ALGORITHMS``, boundaries such as ``[0, 3, 8]``, or a solver.
         num_micro_batches: of one synchronous step, after which the pipeline drains. The plan then has a
-            ``step``, and its memory is that of the step at DeepSpeed's depth.
+            ``step``, as short as is found in an engine that overlaps transfers, and its memory is the step's.
         num_stages: exactly so many stages; left out, at most one per device.
         every_stage_trains: no stage without trainable parameters.
         data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
@@ -113,23 +117,37 @@ def make_plan(
             plans.append(plan)
     if not plans:
         raise next((refusal for refusal in refusals if isinstance(refusal, InfeasibleError)), refusals[0])
-    return replace(min(plans, key=seconds_of), planning_seconds=time.perf_counter() - started)
+    in_deepspeed = num_stages is not None or every_stage_trains
+    best = min(plans, key=lambda plan: seconds_of(plan, in_deepspeed=in_deepspeed))
+    return replace(best, planning_seconds=time.perf_counter() - started)
 
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
     answer = solver.solve(problem)
     if not answer.cuts and not answer.patterns:
-        raise _infeasible(problem, solver)
+        raise infeasible(problem, solver, _solve)
     too_large: list[int] = []
-    answers: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
-    for found in answers:
-        plan, replayed = _assemble(problem, solver, answer, found)
+    for found, step in _candidates(problem, answer):
+        plan, replayed = _assemble(problem, solver, answer, found, step)
         over = max(use.total for use in replayed.memory)
         if over > problem.platform.memory_bytes:
             too_large.append(over)  # tensors that pile up before a slow link, which only the step shows
             continue
         return plan
-    raise _piles_up(problem, min(too_large))
+    raise piles_up(problem, min(too_large))
+
+
+def _candidates(problem: Problem, answer: Answer) -> Iterator[tuple[Cuts | Pattern, Step | None]]:
+    """Allocations, the best first, and what a step of each is."""
+    if problem.num_micro_batches is None:
+        yield from ((pattern, None) for pattern in answer.patterns)
+        yield from ((cuts, None) for cuts in answer.cuts)
+    elif problem.in_deepspeed:
+        yield from ((cuts, _step_in_deepspeed(problem, cuts)) for cuts in answer.cuts)
+    elif answer.steps:
+        yield from ((step.steady, step) for step in answer.steps)
+    else:
+        yield from ((cuts, fixed_step(problem, cuts)) for cuts in answer.cuts)
 
 
 def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
@@ -158,7 +176,7 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
             f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
             f"shortest is {format_seconds(best.period_seconds)}"
         )
-    plan, replayed = _assemble(roomy, solver, answer, found, period)
+    plan, replayed = _assemble(roomy, solver, answer, found, None, period)
     plan = replace(plan, platform=problem.platform)
     needs = max(use.total for use in replayed.memory)
     if needs > memory:
@@ -272,16 +290,21 @@ def problem_of(
         times=TimedChain(chain, platform),
         table=StageTable(chain, platform),
         num_micro_batches=num_micro_batches,
+        in_deepspeed=num_micro_batches is not None and (num_stages is not None or every_stage_trains),
         deadline=Deadline(time_limit_seconds, within=deadline),
     )
 
 
 def _assemble(
-    problem: Problem, solver: Solver, answer: Answer, found: Cuts | Pattern, chosen_period: int | None = None
+    problem: Problem,
+    solver: Solver,
+    answer: Answer,
+    found: Cuts | Pattern,
+    step: Step | None,
+    chosen_period: int | None = None,
 ) -> tuple[Plan, Replay]:
     """The plan of a contiguous cut that has room, or of a pattern, and what its replay found."""
     times, platform = problem.times, problem.platform
-    step = None
     memory = [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * platform.num_devices
     if isinstance(found, Pattern):
         placement, period = found.placement, found.period
@@ -296,9 +319,6 @@ def _assemble(
         period = least
         pattern = one_f_one_b.schedule(times, found, period)
         in_flight = one_f_one_b.in_flight(loads, period)
-        if problem.num_micro_batches is not None:
-            in_flight = [problem.depth(len(found) - 1 - stage) for stage in range(len(found) - 1)]
-            step = _step_plan(problem, found, problem.num_micro_batches)
         memory[: len(in_flight)] = [
             stage_memory(problem.chain, platform, start, stop, count)
             for (start, stop), count in zip(pairwise(found), in_flight, strict=True)
@@ -333,7 +353,7 @@ def _assemble(
         operations=pattern.operations,
         memory=tuple(memory),
         peak_memory_bytes=tuple(use.total for use in memory),
-        step=step,
+        step=None if step is None else _step_plan(problem, placement, step),
         data_parallel=problem.num_pipelines,
         allreduce_seconds=tuple(problem.allreduce_seconds(placement.cuts)) if problem.num_pipelines else (),
     )
@@ -362,114 +382,28 @@ def _as_replayed(plan: Plan, found: Replay) -> Plan:
     return replace(plan, stages=stages, memory=found.memory, peak_memory_bytes=peaks)
 
 
-def _step_plan(problem: Problem, cuts: Cuts, num_micro_batches: int) -> StepPlan:
-    """One step in DeepSpeed's order, in its own engine and in one that overlaps transfers."""
+def _step_in_deepspeed(problem: Problem, cuts: Cuts) -> Step:
+    """DeepSpeed's order, run by an engine that overlaps transfers."""
+    assert problem.num_micro_batches is not None
     num_stages = len(cuts) - 1
-    idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - num_stages)
-    order = tuple(
-        one_f_one_b_order(stage, problem.depth(num_stages - stage), num_micro_batches)
-        for stage in range(num_stages)
-    )
-    slots = max(1, problem.platform.comm_buffers // 2)
-    clock = problem.times.clock
-    allreduce = [clock.ticks(seconds) for seconds in problem.allreduce_seconds(cuts)]
-    step = overlapping_step(problem.times, cuts, range(num_stages), order, slots, allreduce)
+    engine = step_engine(problem, Placement.contiguous(cuts))
+    depths = [problem.deepspeed_depth(from_end) for from_end in range(num_stages, 0, -1)]
+    orders = one_f_one_b_orders(engine, depths, problem.num_micro_batches)
+    run = engine.run(problem.num_micro_batches, in_order(orders))
+    assert run is not None
+    return Step(cuts, engine.named(orders), run.ticks)
+
+
+def _step_plan(problem: Problem, placement: Placement, step: Step) -> StepPlan:
+    assert problem.num_micro_batches is not None
+    seconds = problem.times.clock.seconds
+    blocking = None
+    if placement.is_contiguous and fits(replace(problem, in_deepspeed=True), placement.cuts):
+        blocking = seconds(problem.blocking_step(placement.cuts, problem.num_micro_batches))
+    idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - len(step.orders))
     return StepPlan(
-        num_micro_batches=num_micro_batches,
-        step_seconds=clock.seconds(step),
-        blocking_step_seconds=clock.seconds(problem.blocking_step(cuts, num_micro_batches)),
-        order=order + idle,
-    )
-
-
-def _infeasible(problem: Problem, solver: Solver) -> InfeasibleError:
-    """Which stage lacks how much, in the cut that needs least, and what would do."""
-    found = solver.smallest_memory(problem)
-    memory = problem.platform.memory_bytes
-    if found is None:
-        return InfeasibleError(
-            f"no cut into {problem.constraints.max_stages} stages gives each stage trainable parameters: "
-            "use fewer stages"
-        )
-    cuts, smallest = found
-    if isinstance(cuts, Placement):
-        return _infeasible_shared(problem, cuts, smallest)
-    if problem.num_micro_batches is not None:
-        smallest = _enough_for_step(problem, solver, smallest)
-    needs = bytes_needed(problem, cuts)
-    would_do = f"{exact_bytes(smallest)} ({format_bytes(smallest)})"
-    if smallest > LARGEST_MEMORY_BYTES:
-        return InfeasibleError(
-            f"no plan fits into {format_bytes(memory)} per device, nor into any device there may be: the "
-            f"cut that needs least takes {format_bytes(smallest)}"
-        )
-    if max(needs) <= memory:
-        return InfeasibleError(
-            f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though "
-            f"there is room for one; the smallest memory with which one does is {would_do}: give more memory or "
-            "devices, or another algorithm",
-            smallest_memory_bytes=smallest,
-        )
-    stage = max(range(len(needs)), key=needs.__getitem__)
-    start, stop = cuts[stage], cuts[stage + 1]
-    names = [layer.name for layer in problem.chain.layers[start:stop]]
-    which = (
-        f"layer {shown(names[0])} alone"
-        if len(names) == 1
-        else f"layers {start} to {stop} ({shown(names[0])} to {shown(names[-1])})"
-    )
-    step = problem.num_micro_batches
-    depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight" if step else ""
-    return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
-        f"{format_bytes(needs[stage])}{depth}, {exact_bytes(needs[stage] - memory)} more than there are; "
-        f"the smallest memory that would do is {would_do}: give more memory or devices, or use a smaller "
-        "micro-batch",
-        stage=stage,
-        short_bytes=needs[stage] - memory,
-        smallest_memory_bytes=smallest,
-    )
-
-
-def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
-    """The same where the allocation that needs least has several stages on a device."""
-    memory = problem.platform.memory_bytes
-    device = max(Road(problem, placement).memory, key=lambda each: each.bytes_for_one)
-    stages = [placement.cuts[stage : stage + 2] for stage in device.stages]
-    return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: layers "
-        f"{' and '.join(f'{start} to {stop}' for start, stop in stages)} on one device need "
-        f"{format_bytes(smallest)}, {exact_bytes(smallest - memory)} more than there are; the "
-        f"smallest memory that would do is {exact_bytes(smallest)} ({format_bytes(smallest)}): give more memory "
-        "or devices, or use a smaller micro-batch",
-        stage=device.stages[0],
-        short_bytes=smallest - memory,
-        smallest_memory_bytes=smallest,
-    )
-
-
-def _enough_for_step(problem: Problem, solver: Solver, memory_bytes: int) -> int:
-    """The memory with which a step really fits, tensors that pile up before a slow link included."""
-    while memory_bytes <= LARGEST_MEMORY_BYTES:
-        more = problem.with_memory(memory_bytes)
-        try:
-            _solve(more, solver)
-        except InfeasibleError as error:
-            more_bytes = error.smallest_memory_bytes or LARGEST_MEMORY_BYTES + 1
-            assert more_bytes > memory_bytes
-            memory_bytes = more_bytes
-        else:
-            break
-    return memory_bytes
-
-
-def _piles_up(problem: Problem, smallest: int) -> InfeasibleError:
-    memory = problem.platform.memory_bytes
-    return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: tensors pile up before a slow link "
-        f"and need {exact_bytes(smallest - memory)} more than there are; {exact_bytes(smallest)} "
-        f"({format_bytes(smallest)}) "
-        "would do: give more memory or bandwidth, or fewer micro-batches",
-        short_bytes=smallest - memory,
-        smallest_memory_bytes=smallest,
+        num_micro_batches=problem.num_micro_batches,
+        step_seconds=seconds(step.ticks),
+        blocking_step_seconds=blocking,
+        order=step.orders + idle,
     )

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +24,7 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
+from deepspeed_partition.planner.simulate_step import Timeline, cuts_of, run_step, step_ticks
 
 TOLERANCE = 1e-9
 """Of the period: what is broken by less may be rounding."""
@@ -67,10 +67,10 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     violations += _memory_violations(plan, peaks, "pattern")
     step_seconds = None
     if plan.step is not None:
-        step = _run_step(plan, chain, costs)
+        step = run_step(plan, chain)
         if isinstance(step, str):
             return Replay((*violations, step), in_flight, tuple(each[0] for each in peaks))
-        step_seconds = Clock.of(chain, plan.platform).seconds(_step_ticks(plan, chain, step))
+        step_seconds = Clock.of(chain, plan.platform).seconds(step_ticks(plan, chain, step))
         if abs(step_seconds - plan.step.step_seconds) > TOLERANCE * step_seconds:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
@@ -194,21 +194,7 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
                 )
 
 
-@dataclass
-class _Timeline:
-    """When every operation ran, on which micro-batch, in ticks."""
-
-    operations: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    window: tuple[int, float] = (0, math.inf)
-    """Where to look for peaks: in a pattern the last period, everything before it having begun."""
-
-    @cached_property
-    def micro_batches(self) -> range:
-        """All of them; asked for when every operation is there."""
-        return range(max(micro_batch for _, micro_batch in self.operations) + 1)
-
-
-def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperation]) -> _Timeline:
+def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperation]) -> Timeline:
     """Enough periods that everything of the last one's beginning is in steady state."""
     ticks = Clock.of(chain, plan.platform).ticks
     period = max(1, ticks(plan.period_seconds))
@@ -217,7 +203,7 @@ def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperatio
         begin = operation.shift * period + ticks(operation.start_seconds)
         spans[name] = begin, begin + ticks(operation.duration_seconds)
     periods = -(-max(end for _, end in spans.values()) // period) + 2
-    timeline = _Timeline(window=((periods - 1) * period, periods * period))
+    timeline = Timeline(window=((periods - 1) * period, periods * period))
     for micro_batch in range(periods + 1):
         for name, (begin, end) in spans.items():
             timeline.operations[name, micro_batch] = micro_batch * period + begin, micro_batch * period + end
@@ -246,7 +232,7 @@ class _Residents:
 
 
 def _peaks(
-    plan: Plan, chain: Chain, costs: list[_StageCost], timeline: _Timeline
+    plan: Plan, chain: Chain, costs: list[_StageCost], timeline: Timeline
 ) -> tuple[tuple[int, ...], tuple[_Peaks, ...]]:
     """In flight of each stage, and what each device needs at its peaks, over the timeline's window."""
     in_flight = [0] * len(plan.stages)
@@ -297,14 +283,14 @@ def _peaks(
     return tuple(in_flight), tuple(memory)
 
 
-def _spans(timeline: _Timeline, name: str) -> Iterator[tuple[int, int]]:
+def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:
     for micro_batch in timeline.micro_batches:
         if (name, micro_batch) in timeline.operations:
             yield timeline.operations[name, micro_batch]
 
 
 def _between(
-    timeline: _Timeline, first: str, first_edge: int, second: str, second_edge: int
+    timeline: Timeline, first: str, first_edge: int, second: str, second_edge: int
 ) -> Iterator[tuple[int, int]]:
     """From an edge (0 start, 1 end) of one operation to an edge of another, on each micro-batch."""
     for micro_batch in timeline.micro_batches:
@@ -312,23 +298,15 @@ def _between(
         yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
 
 
-def _kept(timeline: _Timeline, forward: str, backward: str) -> _Residents:
+def _kept(timeline: Timeline, forward: str, backward: str) -> _Residents:
     return _Residents(_between(timeline, forward, 0, backward, 1), instants=True)
 
 
-def _cuts(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
-    """The stage before each cut and the bytes that cross it."""
-    for index in range(len(plan.stages) - 1):
-        travels = plan.stages[index].device != plan.stages[index + 1].device
-        if travels == between_devices:
-            yield index, chain.boundary_bytes(plan.stages[index].layers[1])
-
-
 def _waiting_at_ends(
-    plan: Plan, chain: Chain, timeline: _Timeline, device: int
+    plan: Plan, chain: Chain, timeline: Timeline, device: int
 ) -> Iterator[tuple[tuple[int, str], tuple[_Residents, int]]]:
     """The tensors, activations and gradients together, at each end of a cut that lies on ``device``."""
-    for index, num_bytes in _cuts(plan, chain, between_devices=True):
+    for index, num_bytes in cuts_of(plan, chain, between_devices=True):
         before, after = f"F{index}", f"F{index + 1}"
         if plan.stages[index].device == device:
             spans = [
@@ -345,10 +323,10 @@ def _waiting_at_ends(
 
 
 def _waiting_inside(
-    plan: Plan, chain: Chain, timeline: _Timeline, device: int
+    plan: Plan, chain: Chain, timeline: Timeline, device: int
 ) -> Iterator[tuple[int, tuple[_Residents, int]]]:
     """The tensors that wait between neighbouring stages of one device."""
-    for index, num_bytes in _cuts(plan, chain, between_devices=False):
+    for index, num_bytes in cuts_of(plan, chain, between_devices=False):
         if plan.stages[index].device == device:
             spans = [
                 *_between(timeline, f"F{index}", 1, f"F{index + 1}", 0),
@@ -385,184 +363,3 @@ def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[_Pe
         gap = plan.period_seconds / plan.lower_bound_seconds - 1 if plan.lower_bound_seconds else math.inf
         if not abs(gap - plan.gap) <= 1e-3:
             yield f"the gap to the lower bound is {gap:.4f} and the plan says {plan.gap:.4f}"
-
-
-def _step_ticks(plan: Plan, chain: Chain, step: _Timeline) -> int:
-    """When the last stage to do so has ended its last backward and the all-reduce after it."""
-    ticks = Clock.of(chain, plan.platform).ticks
-    tails = plan.allreduce_seconds or [0.0] * len(plan.stages)
-    ends: dict[str, int] = defaultdict(int)
-    for (name, _), (_, end) in step.operations.items():
-        ends[name] = max(ends[name], end)
-    return max(ends[f"B{index}"] + ticks(tail) for index, tail in enumerate(tails))
-
-
-def _run_step(plan: Plan, chain: Chain, costs: list[_StageCost]) -> _Timeline | str:
-    """Run the step's orders, transfers as early as link and buffers allow; a sentence where they cannot run.
-
-    In ticks, always committing the operation or transfer that can start first: whatever is committed
-    later cannot start earlier.
-    """
-    assert plan.step is not None
-    flaw = _order_flaw(plan)
-    if flaw is not None:
-        return flaw
-    return _StepRun(plan, chain, costs).run()
-
-
-def _order_flaw(plan: Plan) -> str | None:
-    assert plan.step is not None
-    wanted = {
-        (f"{kind}{index}", micro_batch): stage.device
-        for index, stage in enumerate(plan.stages)
-        for kind in "FB"
-        for micro_batch in range(plan.step.num_micro_batches)
-    }
-    for device, order in enumerate(plan.step.order):
-        for entry in order:
-            if wanted.pop(entry, None) != device:
-                return f"{entry[0]} of micro-batch {entry[1]} does not stand once in the order of its device"
-    if wanted:
-        name, micro_batch = next(iter(wanted))
-        return f"{name} of micro-batch {micro_batch} is missing from the order"
-    return None
-
-
-class _StepRun:
-    def __init__(self, plan: Plan, chain: Chain, costs: list[_StageCost]) -> None:
-        assert plan.step is not None
-        self.plan = plan
-        self.orders = plan.step.order
-        # Ties decide which transfer goes first: the clock makes them the same instants as in the planner.
-        self.clock = Clock.of(chain, plan.platform)
-        ticks = self.clock.ticks
-        self.durations: dict[str, int] = {}
-        for index, stage in enumerate(plan.stages):
-            layers = chain.layers[slice(*stage.layers)]
-            recomputed = [layer for first, last in stage.blocks for layer in chain.layers[first:last]]
-            self.durations[f"F{index}"] = sum(ticks(layer.forward_seconds) for layer in layers)
-            self.durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + sum(
-                ticks(layer.forward_seconds) for layer in recomputed
-            )
-        for index, num_bytes in _cuts(plan, chain, between_devices=True):
-            transfer = ticks(plan.platform.transfer_seconds(num_bytes))
-            self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
-        self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
-        self.near = {name: self._near(name) for name in self.durations}
-        self.slots = max(1, plan.platform.comm_buffers // 2)
-        self.begun: dict[tuple[str, int], int] = {}
-        self.ended: dict[tuple[str, int], int] = {}
-        self.device_free = [0] * plan.platform.num_devices
-        self.link_free: dict[tuple[int, int], int] = defaultdict(int)
-        self.position = [0] * len(self.orders)
-        self.to_send: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
-        self.received: dict[str, list[int]] = defaultdict(list)
-
-    def run(self) -> _Timeline | str:
-        # What could start first on each device and link. Only what has just been committed can change that, and
-        # only on the devices and links next to it.
-        operations = {device: self._operation(device) for device in range(len(self.orders))}
-        transfers: dict[tuple[int, int], tuple[int, int, str, int] | None] = {}
-        while True:
-            candidates = [each for each in (*operations.values(), *transfers.values()) if each is not None]
-            if not candidates:
-                break
-            start, _, name, micro_batch = min(candidates)
-            self._commit(start, name, micro_batch)
-            stages, cuts = self.near[name]
-            for stage in stages:
-                operations[self.plan.stages[stage].device] = self._operation(self.plan.stages[stage].device)
-            for cut in cuts:
-                transfers[self._link(cut)] = self._transfer(self._link(cut))
-        for device, order in enumerate(self.orders):
-            if self.position[device] < len(order):
-                name, micro_batch = order[self.position[device]]
-                return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
-        return _Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
-
-    def _near(self, name: str) -> tuple[list[int], list[int]]:
-        """The stages and the cuts between devices that an operation, or a transfer, may let start."""
-        index = int(name.lstrip("SFB"))
-        stages, cuts = (
-            ([index, index + 1], [index])
-            if name[0] == "S"
-            else ([index - 1, index, index + 1], [index - 1, index])
-        )
-        return (
-            [stage for stage in stages if 0 <= stage < len(self.plan.stages)],
-            [cut for cut in cuts if f"SF{cut}" in self.durations],
-        )
-
-    def _needs(self, name: str) -> list[str]:
-        """What must have ended on the same micro-batch."""
-        kind, index = name[0], int(name[1:])
-        last = len(self.plan.stages) - 1
-        if kind == "F":
-            before, send = f"F{index - 1}" if index else None, f"SF{index - 1}"
-        else:
-            before, send = (f"B{index + 1}" if index < last else None), f"SB{index}"
-        own = [] if kind == "F" else [f"F{index}"]
-        if before is None:
-            return own
-        return [*own, send if send in self.durations else before]
-
-    def _operation(self, device: int) -> tuple[int, int, str, int] | None:
-        """The next of the device's order and when it can start; None where that is not known."""
-        order = self.orders[device]
-        if self.position[device] == len(order):
-            return None
-        name, micro_batch = order[self.position[device]]
-        ready = [self.ended.get((need, micro_batch)) for need in self.needs[name]]
-        known = [end for end in ready if end is not None]
-        return (
-            (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
-        )
-
-    def _transfer(self, link: tuple[int, int]) -> tuple[int, int, str, int] | None:
-        """The first over the link and when it can start; None where none waits that has room."""
-        first: dict[str, tuple[int, int, str]] = {}
-        for entry in sorted(self.to_send[link]):
-            first.setdefault(entry[2], entry)
-        eligible = []
-        for ready, micro_batch, name in first.values():
-            room = self._room_from(name)
-            if room is not None:
-                start = max(ready, room, self.link_free[link])
-                eligible.append((start, ready, micro_batch, name))
-        if not eligible:
-            return None
-        # Of those that can start first, the one whose tensor was ready first.
-        start, _, micro_batch, name = min(eligible)
-        return start, 1, name, micro_batch
-
-    def _room_from(self, name: str) -> int | None:
-        """From when the receiver has a free slot; None while that is not known."""
-        index = int(name[2:])
-        consumer = f"F{index + 1}" if name[1] == "F" else f"B{index}"
-        sent = self.received[name]
-        if len(sent) < self.slots:
-            return 0
-        return self.begun.get((consumer, sent[-self.slots]))
-
-    def _commit(self, start: int, name: str, micro_batch: int) -> None:
-        end = start + self.durations[name]
-        self.begun[name, micro_batch], self.ended[name, micro_batch] = start, end
-        if name[0] == "S":
-            index = int(name[2:])
-            link = self._link(index)
-            self.link_free[link] = end
-            self.received[name].append(micro_batch)
-            self.to_send[link] = [entry for entry in self.to_send[link] if entry[1:] != (micro_batch, name)]
-            return
-        kind, index = name[0], int(name[1:])
-        device = self.plan.stages[index].device
-        self.device_free[device] = end
-        self.position[device] += 1
-        cut = index if kind == "F" else index - 1
-        send = f"S{kind}{cut}"
-        if send in self.durations:
-            self.to_send[self._link(cut)].append((end, micro_batch, send))
-
-    def _link(self, cut: int) -> tuple[int, int]:
-        ends = sorted((self.plan.stages[cut].device, self.plan.stages[cut + 1].device))
-        return ends[0], ends[1]

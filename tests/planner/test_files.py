@@ -234,7 +234,7 @@ def test_the_plan_file_has_the_documented_fields():
         assert operation.keys() == {"operation", place, "start_seconds", "duration_seconds", "shift"}
     assert {op["operation"] for op in plan["operations"]} == {"F0", "F1", "SF0", "SB0", "B0", "B1"}
     assert plan["order"] == [
-        [["F0", 0], ["F0", 1], ["B0", 0], ["F0", 2], ["B0", 1], ["F0", 3], ["B0", 2], ["B0", 3]],
+        [["F0", 0], ["F0", 1], ["F0", 2], ["B0", 0], ["F0", 3], ["B0", 1], ["B0", 2], ["B0", 3]],
         [["F1", 0], ["B1", 0], ["F1", 1], ["B1", 1], ["F1", 2], ["B1", 2], ["F1", 3], ["B1", 3]],
     ]
 

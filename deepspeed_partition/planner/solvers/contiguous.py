@@ -29,6 +29,7 @@ from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts, trace
 from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
+from deepspeed_partition.planner.solvers.steps import best_contiguous_step
 
 Found = TypeVar("Found")
 
@@ -37,9 +38,10 @@ Found = TypeVar("Found")
 class Contiguous:
     """One stage per device, in order.
 
-    Without a step: the cut of the shortest period, exactly. With one (``num_micro_batches``): the cut of the
-    shortest step under DeepSpeed's schedule among those that fit at its depth, which is a search and proves
-    nothing, but is never slower there than the cut of the shortest period.
+    Without a step: the cut of the shortest period, exactly. With one (``num_micro_batches``): the cut and the
+    order of the shortest step that a search finds, in DeepSpeed's own engine (``synchronous.py``) where a host
+    asks, else in one that overlaps transfers (``steps.py``). That proves nothing, but is never slower there than
+    the cut of the shortest period.
     """
 
     name: str = "contiguous"
@@ -52,7 +54,9 @@ class Contiguous:
         proved = None if problem.deadline.stopped else period
         if problem.num_micro_batches is None:
             return Answer((cuts,), proved)
-        return Answer(tuple(synchronous.best_cuts(problem, cuts)), proved)
+        if problem.in_deepspeed:
+            return Answer(tuple(synchronous.best_cuts(problem, cuts)), proved)
+        return Answer((cuts,), proved, steps=best_contiguous_step(problem, cuts))
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
         table = problem.table

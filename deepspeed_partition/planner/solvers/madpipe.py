@@ -29,6 +29,7 @@ from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch, best_special
+from deepspeed_partition.planner.solvers.steps import best_step
 from deepspeed_partition.planner.units import format_seconds
 
 MOST_LABELS = 300_000
@@ -39,6 +40,8 @@ SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
 """Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
 PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
 """Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
+PERIODIC_SHARE = 0.1
+"""Of the time for a step, for the plan of the shortest period, from which its search begins."""
 ESTIMATES: tuple[Estimate, ...] = ("safe", "peak")
 LEVELS = (64, 16, 4, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
@@ -48,8 +51,8 @@ LEVELS = (64, 16, 4, 1)
 class MadPipe:
     """The shortest period over all allocations, proved best in its class where time allows.
 
-    A host that runs one stage per rank (``num_stages``, ``every_stage_trains``) or drains the pipeline at every
-    step (``num_micro_batches``) gets what ``Contiguous`` answers, under this name.
+    A host that runs one stage per rank (``num_stages``, ``every_stage_trains``) gets what ``Contiguous`` answers,
+    under this name. For a step (``num_micro_batches``) the best of these plans is where the search begins.
     """
 
     name: str = "madpipe"
@@ -57,7 +60,13 @@ class MadPipe:
     def solve(self, problem: Problem) -> Answer:
         if _only_contiguous(problem):
             return Contiguous(self.name).solve(problem)
-        return _Search(problem).run()
+        if problem.num_micro_batches is None:
+            return _Search(problem).run()
+        deadline = Deadline(problem.deadline.remaining_seconds() * PERIODIC_SHARE, within=problem.deadline)
+        answer = _Search(replace(problem, num_micro_batches=None, deadline=deadline)).run()
+        if not answer.cuts and not answer.patterns:
+            return answer
+        return replace(answer, steps=best_step(problem, next(iter(answer.cuts), None), answer.patterns))
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
         found = Contiguous(self.name).smallest_memory(problem)
@@ -68,7 +77,7 @@ class MadPipe:
 
 def _only_contiguous(problem: Problem) -> bool:
     constraints = problem.constraints
-    return constraints.exactly or constraints.every_stage_trains or problem.num_micro_batches is not None
+    return constraints.exactly or constraints.every_stage_trains
 
 
 class _Search:

@@ -14,6 +14,7 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.step import blocking_step
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Problem:
     table: StageTable
     num_micro_batches: int | None = None
     """Of one synchronous step; None: the pipeline never drains."""
+    in_deepspeed: bool = False
+    """That step is for DeepSpeed's own engine: one stage per rank, 1F1B of fixed depth, transfers that block."""
     deadline: Deadline = field(default_factory=Deadline)
     """Of searches that prove nothing, which then return the best they have."""
     num_pipelines: int | None = None
@@ -85,10 +88,14 @@ class Problem:
     def depth(self, from_end: int) -> int:
         """Micro-batches that the ``from_end``-th stage from the end must be able to hold at the least.
 
-        Without a step one, since some period always allows that; with a step that of DeepSpeed's
-        ``TrainSchedule``.
+        One, since some period, or some order of a step, always allows that; in DeepSpeed's own engine the depth of
+        its ``TrainSchedule``.
         """
-        return 1 if self.num_micro_batches is None else min(from_end, self.num_micro_batches)
+        return self.deepspeed_depth(from_end) if self.in_deepspeed else 1
+
+    def deepspeed_depth(self, from_end: int) -> int:
+        """Micro-batches that the ``from_end``-th stage from the end holds in DeepSpeed's ``TrainSchedule``."""
+        return from_end if self.num_micro_batches is None else min(from_end, self.num_micro_batches)
 
 
 def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[int]:
@@ -114,6 +121,16 @@ def fits(problem: Problem, cuts: Cuts) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """An allocation and what each of its devices does in one synchronous step."""
+
+    steady: Cuts | Pattern
+    """The same allocation's steady pattern; that of a contiguous cut is 1F1B*."""
+    orders: tuple[Order, ...]
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What was found, best first, and what is proved of the first."""
 
@@ -124,6 +141,8 @@ class Answer:
     patterns: tuple[Pattern, ...] = ()
     """Of allocations that are not contiguous; better than ``cuts``. With both empty nothing fits."""
     proved_class: str = "contiguous"
+    steps: tuple[Step, ...] = ()
+    """Where a step was asked for, and not for DeepSpeed's engine: better than a fixed order of ``cuts``."""
 
 
 class Solver(Protocol):

@@ -1,0 +1,112 @@
+"""Why nothing fits, and what would do, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
+from deepspeed_partition.planner.solvers.problem import Problem, Solver, bytes_needed
+from deepspeed_partition.planner.solvers.road import Placement, Road
+from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
+
+Solve = Callable[[Problem, Solver], object]
+"""Raises ``InfeasibleError`` where no plan fits."""
+
+
+def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleError:
+    """Which stage lacks how much, in the cut that needs least, and what would do.
+
+    Args:
+        solve: what found that nothing fits, to be asked again with more memory.
+    """
+    found = solver.smallest_memory(problem)
+    memory = problem.platform.memory_bytes
+    if found is None:
+        return InfeasibleError(
+            f"no cut into {problem.constraints.max_stages} stages gives each stage trainable parameters: "
+            "use fewer stages"
+        )
+    cuts, smallest = found
+    if isinstance(cuts, Placement):
+        return _infeasible_shared(problem, cuts, smallest)
+    if problem.num_micro_batches is not None:
+        smallest = _enough_for_step(problem, solver, solve, smallest)
+    needs = bytes_needed(problem, cuts)
+    would_do = f"{exact_bytes(smallest)} ({format_bytes(smallest)})"
+    if smallest > LARGEST_MEMORY_BYTES:
+        return InfeasibleError(
+            f"no plan fits into {format_bytes(memory)} per device, nor into any device there may be: the "
+            f"cut that needs least takes {format_bytes(smallest)}"
+        )
+    if max(needs) <= memory:
+        return InfeasibleError(
+            f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though "
+            f"there is room for one; the smallest memory with which one does is {would_do}: give more memory or "
+            "devices, or another algorithm",
+            smallest_memory_bytes=smallest,
+        )
+    stage = max(range(len(needs)), key=needs.__getitem__)
+    start, stop = cuts[stage], cuts[stage + 1]
+    names = [layer.name for layer in problem.chain.layers[start:stop]]
+    which = (
+        f"layer {shown(names[0])} alone"
+        if len(names) == 1
+        else f"layers {start} to {stop} ({shown(names[0])} to {shown(names[-1])})"
+    )
+    depth = ""
+    if problem.in_deepspeed:
+        depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight"
+    return InfeasibleError(
+        f"no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
+        f"{format_bytes(needs[stage])}{depth}, {exact_bytes(needs[stage] - memory)} more than there are; "
+        f"the smallest memory that would do is {would_do}: give more memory or devices, or use a smaller "
+        "micro-batch",
+        stage=stage,
+        short_bytes=needs[stage] - memory,
+        smallest_memory_bytes=smallest,
+    )
+
+
+def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
+    """The same where the allocation that needs least has several stages on a device."""
+    memory = problem.platform.memory_bytes
+    device = max(Road(problem, placement).memory, key=lambda each: each.bytes_for_one)
+    stages = [placement.cuts[stage : stage + 2] for stage in device.stages]
+    return InfeasibleError(
+        f"no plan fits into {format_bytes(memory)} per device: layers "
+        f"{' and '.join(f'{start} to {stop}' for start, stop in stages)} on one device need "
+        f"{format_bytes(smallest)}, {exact_bytes(smallest - memory)} more than there are; the "
+        f"smallest memory that would do is {exact_bytes(smallest)} ({format_bytes(smallest)}): give more memory "
+        "or devices, or use a smaller micro-batch",
+        stage=device.stages[0],
+        short_bytes=smallest - memory,
+        smallest_memory_bytes=smallest,
+    )
+
+
+def _enough_for_step(problem: Problem, solver: Solver, solve: Solve, memory_bytes: int) -> int:
+    """The memory with which a step really fits, tensors that pile up before a slow link included."""
+    while memory_bytes <= LARGEST_MEMORY_BYTES:
+        more = problem.with_memory(memory_bytes)
+        try:
+            solve(more, solver)
+        except InfeasibleError as error:
+            more_bytes = error.smallest_memory_bytes or LARGEST_MEMORY_BYTES + 1
+            assert more_bytes > memory_bytes
+            memory_bytes = more_bytes
+        else:
+            break
+    return memory_bytes
+
+
+def piles_up(problem: Problem, smallest: int) -> InfeasibleError:
+    memory = problem.platform.memory_bytes
+    return InfeasibleError(
+        f"no plan fits into {format_bytes(memory)} per device: tensors pile up before a slow link "
+        f"and need {exact_bytes(smallest - memory)} more than there are; {exact_bytes(smallest)} "
+        f"({format_bytes(smallest)}) "
+        "would do: give more memory or bandwidth, or fewer micro-batches",
+        short_bytes=smallest - memory,
+        smallest_memory_bytes=smallest,
+    )
