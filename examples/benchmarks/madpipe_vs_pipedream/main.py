@@ -69,7 +69,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     measured = [Chain.load(path) for path in arguments.chains or ()]
-    chains = {chain.name: chain for chain in measured or computed_chains()}
+    chains = {chain.name.rpartition(":")[2]: chain for chain in measured or computed_chains()}
+    if 0 < len(chains) < len(measured):
+        raise ValueError(f"two chains have the same name: there are {', '.join(chains)}")
     networks = arguments.networks or list(chains)
     unknown = sorted(set(networks) - set(chains))
     if unknown:
