@@ -23,6 +23,7 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.mcap import MemoryBalanced
+from deepspeed_partition.planner.solvers.paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.problem import (
     Answer,
@@ -38,7 +39,7 @@ from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_
 
 ALGORITHMS = (
     "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters", "type:REGEX",
-    "a list of boundaries",
+    "madpipe-paper", "a list of boundaries",
 )  # fmt: skip
 MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
@@ -195,6 +196,8 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
             return PipeDream(text, tests_memory=text == "pipedream")
         if text == "mcap":
             return MemoryBalanced()
+        if text == "madpipe-paper":
+            return PaperMadPipe()
         if text == "uniform":
             return baselines.FixedCut(text, baselines.uniform)
         if text == "parameters":

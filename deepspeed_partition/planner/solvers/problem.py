@@ -137,6 +137,7 @@ class Solver(Protocol):
 
         Raises:
             ValueError: the solver's own arguments do not suit the problem.
+            InfeasibleError: none fits, for a reason that only the solver knows.
         """
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
