@@ -14,7 +14,7 @@ from claims import against, alone, of_ours, without_plan
 from evaluation import Evaluation
 from figures import draw
 from report import report
-from sweep import Result, Setting, counted, promised_seconds, read, sweep
+from sweep import Result, Setting, counted, read, result_of, sweep
 
 from deepspeed_partition import Platform, make_plan
 from tests.planner.instances import chain
@@ -91,15 +91,18 @@ def test_what_is_counted_as_kept() -> None:
     assert [layer.stash_bytes for layer in counted(LAYERS, "input").layers] == [40] * 6
 
 
-def test_what_pipedream_promises() -> None:
+def test_what_partitioners_promise() -> None:
     """Six layers of 3 s on two devices: 9 s, and a transfer of 2 s there and 2 s back; memory makes it longer."""
     for memory, fits in ((10**6, True), (900, True), (10, False)):
         platform = Platform(num_devices=2, memory_bytes=memory, bandwidth=20.0)
-        plan = make_plan(LAYERS, platform, "pipedream-blind") if fits else None
-        assert promised_seconds(LAYERS, platform, "pipedream-blind", plan) == 9.0
-        if plan is not None:
-            assert promised_seconds(LAYERS, platform, "madpipe", plan) is None
-            assert (plan.period_seconds == 9.0) == (memory == 10**6)
+        blind = result_of(LAYERS, platform, "pipedream-blind", 5.0)
+        assert blind.promised_seconds == 9.0
+        assert (blind.period_seconds is not None) == fits
+        assert (blind.period_seconds == 9.0) == (memory == 10**6)
+        assert result_of(LAYERS, platform, "contiguous", 5.0).promised_seconds is None
+    paper = result_of(LAYERS, platform, "madpipe-paper", 5.0)
+    # It takes a special device for one that need not hold a single micro-batch, and 10 bytes for enough.
+    assert paper.promised_seconds == pytest.approx(18.0, rel=0.01) and paper.period_seconds is None
 
 
 # Verdicts

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -25,6 +25,9 @@ from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_pla
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.files import write_text
 from deepspeed_partition.planner.solvers.one_f_one_b import pseudo_stage_loads
+from deepspeed_partition.planner.solvers.paper import PaperMadPipe
+from deepspeed_partition.planner.solvers.problem import Problem
+from deepspeed_partition.planner.solvers.road import Placement
 
 KEPT = ("input", "autograd")
 """What a layer keeps for its backward: its input, as the paper counts, or what its chain says."""
@@ -74,17 +77,34 @@ def counted(chain: Chain, kept: str) -> Chain:
     return replace(chain, layers=tuple(replace(layer, stash_bytes=None) for layer in chain.layers))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded(PaperMadPipe):
+    """``madpipe-paper``, with what its dynamic program promises."""
+
+    promises: list[float] = field(default_factory=list)
+
+    def promised(self, problem: Problem) -> tuple[int, Placement | None]:
+        ticks, placement = PaperMadPipe.promised(self, problem)
+        if placement is not None:
+            self.promises.append(problem.times.clock.seconds(ticks))
+        return ticks, placement
+
+
 def result_of(chain: Chain, platform: Platform, algorithm: str, time_limit_seconds: float) -> Result:
     """Plan once."""
+    recorded = _Recorded()
+    solver = recorded if algorithm == recorded.name else algorithm
     started = time.perf_counter()
     try:
-        plan = make_plan(chain, platform, algorithm, time_limit_seconds=time_limit_seconds)
+        plan = make_plan(chain, platform, solver, time_limit_seconds=time_limit_seconds)
     except InfeasibleError:
         plan = None
     seconds = round(time.perf_counter() - started, 4)
-    promised = promised_seconds(chain, platform, algorithm, plan)
+    promised = next(iter(recorded.promises), None)
+    if algorithm in ("pipedream", "pipedream-blind"):
+        promised = promised_by_pipedream(chain, platform, algorithm, plan)
     if plan is None:
-        return Result(period_seconds=None, promised_seconds=promised, planning_seconds=seconds)
+        return Result(promised_seconds=promised, planning_seconds=seconds)
     return Result(
         period_seconds=plan.period_seconds,
         promised_seconds=promised,
@@ -95,12 +115,12 @@ def result_of(chain: Chain, platform: Platform, algorithm: str, time_limit_secon
     )
 
 
-def promised_seconds(chain: Chain, platform: Platform, algorithm: str, plan: Plan | None) -> float | None:
-    """The period that the algorithm's own model gives the allocation that it chose."""
-    if algorithm == "pipedream-blind" and plan is None:
+def promised_by_pipedream(chain: Chain, platform: Platform, algorithm: str, plan: Plan | None) -> float | None:
+    """The slowest stage or transfer of the cut that it chose: the period in its own model."""
+    if plan is None and algorithm == "pipedream-blind":
         # Its cut does not depend on the memory.
         plan = make_plan(chain, replace(platform, memory_bytes=2**50), algorithm)
-    if plan is None or not algorithm.startswith("pipedream"):
+    if plan is None:
         return None
     times = TimedChain(chain, platform)
     return times.clock.seconds(max(pseudo_stage_loads(times, plan.boundaries)))
@@ -164,7 +184,7 @@ def _line(data: dict[str, Any]) -> str:
 
 def _parsed(row: dict[str, Any]) -> tuple[Setting, Result]:
     def part(kind: Any) -> Any:
-        return kind(**{field.name: row[field.name] for field in fields(kind) if field.name in row})
+        return kind(**{each.name: row[each.name] for each in fields(kind) if each.name in row})
 
     return part(Setting), part(Result)
 
