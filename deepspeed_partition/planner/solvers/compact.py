@@ -55,7 +55,9 @@ def most_compact(problem: Problem, placement: Placement, period: int, below: int
 
     Where the deadline of ``problem`` passes, the answer is the best so far and its bound is weaker.
     """
-    problem = problem.with_memory(math.floor(below * (1 - RESOLUTION)))
+    # Where memory is no limit at all, its bytes would be out of all proportion to those of the pattern.
+    enough = _more_than_any(problem, Road(problem, placement))
+    problem = problem.with_memory(min(enough, math.floor(below * (1 - RESOLUTION))))
     road = Road(problem, placement)
     least = estimated_bytes(problem, road, period)
     if least is None or least > problem.platform.memory_bytes:
@@ -68,6 +70,13 @@ def most_compact(problem: Problem, placement: Placement, period: int, below: int
     return Compact(held.pattern, held.num_bytes, relaxed.bound)
 
 
+def _more_than_any(problem: Problem, road: Road) -> int:
+    """Bytes of the largest device if no operation takes, and none waits, longer than a period."""
+    in_flight = [2 * len(road.operations) + 1] * road.num_stages
+    memory_bytes = problem.platform.memory_bytes
+    return max(memory_bytes - device.room + road.bytes_enough(in_flight, device.stages) for device in road.memory)
+
+
 def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slots: bool) -> Compact:
     """The pattern that takes fewest bytes, from ``least`` to those of the problem."""
     unknown = Compact(None, None, least)
@@ -75,13 +84,12 @@ def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slot
         return unknown
     import pulp  # here: importing the planner stays cheap
 
-    most = problem.platform.memory_bytes
-    model = _Model(pulp, road, period, least, most, single_slots=single_slots)
+    model = _Model(pulp, road, period, least, problem.platform.memory_bytes, single_slots=single_slots)
     model.problem.solve(ilp._solver(pulp, problem.deadline))
     status = model.problem.sol_status
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return NOTHING if model.problem.status == pulp.LpStatusInfeasible else unknown
-    if ilp._value(model.share) < least / most * (1 - RESOLUTION):
+    if ilp._value(model.peak) * model.least < least * (1 - RESOLUTION):
         return unknown  # stopped before it had any solution, which PuLP reports as a feasible one of zeros
     orders, shifts = model.orders_and_shifts()
     pattern = pattern_of(road, orders, shifts, single_slots=True)
@@ -105,17 +113,18 @@ def _slots_suffice(road: Road, pattern: Pattern) -> bool:
 
 
 class _Model(ilp._Model):
-    """The integer linear program of a road at one period, for the least share of the memory."""
+    """The integer linear program of a road at one period, for the least bytes of the largest device."""
 
     def __init__(
         self, pulp: Any, road: Road, period: int, least: int, memory_bytes: int, *, single_slots: bool
     ) -> None:
-        self.memory_bytes = memory_bytes
-        self.share = pulp.LpVariable("share", least / memory_bytes, 1)
+        self.least, self.memory_bytes = max(1, least), memory_bytes
+        self.peak = pulp.LpVariable("peak", least / self.least, max(1, memory_bytes) / self.least)
+        """In units of the least that there may be, so that the solver's tolerances are a part of the answer."""
         super().__init__(pulp, road, period, period, single_slots=single_slots)
-        self.problem.setObjective(-self.share)
+        self.problem.setObjective(-self.peak)
 
     def _fit(self, stages: tuple[int, ...], event: int, room: int) -> None:
-        fixed = (self.memory_bytes - room) / self.memory_bytes
-        kept = [self.road.stash[stage] / self.memory_bytes * self._in_flight(stage, event) for stage in stages]
-        self.problem += fixed + sum(kept) <= self.share
+        fixed = (self.memory_bytes - room) / self.least
+        kept = [self.road.stash[stage] / self.least * self._in_flight(stage, event) for stage in stages]
+        self.problem += fixed + sum(kept) <= self.peak

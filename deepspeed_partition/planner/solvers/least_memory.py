@@ -64,7 +64,7 @@ def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
         special: allocations that are not contiguous, too. What is proved is proved of the memory.
     """
     found = contiguous_at(problem, period)
-    if special and problem.platform.num_devices > 1:
+    if special:
         return _Search(problem, period, found).run()
     return Answer(()) if found is None else Answer((found[0],), period)
 
@@ -97,6 +97,8 @@ class _Search:
 
     def _one_special(self) -> bool:
         """The best allocation with one special device; True where it is proved."""
+        if self.problem.platform.num_devices == 1:
+            return True
         try:
             for estimate in ESTIMATES:
                 found, bound = self._best_special(estimate)
