@@ -166,11 +166,11 @@ def test_what_the_planner_promises() -> None:
 def test_a_report_and_its_figures(tmp_path) -> None:
     rows = {setting(m, num_devices=p, bandwidth_gb=b): 8 / p for m in (3, 8) for p in (2, 3) for b in (12.0, 24.0)}
     both = table(pipedream={at: 1.5 * each for at, each in rows.items()}, madpipe=rows | {setting(3): None})
-    text = report(both, ["pipedream", "madpipe"])
+    text = report(both)
     assert "8 of 8 settings, 1.50 times in the mean: holds" in text
     assert "| net | madpipe | 3 | 3 | - |" in text
     assert without_plan(both, "madpipe") == [setting(3)]
-    files = draw(both, ["pipedream", "madpipe"], tmp_path)
+    files = draw(both, tmp_path)
     assert {path.name for path in files} == {
         "figure6_net_input.png", "figure7_input.png", "figure8_input_12.png", "figure8_input_24.png",
     }  # fmt: skip

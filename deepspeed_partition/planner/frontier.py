@@ -30,7 +30,7 @@ class Frontier:
 
     plans: tuple[Plan, ...]
     complete: bool
-    """Down to the smallest memory that any plan fits into; otherwise the time was up."""
+    """Down to the smallest memory into which the algorithm fits a plan; otherwise the time was up."""
 
     def memory_bytes(self, plan: Plan) -> int:
         """What each device must have."""
@@ -115,10 +115,9 @@ def frontier(
         try:
             plans.append(plan_for(max(smallest, min(used - 1, int(used * (1 - RESOLUTION))))))
         except InfeasibleError as error:
-            if error.smallest_memory_bytes is None or error.smallest_memory_bytes >= used:
-                complete = True
+            smallest = used if error.smallest_memory_bytes is None else error.smallest_memory_bytes
+            if smallest > used:  # the last plan fits into less: it had no time to find that
                 break
-            smallest = error.smallest_memory_bytes
     return Frontier(tuple(_undominated(plans)), complete)
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from sweep import Result, Setting
 
+ALGORITHMS = ("pipedream-blind", "pipedream", "contiguous", "madpipe-paper", "madpipe")
 PROOF = 2e-6
 """Of a period: the planner proves to one part in a million, and two of its answers are compared."""
 
@@ -40,6 +41,12 @@ class Evaluation:
             if all(getattr(setting, key) == value for key, value in wanted.items())
         }
         return replace(self, rows=chosen)
+
+    @property
+    def algorithms(self) -> list[str]:
+        """Those that have a row."""
+        present = {algorithm for found in self.rows.values() for algorithm in found}
+        return [algorithm for algorithm in ALGORITHMS if algorithm in present]
 
     def values(self, key: str) -> list[object]:
         """Of a field of the settings, in order."""

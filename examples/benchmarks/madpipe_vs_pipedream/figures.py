@@ -29,11 +29,12 @@ SPEEDUP_MEMORY_GB = (3, 5, 8, 12, 16)
 """Of the columns of figure 8."""
 
 
-def draw(table: Evaluation, algorithms: Sequence[str], folder: Path) -> list[Path]:
+def draw(table: Evaluation, folder: Path) -> list[Path]:
     """All figures of all ways of counting; their files."""
     written = []
     for kept in table.values("kept"):
         of_kept = table.where(kept=kept)
+        algorithms = of_kept.algorithms
         for network in of_kept.values("network"):
             path = folder / f"figure6_{network}_{kept}.png".lower()
             written.append(_periods(of_kept.where(network=network), algorithms, f"{network}, kept: {kept}", path))

@@ -20,14 +20,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from evaluation import Evaluation
+from evaluation import ALGORITHMS, Evaluation
 from sweep import KEPT, Setting, read, sweep
 
 from deepspeed_partition import Chain, ChainFormatError
 from deepspeed_partition.planner.files import write_text
 
 MICRO_BATCH_SIZE = 8
-ALGORITHMS = ("pipedream-blind", "pipedream", "contiguous", "madpipe-paper", "madpipe")
 
 PATIENCE_SECONDS = 600.0
 """For those who prove nothing: the paper's algorithm is not to lose by being cut short."""
@@ -106,10 +105,10 @@ def show(folder: Path, chains: dict[str, Chain]) -> None:
     files = {algorithm: folder / f"{algorithm}.jsonl" for algorithm in ALGORITHMS}
     results = {algorithm: read(path)[1] for algorithm, path in files.items() if path.exists()}
     table = Evaluation.of(results, {name: chain.compute_seconds for name, chain in chains.items()})
-    text = report(table, list(results))
+    text = report(table)
     print(text)
     write_text(folder / "report.md", text)
-    for path in draw(table, list(results), folder):
+    for path in draw(table, folder):
         print(f"saved {path}")
 
 

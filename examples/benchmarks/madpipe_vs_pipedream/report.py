@@ -14,19 +14,20 @@ MADPIPES = ("madpipe-paper", "madpipe")
 RIVALS = ("pipedream", "pipedream-blind")
 
 
-def report(table: Evaluation, algorithms: Sequence[str]) -> str:
+def report(table: Evaluation) -> str:
     """Everything, for each way of counting."""
     parts = []
     for kept, title in COUNTS.items():
         of_kept = table.where(kept=kept)
         if of_kept.rows:
-            parts.append(f"## {title}\n\n{_section(of_kept, algorithms)}")
+            parts.append(f"## {title}\n\n{_section(of_kept)}")
     return "\n".join(parts)
 
 
-def _section(table: Evaluation, algorithms: Sequence[str]) -> str:
+def _section(table: Evaluation) -> str:
+    algorithms = table.algorithms
     madpipes = [name for name in MADPIPES if name in algorithms]
-    pairs = [(rival, ours) for ours in madpipes for rival in RIVALS if rival in algorithms]
+    pairs = [(rival, ours) for ours in madpipes for rival in RIVALS if table.ratios(rival, ours)]
     others = [name for name in algorithms if name != OURS]
     parts = []
     if pairs:
