@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deepspeed_partition.planner.data_parallel import seconds_of
@@ -17,6 +18,8 @@ RESOLUTION = 0.02
 """Of the memory: two plans of a frontier differ by at least this part of it."""
 POINTS = 20
 """The time is enough for so many plans at the least."""
+SAVES_MEMORY = ("madpipe", "contiguous")
+"""These plan for a period in as little memory as possible."""
 WORTH = 0.05
 """So much slower is still worth naming, if it saves memory."""
 
@@ -27,7 +30,7 @@ class Frontier:
 
     plans: tuple[Plan, ...]
     complete: bool
-    """Down to the smallest memory that any plan fits into; otherwise the time was up."""
+    """Down to the smallest memory into which the algorithm fits a plan; otherwise the time was up."""
 
     def memory_bytes(self, plan: Plan) -> int:
         """What each device must have."""
@@ -71,7 +74,8 @@ def frontier(
     """Plan for less and less memory, from what the fastest plan takes down to the least that any plan takes.
 
     Each plan is made for ``RESOLUTION`` less memory than the one before used, the last one for the smallest memory
-    of all. Where the algorithm is exact, so are the points: nothing is faster in the memory that they show.
+    of all; and then for its period in less memory, where the algorithm can do that. Where it is exact, so are the
+    points: nothing is faster in the memory that they show.
 
     Args:
         platform: ``memory_bytes`` is the most that a plan may use.
@@ -85,14 +89,21 @@ def frontier(
     deadline = Deadline(limit, within=deadline)
 
     def plan_for(memory_bytes: int) -> Plan:
-        return make_plan(
-            chain,
-            replace(platform, memory_bytes=memory_bytes),
-            algorithm,
-            num_micro_batches=num_micro_batches,
-            time_limit_seconds=limit / POINTS,
-            deadline=deadline,
+        smaller = replace(platform, memory_bytes=memory_bytes)
+        make = partial(
+            make_plan, chain, smaller, algorithm, time_limit_seconds=limit / POINTS / 2, deadline=deadline
         )
+        plan = make(num_micro_batches=num_micro_batches)
+        if num_micro_batches is not None or algorithm not in SAVES_MEMORY:
+            return plan
+        try:
+            least = make(period_seconds=plan.period_seconds)
+        except InfeasibleError:  # the time was up before it had found as little as the plan takes
+            return plan
+        if max(least.peak_memory_bytes) >= max(plan.peak_memory_bytes):
+            return plan
+        # What is proved of a point is that nothing is faster.
+        return replace(least, proved=plan.proved, proved_class=plan.proved_class)
 
     plans = [plan_for(platform.memory_bytes)]
     smallest, complete = 1, False
@@ -104,10 +115,9 @@ def frontier(
         try:
             plans.append(plan_for(max(smallest, min(used - 1, int(used * (1 - RESOLUTION))))))
         except InfeasibleError as error:
-            if error.smallest_memory_bytes is None or error.smallest_memory_bytes >= used:
-                complete = True
+            smallest = used if error.smallest_memory_bytes is None else error.smallest_memory_bytes
+            if smallest > used:  # the last plan fits into less: it had no time to find that
                 break
-            smallest = error.smallest_memory_bytes
     return Frontier(tuple(_undominated(plans)), complete)
 
 

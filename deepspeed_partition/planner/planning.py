@@ -171,19 +171,28 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
     found = every[0] if every else None
     if found is None:
-        best = make_plan(problem.chain, roomy.platform, solver)
+        best = make_plan(problem.chain, roomy.platform, solver, deadline=problem.deadline)
         raise InfeasibleError(
             f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
-            f"shortest is {format_seconds(best.period_seconds)}"
+            f"shortest {'found is' if problem.deadline.passed() else 'is'} {format_seconds(best.period_seconds)}"
         )
     plan, replayed = _assemble(roomy, solver, answer, found, None, period)
-    plan = replace(plan, platform=problem.platform)
+    bound = clock.seconds(lower_bound(problem))
+    proved = answer.best_period is not None and problem.platform.comm_buffers >= buffer_slots(problem.platform)
+    plan = replace(
+        plan,
+        platform=problem.platform,
+        lower_bound_seconds=bound,
+        gap=plan.period_seconds / bound - 1,
+        proved=proved,
+        proved_class=answer.proved_class if proved else None,
+    )
     needs = max(use.total for use in replayed.memory)
     if needs > memory:
         raise InfeasibleError(
             f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
-            f"device at the least, {exact_bytes(needs - memory)} more than there are: choose a longer period or "
-            "give more memory",
+            f"device {'at the least' if proved else 'in the best plan found'}, {exact_bytes(needs - memory)} more "
+            "than there are: choose a longer period or give more memory",
             short_bytes=needs - memory,
             smallest_memory_bytes=needs,
         )

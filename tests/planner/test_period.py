@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
@@ -16,7 +19,7 @@ from tests.planner.instances import chain, random_instance
 ROOM = 10**6
 
 
-def least_bytes(layers, platform, period: int) -> int | None:
+def least_bytes(layers, platform, period: float) -> int | None:
     """Of the largest device, over every cut whose stages and transfers fit into ``period`` seconds."""
     times, best = TimedChain(layers, platform), None
     ticks = times.clock.ticks(period)
@@ -47,10 +50,87 @@ def test_least_memory_of_all_cuts(seed: int) -> None:
         assert max(plan.peak_memory_bytes) <= least
         assert plan.period_seconds <= period
         assert (plan.proved, replay(plan, layers).violations) == (True, ())
-        if seed % 16 == 0:  # with a special device, maybe less
-            best = make_plan(layers, platform, period_seconds=period, time_limit_seconds=2)
-            assert max(best.peak_memory_bytes) <= least
-            assert best.period_seconds <= period and replay(best, layers).violations == ()
+
+
+def least_bytes_of_all(layers, platform, period: int, enough: int) -> int:
+    """Over all allocations and all of their patterns, found by trying every order and shift; up to ``enough``."""
+
+    def exists(memory_bytes: int) -> bool:
+        tight = replace(platform, memory_bytes=memory_bytes)
+        return any(
+            oracles.a_pattern_exists(layers, tight, placed, period)
+            for placed in oracles.all_placements(layers.num_layers, platform.num_devices)
+        )
+
+    while enough > 1 and exists(enough - 1):
+        enough -= 1
+    assert exists(enough)
+    return enough
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_least_memory_of_all_orders_and_shifts(seed: int) -> None:
+    """Three layers on two devices, times so small that every pattern of every allocation can be tried."""
+    pick = random.Random(seed)
+    layers = chain(
+        [1, pick.randint(1, 2), 1], [1, 1, pick.randint(1, 2)], weights=[pick.randint(0, 2) for _ in range(3)],
+        outputs=[pick.choice([0, 2, 2]) for _ in range(3)], stash=[pick.randint(1, 9) for _ in range(3)],
+        transient=[pick.choice([0, 0, 4]) for _ in range(3)],
+    )  # fmt: skip
+    platform = Platform(num_devices=2, memory_bytes=ROOM, bandwidth=2)
+    period = pick.randint(4, 5)
+    try:
+        plan = make_plan(layers, platform, period_seconds=period)
+    except InfeasibleError:
+        assert not any(
+            oracles.a_pattern_exists(layers, platform, placed, period) for placed in oracles.all_placements(3, 2)
+        )
+        return
+    assert plan.proved_class == "any allocation" and plan.period_seconds <= period
+    peak = max(plan.peak_memory_bytes)
+    assert least_bytes_of_all(layers, platform, period, peak) == peak
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_shortest_period_in_that_memory(seed: int) -> None:
+    """The least memory at a period, and the shortest period in a memory, are one question from two sides."""
+    layers, small = random_instance(seed, most_layers=6, most_devices=3)
+    platform = Platform(num_devices=small.num_devices, memory_bytes=ROOM, bandwidth=small.bandwidth)
+    period = make_plan(layers, platform).period_seconds * (1 + seed % 3)
+    plan = make_plan(layers, platform, period_seconds=period)
+    contiguous = least_bytes(layers, platform, period)
+    peak = max(plan.peak_memory_bytes)
+    assert plan.proved and plan.proved_class != "contiguous"
+    assert plan.period_seconds <= period and replay(plan, layers).violations == ()
+    assert contiguous is None or peak <= contiguous
+    assert make_plan(layers, replace(platform, memory_bytes=peak)).period_seconds <= period * (1 + 2e-6)
+    try:
+        other = make_plan(layers, replace(platform, memory_bytes=peak - 1))
+    except InfeasibleError:
+        return
+    devices = [stage.device for stage in other.stages]
+    outside = (
+        plan.proved_class == "one special device" and sum(devices.count(each) > 1 for each in set(devices)) > 1
+    )
+    assert other.period_seconds > period * (1 - 2e-6) or outside
+
+
+def test_a_period_that_no_contiguous_cut_reaches() -> None:
+    """2, 4 and 2 s on two devices: 6 s contiguously, 4 s with the ends on one device."""
+    layers = chain([1, 2, 1], [1, 2, 1], outputs=[0, 0, 0], stash=[5, 5, 5])
+    platform = Platform(num_devices=2, memory_bytes=ROOM, bandwidth=1.0)
+    plan = make_plan(layers, platform, period_seconds=5)
+    assert plan.period_seconds <= 5 and not plan.is_contiguous
+    with pytest.raises(InfeasibleError, match=r"madpipe has a period of 3 s in any memory: the shortest is 4 s"):
+        make_plan(layers, platform, period_seconds=3)
+
+
+def test_what_is_proved_is_the_memory() -> None:
+    """A period as short as the bound was once called the best of any allocation, whatever it took."""
+    platform = Platform(num_devices=4, memory_bytes=ROOM, bandwidth=20.0)
+    assert make_plan(LAYERS, platform, [0, 1, 2, 3, 4]).proved_class == "any allocation"
+    assert not make_plan(LAYERS, platform, [0, 1, 2, 3, 4], period_seconds=3).proved
+    assert make_plan(LAYERS, platform, "contiguous", period_seconds=3).proved_class == "contiguous"
 
 
 LAYERS = chain([1] * 4, [2] * 4, outputs=[10] * 4, stash=[100] * 4)

@@ -1,27 +1,45 @@
 """The allocation that needs least memory at a chosen period.
 
-Memory only ever grows as a period shrinks, and a decision at a period and a memory is what the solvers are made
-of; so the least memory is found by bisection over it, every answer snapped to what it really needs. For
-contiguous cuts the decision is exact, and so is the answer. Allocations with one special device are tried below
-that, with the schedule that an integer program finds within the period; what is not found there may exist.
+The shortest period in a given memory and the least memory at a given period are one question asked from two sides,
+and a decision at a period and a memory is what the solvers are made of. So this search is that of ``madpipe.py``
+with the two exchanged, over bytes of the largest device instead of ticks:
+
+1. the contiguous cut that needs least, exactly, by bisection over the memory;
+2. the best allocation with one special device by the "safe" and by the "peak" estimate, each with the pattern that
+   needs least memory at the period (``compact.py``);
+3. every other allocation with one special device whose "peak" bound is below the least so far, in the order of
+   that bound, until none is left, which proves the answer, or the time is up;
+4. allocations in which several devices have several stages: all of them where they are few, else a good few.
+
+A pattern of a shorter period can be slowed down and needs no more then, so the chosen period itself is the best.
 """
 
 from __future__ import annotations
 
-from deepspeed_partition.planner.solvers import ilp, one_f_one_b
-from deepspeed_partition.planner.solvers.contiguous import cut_at, narrow
-from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, stage_bytes
-from deepspeed_partition.planner.solvers.road import Pattern, Road
-from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch
+from collections.abc import Callable, Iterable
 
-RESOLUTION = 0.005
-"""Of the memory: what allocations with a special device might save beyond that is not looked for."""
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
+from deepspeed_partition.planner.solvers import one_f_one_b
+from deepspeed_partition.planner.solvers.compact import estimated_bytes, most_compact
+from deepspeed_partition.planner.solvers.contiguous import cut_at, narrow
+from deepspeed_partition.planner.solvers.madpipe import (
+    BEAM_WIDTH,
+    ESTIMATES,
+    FEW_PLACEMENTS,
+    LEVELS,
+    MOST_LABELS,
+    MOST_TRIED,
+    PROBES,
+)
+from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, stage_bytes
+from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.several import SeveralSearch
+from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch
 
 
 def contiguous_at(problem: Problem, period: int) -> tuple[Cuts, int] | None:
     """The cut whose largest device is smallest at ``period``, and its bytes; None where no cut is that fast."""
-    enough = problem.with_memory(2**60)
-    cuts = cut_at(enough, period)
+    cuts = cut_at(problem.with_memory(LARGEST_MEMORY_BYTES), period)
     if cuts is None:
         return None
     return narrow(
@@ -39,46 +57,121 @@ def bytes_at(problem: Problem, cuts: Cuts, period: int) -> int:
     return max(stage_bytes(problem, cuts, in_flight))
 
 
-def one_special_at(problem: Problem, period: int, below: int) -> Pattern | None:
-    """A pattern within ``period`` in less than ``below`` bytes, as few as are found; None where none is."""
-    best: Pattern | None = None
-    least = 1
-    while not problem.deadline.passed() and least < below * (1 - RESOLUTION):
-        tighter = problem.with_memory((least + below) // 2)
-        pattern = _pattern_at(tighter, period)
-        if pattern is None:
-            least = tighter.platform.memory_bytes
-        else:
-            best, below = pattern, tighter.platform.memory_bytes
-    return best
-
-
 def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
     """The allocation that needs least memory at ``period``, empty where none is that fast.
 
     Args:
-        special: allocations with one special device, too. What is proved is proved of contiguous cuts.
+        special: allocations that are not contiguous, too. What is proved is proved of the memory.
     """
     found = contiguous_at(problem, period)
-    if found is None:
-        return Answer(())
-    cuts, num_bytes = found
-    if special and problem.platform.num_devices > 1:
-        pattern = one_special_at(problem, period, num_bytes)
-        if pattern is not None:
-            return Answer((), None, (pattern,))
-    return Answer((cuts,), period)
+    if special:
+        return _Search(problem, period, found).run()
+    return Answer(()) if found is None else Answer((found[0],), period)
 
 
-def _pattern_at(problem: Problem, period: int) -> Pattern | None:
-    for estimate in ("safe", "peak"):
+class _Search:
+    """What is found and what is proved so far."""
+
+    def __init__(self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None) -> None:
+        self.problem = problem
+        self.period = period
+        self.cuts = None if contiguous is None else contiguous[0]
+        self.best = LARGEST_MEMORY_BYTES + 1 if contiguous is None else contiguous[1]
+        """Bytes of the largest device, the least so far."""
+        self.pattern: Pattern | None = None
+        self.bounds: dict[Placement, int | None] = {}
+        """Of each allocation that was tried: no pattern takes less; None where none takes less than the best."""
+
+    def run(self) -> Answer:
+        proved_class = None if self.problem.deadline.stopped or self.cuts is None else "contiguous"
+        if self._one_special():
+            proved_class = "any allocation" if self._several_special() else "one special device"
+        elif self.pattern is not None:
+            proved_class = None
+        if self.pattern is not None:
+            proved = self.pattern.period if proved_class else None
+            return Answer((), proved, (self.pattern,), proved_class=proved_class or "")
+        if self.cuts is None:
+            return Answer(())
+        return Answer((self.cuts,), self.period if proved_class else None, proved_class=proved_class or "")
+
+    def _one_special(self) -> bool:
+        """The best allocation with one special device; True where it is proved."""
+        if self.problem.platform.num_devices == 1:
+            return True
         try:
-            placement = SpecialSearch(problem, estimate).decide(period)
+            for estimate in ESTIMATES:
+                found, bound = self._best_special(estimate)
+                if found is not None:
+                    self._try(found)
         except DeadlinePassed:
-            return None
-        if placement is None or placement.is_contiguous:
-            continue
-        pattern = ilp.schedule(Road(problem, placement), period + 1, problem.deadline).pattern
-        if pattern is not None:
-            return pattern
-    return None
+            return False
+        return self._enumerate(lambda problem: SpecialSearch(problem, "peak").all(self.period, MOST_LABELS), bound)
+
+    def _best_special(self, estimate: Estimate) -> tuple[Placement | None, int]:
+        """The allocation with one special device that needs least by an estimate, and how much."""
+
+        def decide(memory_bytes: int) -> Placement | None:
+            return SpecialSearch(self.problem.with_memory(memory_bytes), estimate).decide(self.period)
+
+        def need(placement: Placement, memory_bytes: int) -> int:
+            least = estimated_bytes(self.problem, Road(self.problem, placement), self.period, estimate)
+            assert least is not None, "an allocation that a decision found is too slow"
+            return min(least, memory_bytes)  # its rounded weights may take a byte more
+
+        first = decide(self.best - 1)
+        if first is None:
+            return None, self.best
+        return narrow(decide, need, first, need(first, self.best - 1), 1)
+
+    def _several_special(self) -> bool:
+        """Better allocations in which several devices have several stages; True where there are no more."""
+        if self._enumerate(lambda problem: SeveralSearch(problem).all(self.period, FEW_PLACEMENTS), 1):
+            return True
+        bound = 1
+        for _ in range(PROBES):
+            memory_bytes = (bound + self.best - 1) // 2
+            search = SeveralSearch(self.problem.with_memory(memory_bytes))
+            if not self._try_all(search.some(self.period, BEAM_WIDTH)[:MOST_TRIED]):
+                break
+            if self.best > memory_bytes:
+                bound = memory_bytes + 1
+        return False
+
+    def _enumerate(self, placements: Callable[[Problem], list[Placement] | None], bound: int) -> bool:
+        """Try the allocations that may need less than the best, lowest first; True where that is all.
+
+        Args:
+            placements: all that may fit a problem's memory; None where they are too many.
+            bound: of all of them.
+        """
+        for level in LEVELS:
+            if self.best <= bound:
+                break
+            found = placements(self.problem.with_memory(bound + (self.best - 1 - bound) // level))
+            if found is None or not self._try_all(found):
+                return False
+        return all(least is None or self.best <= least for least in self.bounds.values())
+
+    def _try_all(self, placements: Iterable[Placement]) -> bool:
+        """Find patterns, of the most promising allocation first; False where the time is up."""
+        promises = []
+        for placement in placements:
+            least = estimated_bytes(self.problem, Road(self.problem, placement), self.period)
+            if least is not None and least < self.best:
+                promises.append((least, placement.cuts, placement.devices, placement))
+        for least, _, _, placement in sorted(promises):
+            if self.problem.deadline.passed():
+                return False
+            if least < self.best:
+                self._try(placement)
+        return True
+
+    def _try(self, placement: Placement) -> None:
+        """Find the pattern of an allocation that needs least memory."""
+        if placement.is_contiguous or placement in self.bounds:
+            return
+        found = most_compact(self.problem, placement, self.period, self.best)
+        self.bounds[placement] = found.bound
+        if found.pattern is not None and found.num_bytes is not None:
+            self.pattern, self.best = found.pattern, found.num_bytes

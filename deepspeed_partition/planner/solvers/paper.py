@@ -113,7 +113,14 @@ class PaperMadPipe:
         return Contiguous(self.name).smallest_memory(problem)
 
     def allocation(self, problem: Problem) -> Placement | None:
-        """Algorithm 1; None where no target period has an allocation. Past the deadline the best so far."""
+        """The one of ``promised``."""
+        return self.promised(problem)[1]
+
+    def promised(self, problem: Problem) -> tuple[int, Placement | None]:
+        """Algorithm 1: the period in ticks that its allocation is expected to have, and the allocation.
+
+        None where no target period has one. Past the deadline the best so far.
+        """
         grid = Grid(problem, self)
         lower, upper = -(-int(problem.times.compute[-1]) // problem.platform.num_devices), problem.longest_period
         target, best = lower, NOTHING
@@ -128,7 +135,7 @@ class PaperMadPipe:
             lower, upper = max(lower, min(period, target)), min(upper, max(period, target))
             if target == (target := (lower + upper) // 2):
                 break  # it has converged: the remaining iterations repeat this one
-        return placement
+        return best, placement
 
     def _nothing_found(self, problem: Problem) -> InfeasibleError:
         memory = problem.platform.memory_bytes

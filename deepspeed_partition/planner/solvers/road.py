@@ -191,12 +191,12 @@ class Road:
 
     def fits(self, pattern: Pattern) -> bool:
         """Whether the stash and transient bytes of a pattern have room."""
-        return all(
-            self._bytes_at(pattern, device, pattern.begins[self.position[f"{kind}{stage}"]]) <= device.room
-            for device in self.memory
-            for stage in device.stages
-            for kind in "FB"
-        )
+        return all(self.peak_bytes(pattern, device) <= device.room for device in self.memory)
+
+    def peak_bytes(self, pattern: Pattern, device: DeviceMemory) -> int:
+        """The most stash and transient bytes on a device at any instant: at the start of one of its operations."""
+        begins = (pattern.begins[self.position[f"{kind}{stage}"]] for stage in device.stages for kind in "FB")
+        return max(self._bytes_at(pattern, device, begin) for begin in begins)
 
     def _bytes_at(self, pattern: Pattern, device: DeviceMemory, now: int) -> int:
         total = running = 0

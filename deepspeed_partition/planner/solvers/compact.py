@@ -1,0 +1,130 @@
+"""The pattern of a chosen period that needs least memory, by integer linear programming.
+
+The program is that of ``ilp.py`` with the period fixed: what its rows let a device use is now a variable and the
+objective. As there, the solver is only trusted for orders and shifts; they decide how many micro-batches each
+stage holds at every instant, and the bytes are counted from those.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_partition.planner.solvers import ilp
+from deepspeed_partition.planner.solvers.problem import Problem
+from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road, pattern_of
+
+RESOLUTION = 1e-6
+"""Of the memory: a pattern that saves less is not looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    """The pattern found that needs least memory, and what is known about all of them."""
+
+    pattern: Pattern | None
+    """None: none was found that takes fewer bytes than asked for."""
+    num_bytes: int | None
+    """Of its largest device."""
+    bound: int | None
+    """No pattern takes less (by more than ``RESOLUTION``). None: there is none below the bytes asked for."""
+
+
+NOTHING = Compact(None, None, None)
+
+
+def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "peak") -> int | None:
+    """Of the largest device; by ``"peak"`` no pattern takes less at this period. None: none is that short."""
+    if period < road.busiest:
+        return None
+    in_flight = road.fewest_in_flight(period)
+    needs = road.bytes_at_least if estimate == "peak" else road.bytes_enough
+    memory_bytes = problem.platform.memory_bytes
+    return max(memory_bytes - device.room + needs(in_flight, device.stages) for device in road.memory)
+
+
+def bytes_of(problem: Problem, road: Road, pattern: Pattern) -> int:
+    """Of the largest device."""
+    memory_bytes = problem.platform.memory_bytes
+    return max(memory_bytes - device.room + road.peak_bytes(pattern, device) for device in road.memory)
+
+
+def most_compact(problem: Problem, placement: Placement, period: int, below: int) -> Compact:
+    """The pattern of an allocation that needs least memory at ``period``, if that is less than ``below`` bytes.
+
+    Where the deadline of ``problem`` passes, the answer is the best so far and its bound is weaker.
+    """
+    # Where memory is no limit at all, its bytes would be out of all proportion to those of the pattern.
+    enough = _more_than_any(problem, Road(problem, placement))
+    problem = problem.with_memory(min(enough, math.floor(below * (1 - RESOLUTION))))
+    road = Road(problem, placement)
+    least = estimated_bytes(problem, road, period)
+    if least is None or least > problem.platform.memory_bytes:
+        return NOTHING
+    # As in ``ilp.py`` first without the tensors that wait at the ends of cuts, which can only need less.
+    relaxed = _solve(problem, road, period, least, single_slots=False)
+    if relaxed.pattern is None or _slots_suffice(road, relaxed.pattern):
+        return relaxed
+    held = _solve(problem, road, period, least if relaxed.bound is None else relaxed.bound, single_slots=True)
+    return Compact(held.pattern, held.num_bytes, relaxed.bound)
+
+
+def _more_than_any(problem: Problem, road: Road) -> int:
+    """Bytes of the largest device if no operation takes, and none waits, longer than a period."""
+    in_flight = [2 * len(road.operations) + 1] * road.num_stages
+    memory_bytes = problem.platform.memory_bytes
+    return max(memory_bytes - device.room + road.bytes_enough(in_flight, device.stages) for device in road.memory)
+
+
+def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slots: bool) -> Compact:
+    """The pattern that takes fewest bytes, from ``least`` to those of the problem."""
+    unknown = Compact(None, None, least)
+    if problem.deadline.passed():
+        return unknown
+    import pulp  # here: importing the planner stays cheap
+
+    model = _Model(pulp, road, period, least, problem.platform.memory_bytes, single_slots=single_slots)
+    model.problem.solve(ilp._solver(pulp, problem.deadline))
+    status = model.problem.sol_status
+    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return NOTHING if model.problem.status == pulp.LpStatusInfeasible else unknown
+    if ilp._value(model.peak) * model.least < least * (1 - RESOLUTION):
+        return unknown  # stopped before it had any solution, which PuLP reports as a feasible one of zeros
+    orders, shifts = model.orders_and_shifts()
+    pattern = pattern_of(road, orders, shifts, single_slots=True)
+    if not single_slots and (pattern is None or pattern.period > period):
+        pattern = pattern_of(road, orders, shifts, single_slots=False)
+    if pattern is None or pattern.period > period or not road.fits(pattern):
+        return unknown  # operations so short that the solver's tolerance reorders them
+    num_bytes = bytes_of(problem, road, pattern)
+    return Compact(pattern, num_bytes, num_bytes if status == pulp.LpSolutionOptimal else least)
+
+
+def _slots_suffice(road: Road, pattern: Pattern) -> bool:
+    """Whether no tensor waits longer than a period at the end of a cut: then the next one has not come."""
+    begins, ticks = pattern.begins, [operation.ticks for operation in road.operations]
+    return all(
+        begins[index] + ticks[index] <= begins[index - 1] + ticks[index - 1] + pattern.period
+        and begins[index + 1] <= begins[index] + pattern.period
+        for index, operation in enumerate(road.operations)
+        if operation.name.startswith("S")
+    )
+
+
+class _Model(ilp._Model):
+    """The integer linear program of a road at one period, for the least bytes of the largest device."""
+
+    def __init__(
+        self, pulp: Any, road: Road, period: int, least: int, memory_bytes: int, *, single_slots: bool
+    ) -> None:
+        self.least, self.memory_bytes = max(1, least), memory_bytes
+        self.peak = pulp.LpVariable("peak", least / self.least, max(1, memory_bytes) / self.least)
+        """In units of the least that there may be, so that the solver's tolerances are a part of the answer."""
+        super().__init__(pulp, road, period, period, single_slots=single_slots)
+        self.problem.setObjective(-self.peak)
+
+    def _fit(self, stages: tuple[int, ...], event: int, room: int) -> None:
+        fixed = (self.memory_bytes - room) / self.least
+        kept = [self.road.stash[stage] / self.least * self._in_flight(stage, event) for stage in stages]
+        self.problem += fixed + sum(kept) <= self.peak
