@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import random
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks" / "planner_speed"))
+
+from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
@@ -106,6 +113,26 @@ def test_equals_the_recursion_of_the_paper(seed, rounding):
             value, placement = grid.best(target)
             assert value == ticks(recursion(problem, options, target))
             assert (placement is None) == (value == NOTHING)
+
+
+@pytest.mark.parametrize("rounding", ["up", "nearest", "down"])
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_the_whole_table(seed, rounding):
+    """Longer chains than the recursion can take, by the program that the benchmark times."""
+    pick = random.Random(seed)
+    size = 12
+    made = chain(
+        [pick.uniform(1, 20) for _ in range(size)],
+        [pick.uniform(2, 40) for _ in range(size)],
+        weights=[pick.randrange(100) for _ in range(size)],
+        outputs=[pick.randrange(1000) for _ in range(size)],
+        stash=[pick.randrange(10_000) for _ in range(size)],
+    )
+    platform = Platform(num_devices=3, memory_bytes=pick.choice([30_000, 50_000, 90_000]), bandwidth=100.0)
+    problem = problem_of(made, platform)
+    grid = Grid(problem, PaperMadPipe(load_steps=21, memory_steps=9, delay_steps=11, rounding=rounding))
+    target = int(problem.times.compute[-1]) * pick.randint(4, 9) // 10
+    assert grid.best(target)[0] == whole_table(grid, target)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -185,7 +185,7 @@ class _States:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stages:
+class Stages:
     """Of every stage [k, l) with one l; [k, delay]."""
 
     normal_fits: NDArray[np.bool_]
@@ -236,7 +236,7 @@ class Grid:
         """
         start = np.ravel_multi_index((0, self.num_normals, 0, 0), self.shape)
         known = {self.num_layers: _States(np.array([start]), np.array([0]))}
-        stages = {self.num_layers: self._stages(self.num_layers, target)}
+        stages = {self.num_layers: self.stages(self.num_layers, target)}
         least = np.empty(math.prod(self.shape), dtype=np.int64)
         for boundary in range(self.num_layers - 1, 0, -1):
             least.fill(NOTHING)
@@ -248,10 +248,10 @@ class Grid:
             codes = np.flatnonzero(least < NOTHING)
             if len(codes):
                 known[boundary] = _States(codes, least[codes])
-                stages[boundary] = self._stages(boundary, target)
+                stages[boundary] = self.stages(boundary, target)
         return self._traced(known, stages)
 
-    def _traced(self, known: dict[int, _States], stages: dict[int, _Stages]) -> tuple[int, Placement | None]:
+    def _traced(self, known: dict[int, _States], stages: dict[int, Stages]) -> tuple[int, Placement | None]:
         """Back from the cheapest end, each time to a state that leads there at the same cost."""
         best, place, end, on_special = NOTHING, -1, 0, False
         for stop, states in known.items():
@@ -276,7 +276,7 @@ class Grid:
         return -(-best // self.scale), Placement.of(cuts, devices)
 
     def _moves(
-        self, states: _States, stages: _Stages, start: int, stop: int
+        self, states: _States, stages: Stages, start: int, stop: int
     ) -> Iterator[tuple[bool, NDArray[np.intp], Integers, Integers]]:
         """Layers ``start`` to ``stop`` as the next stage, from each state that allows it.
 
@@ -313,7 +313,7 @@ class Grid:
     def _step(self, axis: int) -> int:
         return math.prod(self.shape[axis + 1 :])
 
-    def _stages(self, stop: int, target: int) -> _Stages:
+    def stages(self, stop: int, target: int) -> Stages:
         """Every stage that ends at layer ``stop``. Delays are in ticks times ``last_delay``."""
         wide = self.last_delay * target
         delay = np.arange(self.last_delay + 1) * self.longest
@@ -325,7 +325,7 @@ class Grid:
         kept = in_flight - 1
         fits = kept <= self.most_kept[:stop, stop, None]
         needs = self.fixed[:stop, stop, None] + np.where(fits, kept, 0) * self.stash[:stop, stop, None]
-        return _Stages(
+        return Stages(
             normal_fits=in_flight <= self.problem.table.max_in_flight[:stop, stop, None],
             special_fits=np.where(fits, self.last_memory + -(needs * self.last_memory) // self.memory, -1),
             special_adds=self._rounded(needs * self.last_memory, self.memory),
