@@ -18,8 +18,9 @@ from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers import paper
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.paper import NOTHING, Grid, PaperMadPipe
+from deepspeed_partition.planner.solvers.paper import NOTHING, DeadlinePassed, Grid, PaperMadPipe
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 
@@ -230,6 +231,47 @@ def test_without_time_there_is_no_allocation_and_no_search_for_a_schedule():
     over.stop()
     with pytest.raises(InfeasibleError, match="no allocation when its time was up"):
         make_plan(made, platform, "madpipe-paper", deadline=over)
+
+
+def test_past_the_deadline_the_best_so_far_counts(monkeypatch):
+    """The targets that were tried before it, and no others."""
+    made, platform = of_case(CASES["s9: special beats contiguous"], 3, 61)
+    problem = problem_of(made, platform)
+    real, tried = Grid.best, []
+
+    def best(self, target):
+        if len(tried) == 2:
+            raise DeadlinePassed
+        tried.append((real(self, target), target))
+        return tried[-1][0]
+
+    monkeypatch.setattr(Grid, "best", best)
+    found = PaperMadPipe().allocation(problem)
+    assert found == min(tried, key=lambda one: max(one[0][0], one[1]))[0][1]
+    assert found is not None and tried[1][1] > tried[0][1]
+
+
+def test_algorithm_1_ends_where_target_and_period_meet():
+    """No target period among many gives a better one than the ten that are tried, by more than they resolve."""
+    made, platform = of_case(CASES["s12: the g-1 estimate misleads: ILP on MadPipe-DP's allocation is worse than "
+                                   "the contiguous optimum"], 3, 96)  # fmt: skip
+    problem = problem_of(made, platform)
+    grid = Grid(problem, PaperMadPipe(load_steps=100, memory_steps=97, delay_steps=200))
+    clock = problem.times.clock
+    every = [max(grid.best(target)[0], target) for target in map(clock.ticks, range(30, 146, 3))]
+    tried = []
+
+    class Noting(Grid):
+        def best(self, target):
+            found = super().best(target)
+            tried.append(max(found[0], target))
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper, "Grid", Noting)
+        PaperMadPipe(load_steps=100, memory_steps=97, delay_steps=200).allocation(problem)
+    assert len(tried) == 10
+    assert min(tried) <= min(every) + clock.ticks(1)
 
 
 def test_a_schedule_that_is_not_found_in_time_is_one_micro_batch_after_the_other(monkeypatch):

@@ -18,6 +18,7 @@ from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, make_plan
 from deepspeed_partition.planner.planning import problem_of
+from deepspeed_partition.planner.solvers.contiguous import best_cut
 from deepspeed_partition.planner.solvers.paper import Grid, PaperMadPipe
 from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Placement
@@ -53,15 +54,14 @@ def against_paper(num_layers: int, num_devices: int, time_limit: float) -> dict[
     for seed, share in enumerate(SHARES if num_layers < LONG else LONG_SHARES):
         chain, platform = random_instance(num_layers, num_devices, seed, share)
         problem = problem_of(chain, platform)
-        search = [seconds_of(best_special, problem, "peak", None) for _ in range(REPEATS)]
-        bound = best_special(problem, "peak", None).bound
+        seconds = [seconds_of(search, problem) for _ in range(REPEATS)]
         paper = Timed()
-        grid, target = Grid(problem, paper), bound or problem.longest_period
+        grid, target = Grid(problem, paper), search(problem) or problem.longest_period
         ours, our_period = planned(chain, platform, "madpipe", time_limit)
         theirs, their_period = planned(chain, platform, paper, HOURS)
         instances.append({
             "memory_share": share,
-            "search_seconds": statistics.median(search),
+            "search_seconds": statistics.median(seconds),
             "paper_seconds": paper.seconds[0],
             "whole_table_seconds": paper.iterations * seconds_of(whole_table, grid, target),
             "madpipe_plan_seconds": ours,
@@ -70,6 +70,14 @@ def against_paper(num_layers: int, num_devices: int, time_limit: float) -> dict[
             "paper_period": their_period,
         })  # fmt: skip
     return {"layers": num_layers, "devices": num_devices, "instances": instances}
+
+
+def search(problem: Problem) -> int | None:
+    """The least period that the estimate of memory allows, over contiguous cuts and one special device; ticks."""
+    found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
+    contiguous = None if found is None else found[1]
+    special = best_special(problem, "peak", contiguous).bound
+    return contiguous if special is None else special
 
 
 def seconds_of(call: Callable[..., object], *arguments: object) -> float:
