@@ -20,7 +20,8 @@ from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers import paper
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.paper import NOTHING, DeadlinePassed, Grid, PaperMadPipe
+from deepspeed_partition.planner.solvers.paper import NOTHING, Grid, PaperMadPipe
+from deepspeed_partition.planner.solvers.special import DeadlinePassed
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 
@@ -291,8 +292,10 @@ def test_a_schedule_that_is_not_found_in_time_is_one_micro_batch_after_the_other
     assert not plan.proved
 
 
-def test_a_step_that_drains_is_refused():
+def test_a_step_that_drains_and_a_chosen_period_are_refused():
     made, platform = random_instance(1)
+    with pytest.raises(ValueError, match="looks for the shortest period alone"):
+        make_plan(made, platform, "madpipe-paper", period_seconds=100.0)
     with pytest.raises(ValueError, match="knows no step that drains"):
         make_plan(made, platform, "madpipe-paper", num_micro_batches=4)
 

@@ -47,13 +47,14 @@ from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, fits
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road, pattern_of
+from deepspeed_partition.planner.solvers.special import DeadlinePassed
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 Rounding = Literal["nearest", "up", "down"]
 Integers = NDArray[np.int64]
 
 SCHEDULE_SECONDS = 60.0
-"""The paper's limit for its integer program."""
+"""The paper's limit for its integer program, of which ``ilp.py`` spends 20 s on each of its two solves."""
 MOST_STEPS = 1000
 """Of a grid: times in ticks have 15 digits, and their products with this are exact in 64 bits."""
 MOST_VALUES = 10_000_000
@@ -169,10 +170,6 @@ def _scheduled(problem: Problem, road: Road) -> Pattern:
     one_by_one = pattern_of(road, road.users, [0] * len(road.operations), single_slots=True)
     assert one_by_one is not None and road.fits(one_by_one), "one micro-batch at a time fits by its bytes"
     return one_by_one
-
-
-class DeadlinePassed(Exception):
-    """Nothing is decided."""
 
 
 @dataclass(frozen=True, slots=True)
