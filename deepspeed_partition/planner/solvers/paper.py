@@ -127,8 +127,9 @@ class PaperMadPipe:
             if max(period, target) < best:
                 best, placement = max(period, target), found
             lower, upper = max(lower, min(period, target)), min(upper, max(period, target))
-            if target == (target := (lower + upper) // 2):
-                break  # it has converged: the remaining iterations repeat this one
+            last, target = target, (lower + upper) // 2
+            if target == last:
+                break  # the remaining iterations repeat this one
         return placement
 
     def _nothing_found(self, problem: Problem) -> InfeasibleError:
@@ -154,7 +155,7 @@ class PaperMadPipe:
             for (start, stop), device in zip(pairwise(placement.cuts), placement.devices, strict=True)
         )
         return InfeasibleError(
-            f"no plan fits into {format_bytes(memory)} per device: the allocation that {self.name} chose "
+            f"{self.name} has no plan for {format_bytes(memory)} per device: the allocation that it chose "
             f"({where}), by an estimate that is too low, needs {exact_bytes(needs)} ({format_bytes(needs)}), "
             f"{exact_bytes(needs - memory)} more than there are: give that much memory, or use madpipe",
             short_bytes=needs - memory,
