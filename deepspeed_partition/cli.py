@@ -186,7 +186,8 @@ def plan(
     metavar="NAME",
     multiple=True,
     shell_complete=complete_algorithm,
-    help="One more besides the usual ones, such as type:REGEX or boundaries 0,3,8; may be repeated.",
+    help="One more besides the usual ones, such as type:REGEX, 0,3,8 or madpipe-paper, which is slow; "
+    "may be repeated.",
 )
 @json_flag("the table")
 def compare_command(

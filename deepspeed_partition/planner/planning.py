@@ -159,6 +159,10 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
         )
     if isinstance(period_seconds, bool) or not isinstance(period_seconds, int | float) or not period_seconds > 0:
         raise ValueError(f"period_seconds is {period_seconds!r}: it is more than 0")
+    if isinstance(solver, PaperMadPipe):
+        raise ValueError(
+            f"{solver.name} looks for the shortest period alone: leave period_seconds out, or use madpipe"
+        )
     clock, memory = problem.times.clock, problem.platform.memory_bytes
     period = min(clock.ticks(float(period_seconds)), problem.longest_period)
     roomy = problem.with_memory(LARGEST_MEMORY_BYTES)

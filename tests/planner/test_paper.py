@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+import random
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks" / "planner_speed"))
+
+from whole_table import whole_table
+
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers import paper
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.paper import NOTHING, Grid, PaperMadPipe
+from deepspeed_partition.planner.solvers.special import DeadlinePassed
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 
@@ -108,6 +117,26 @@ def test_equals_the_recursion_of_the_paper(seed, rounding):
             assert (placement is None) == (value == NOTHING)
 
 
+@pytest.mark.parametrize("rounding", ["up", "nearest", "down"])
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_the_whole_table(seed, rounding):
+    """Longer chains than the recursion can take, by the program that the benchmark times."""
+    pick = random.Random(seed)
+    size = 12
+    made = chain(
+        [pick.uniform(1, 20) for _ in range(size)],
+        [pick.uniform(2, 40) for _ in range(size)],
+        weights=[pick.randrange(100) for _ in range(size)],
+        outputs=[pick.randrange(1000) for _ in range(size)],
+        stash=[pick.randrange(10_000) for _ in range(size)],
+    )
+    platform = Platform(num_devices=3, memory_bytes=pick.choice([30_000, 50_000, 90_000]), bandwidth=100.0)
+    problem = problem_of(made, platform)
+    grid = Grid(problem, PaperMadPipe(load_steps=21, memory_steps=9, delay_steps=11, rounding=rounding))
+    target = int(problem.times.compute[-1]) * pick.randint(4, 9) // 10
+    assert grid.best(target)[0] == whole_table(grid, target)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_rounding_up_is_never_optimistic(seed):
     """Neither below the recurrence without a grid, nor below what its allocation really loads a device with."""
@@ -180,7 +209,7 @@ def test_an_allocation_without_a_schedule_says_so():
     case = CASES["s21: MadPipe-DP's allocation cannot be scheduled at all"]
     made, platform = of_case(case, case["P"], case["M"])
     fine = PaperMadPipe(load_steps=67, memory_steps=72, delay_steps=102)  # every value there is
-    with pytest.raises(InfeasibleError, match=r"the allocation that madpipe-paper chose \(.*@0.*\)") as refusal:
+    with pytest.raises(InfeasibleError, match=r"madpipe-paper has no plan .* it chose \(.*@0.*\)") as refusal:
         make_plan(made, platform, fine)
     needs = refusal.value.smallest_memory_bytes
     assert needs == platform.memory_bytes + refusal.value.short_bytes
@@ -205,6 +234,47 @@ def test_without_time_there_is_no_allocation_and_no_search_for_a_schedule():
         make_plan(made, platform, "madpipe-paper", deadline=over)
 
 
+def test_past_the_deadline_the_best_so_far_counts(monkeypatch):
+    """The targets that were tried before it, and no others."""
+    made, platform = of_case(CASES["s9: special beats contiguous"], 3, 61)
+    problem = problem_of(made, platform)
+    real, tried = Grid.best, []
+
+    def best(self, target):
+        if len(tried) == 2:
+            raise DeadlinePassed
+        tried.append((real(self, target), target))
+        return tried[-1][0]
+
+    monkeypatch.setattr(Grid, "best", best)
+    found = PaperMadPipe().allocation(problem)
+    assert found == min(tried, key=lambda one: max(one[0][0], one[1]))[0][1]
+    assert found is not None and tried[1][1] > tried[0][1]
+
+
+def test_algorithm_1_ends_where_target_and_period_meet():
+    """No target period among many gives a better one than the ten that are tried, by more than they resolve."""
+    made, platform = of_case(CASES["s12: the g-1 estimate misleads: ILP on MadPipe-DP's allocation is worse than "
+                                   "the contiguous optimum"], 3, 96)  # fmt: skip
+    problem = problem_of(made, platform)
+    grid = Grid(problem, PaperMadPipe(load_steps=100, memory_steps=97, delay_steps=200))
+    clock = problem.times.clock
+    every = [max(grid.best(target)[0], target) for target in map(clock.ticks, range(30, 146, 3))]
+    tried = []
+
+    class Noting(Grid):
+        def best(self, target):
+            found = super().best(target)
+            tried.append(max(found[0], target))
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper, "Grid", Noting)
+        PaperMadPipe(load_steps=100, memory_steps=97, delay_steps=200).allocation(problem)
+    assert len(tried) == 10
+    assert min(tried) <= min(every) + clock.ticks(1)
+
+
 def test_a_schedule_that_is_not_found_in_time_is_one_micro_batch_after_the_other(monkeypatch):
     made, platform = of_case(CASES["sandwich"], 2, 200)
     options = PaperMadPipe()
@@ -222,8 +292,10 @@ def test_a_schedule_that_is_not_found_in_time_is_one_micro_batch_after_the_other
     assert not plan.proved
 
 
-def test_a_step_that_drains_is_refused():
+def test_a_step_that_drains_and_a_chosen_period_are_refused():
     made, platform = random_instance(1)
+    with pytest.raises(ValueError, match="looks for the shortest period alone"):
+        make_plan(made, platform, "madpipe-paper", period_seconds=100.0)
     with pytest.raises(ValueError, match="knows no step that drains"):
         make_plan(made, platform, "madpipe-paper", num_micro_batches=4)
 

@@ -47,13 +47,14 @@ from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, fits
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road, pattern_of
+from deepspeed_partition.planner.solvers.special import DeadlinePassed
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 Rounding = Literal["nearest", "up", "down"]
 Integers = NDArray[np.int64]
 
 SCHEDULE_SECONDS = 60.0
-"""The paper's limit for its integer program."""
+"""The paper's limit for its integer program, of which ``ilp.py`` spends 20 s on each of its two solves."""
 MOST_STEPS = 1000
 """Of a grid: times in ticks have 15 digits, and their products with this are exact in 64 bits."""
 MOST_VALUES = 10_000_000
@@ -133,8 +134,9 @@ class PaperMadPipe:
             if max(period, target) < best:
                 best, placement = max(period, target), found
             lower, upper = max(lower, min(period, target)), min(upper, max(period, target))
-            if target == (target := (lower + upper) // 2):
-                break  # it has converged: the remaining iterations repeat this one
+            last, target = target, (lower + upper) // 2
+            if target == last:
+                break  # the remaining iterations repeat this one
         return best, placement
 
     def _nothing_found(self, problem: Problem) -> InfeasibleError:
@@ -160,7 +162,7 @@ class PaperMadPipe:
             for (start, stop), device in zip(pairwise(placement.cuts), placement.devices, strict=True)
         )
         return InfeasibleError(
-            f"no plan fits into {format_bytes(memory)} per device: the allocation that {self.name} chose "
+            f"{self.name} has no plan for {format_bytes(memory)} per device: the allocation that it chose "
             f"({where}), by an estimate that is too low, needs {exact_bytes(needs)} ({format_bytes(needs)}), "
             f"{exact_bytes(needs - memory)} more than there are: give that much memory, or use madpipe",
             short_bytes=needs - memory,
@@ -178,10 +180,6 @@ def _scheduled(problem: Problem, road: Road) -> Pattern:
     return one_by_one
 
 
-class DeadlinePassed(Exception):
-    """Nothing is decided."""
-
-
 @dataclass(frozen=True, slots=True)
 class _States:
     """What paths lead to at one boundary; a state is (delay, normals, memory, load) as one number."""
@@ -192,7 +190,7 @@ class _States:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stages:
+class Stages:
     """Of every stage [k, l) with one l; [k, delay]."""
 
     normal_fits: NDArray[np.bool_]
@@ -243,7 +241,7 @@ class Grid:
         """
         start = np.ravel_multi_index((0, self.num_normals, 0, 0), self.shape)
         known = {self.num_layers: _States(np.array([start]), np.array([0]))}
-        stages = {self.num_layers: self._stages(self.num_layers, target)}
+        stages = {self.num_layers: self.stages(self.num_layers, target)}
         least = np.empty(math.prod(self.shape), dtype=np.int64)
         for boundary in range(self.num_layers - 1, 0, -1):
             least.fill(NOTHING)
@@ -255,10 +253,10 @@ class Grid:
             codes = np.flatnonzero(least < NOTHING)
             if len(codes):
                 known[boundary] = _States(codes, least[codes])
-                stages[boundary] = self._stages(boundary, target)
+                stages[boundary] = self.stages(boundary, target)
         return self._traced(known, stages)
 
-    def _traced(self, known: dict[int, _States], stages: dict[int, _Stages]) -> tuple[int, Placement | None]:
+    def _traced(self, known: dict[int, _States], stages: dict[int, Stages]) -> tuple[int, Placement | None]:
         """Back from the cheapest end, each time to a state that leads there at the same cost."""
         best, place, end, on_special = NOTHING, -1, 0, False
         for stop, states in known.items():
@@ -283,7 +281,7 @@ class Grid:
         return -(-best // self.scale), Placement.of(cuts, devices)
 
     def _moves(
-        self, states: _States, stages: _Stages, start: int, stop: int
+        self, states: _States, stages: Stages, start: int, stop: int
     ) -> Iterator[tuple[bool, NDArray[np.intp], Integers, Integers]]:
         """Layers ``start`` to ``stop`` as the next stage, from each state that allows it.
 
@@ -320,7 +318,7 @@ class Grid:
     def _step(self, axis: int) -> int:
         return math.prod(self.shape[axis + 1 :])
 
-    def _stages(self, stop: int, target: int) -> _Stages:
+    def stages(self, stop: int, target: int) -> Stages:
         """Every stage that ends at layer ``stop``. Delays are in ticks times ``last_delay``."""
         wide = self.last_delay * target
         delay = np.arange(self.last_delay + 1) * self.longest
@@ -332,7 +330,7 @@ class Grid:
         kept = in_flight - 1
         fits = kept <= self.most_kept[:stop, stop, None]
         needs = self.fixed[:stop, stop, None] + np.where(fits, kept, 0) * self.stash[:stop, stop, None]
-        return _Stages(
+        return Stages(
             normal_fits=in_flight <= self.problem.table.max_in_flight[:stop, stop, None],
             special_fits=np.where(fits, self.last_memory + -(needs * self.last_memory) // self.memory, -1),
             special_adds=self._rounded(needs * self.last_memory, self.memory),

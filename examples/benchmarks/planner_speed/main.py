@@ -1,6 +1,10 @@
-"""How fast is the planner, and what does importing the package cost?
+"""How fast is the planner, beside the paper's program too, in how much memory, and what does importing it cost?
 
-python examples/benchmarks/planner_speed/main.py [contiguous | madpipe] [--time-limit 60] [--save]
+python examples/benchmarks/planner_speed/main.py [contiguous] [paper] [large] [graphs] [madpipe] [--save]
+
+Without arguments all but ``madpipe``, which takes up to an hour: it plans until each proof is found or the time is
+up.
+``--save`` writes results/ and the tables of the README beside this file.
 """
 
 from __future__ import annotations
@@ -8,60 +12,50 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
+from against_paper import SIZES as PAPER_SIZES
+from against_paper import against_paper, markdown, search
+from instances import random_instance
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
+from tqdm import tqdm
 
-from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan
+from deepspeed_partition import Chain, InfeasibleError, Platform, make_plan
+from deepspeed_partition.planner.planning import problem_of
 
+HERE = Path(__file__).parent
+PROFILES = HERE.parents[1] / "profiles" / "pipedream"
 SIZES = {
     "contiguous": [(50, 8), (100, 8), (200, 8), (200, 16), (400, 16)],
     "madpipe": [(12, 4), (20, 4), (20, 8), (50, 8)],
 }
 MEMORY_SHARES = [0.2, 0.3, 0.5, 0.8, 1.5]
-"""Memory of all devices together, as a share of what the layers store once."""
-
-
-def random_chain(num_layers: int, seed: int) -> Chain:
-    pick = random.Random(seed)
-    return Chain(
-        input_bytes=10**6,
-        layers=tuple(
-            LayerProfile(
-                name=f"layer{index}",
-                forward_seconds=pick.uniform(0.001, 0.02),
-                backward_seconds=pick.uniform(0.002, 0.04),
-                weight_bytes=pick.randrange(10**6),
-                output_bytes=pick.randrange(10**7),
-                stash_bytes=pick.randrange(10**8),
-            )
-            for index in range(num_layers)
-        ),
-    )
+LARGE = [(100, 8), (200, 16), (400, 16)]
+LARGE_SHARE = 0.5
 
 
 def planning_seconds(
     algorithm: str, num_layers: int, num_devices: int, repeats: int, time_limit: float
 ) -> dict[str, float]:
-    """Of whole calls of ``make_plan``: search, proof, schedule and replay."""
+    """Of the processor, of whole calls of ``make_plan``: search, proof, schedule and replay."""
     seconds, infeasible, proved = [], 0, 0
     for seed, share in enumerate(MEMORY_SHARES * repeats):
-        chain = random_chain(num_layers, seed)
-        stored = sum(layer.stash_bytes + 3 * layer.weight_bytes for layer in chain.layers)
-        devices = Platform(num_devices=num_devices, memory_bytes=int(share * stored), bandwidth=1e9)
-        start = time.perf_counter()
+        chain, devices = random_instance(num_layers, num_devices, seed, share)
+        start = time.process_time()
         try:
             proved += make_plan(chain, devices, algorithm, time_limit_seconds=time_limit).proved
         except InfeasibleError:
             infeasible += 1
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return {
         "layers": num_layers,
         "devices": num_devices,
@@ -71,6 +65,51 @@ def planning_seconds(
         "infeasible": infeasible,
         "proved": proved,
     }
+
+
+def in_new_interpreter(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", *map(str, arguments)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def one(what: str, num_layers: int, num_devices: int, time_limit: float) -> dict[str, Any]:
+    """One call in this interpreter, which did nothing before: processor seconds, and its peak memory."""
+    chain, devices = random_instance(num_layers, num_devices, 1, LARGE_SHARE)
+    start = time.process_time()
+    gap = None
+    if what == "search":
+        search(problem_of(chain, devices))
+    elif what != "nothing":
+        gap = make_plan(chain, devices, what, time_limit_seconds=time_limit).gap
+    seconds = time.process_time() - start
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
+    return {
+        "what": what, "layers": num_layers, "devices": num_devices, "seconds": seconds, "gap": gap,
+        "peak_bytes": 1024 * kilobytes,
+    }  # fmt: skip
+
+
+def large(time_limit: float) -> list[dict[str, Any]]:
+    calls = [
+        (what, *size) for size in LARGE for what in ("nothing", "contiguous", "search", "madpipe", "madpipe-paper")
+    ]
+    few = [call for call in calls if call[0] != "madpipe-paper" or call[1] == LARGE[0][0]]
+    return [in_new_interpreter(*call, time_limit) for call in tqdm(few, desc="large chains", disable=None)]
+
+
+def graphs() -> list[dict[str, Any]]:
+    """The published profiles: to a chain, and to a contiguous plan for 4 devices."""
+    rows = []
+    for path in sorted(PROFILES.glob("*.graph.txt")):
+        start = time.process_time()
+        chain = Chain.load(path)
+        loaded = time.process_time()
+        make_plan(chain, Platform(num_devices=4, memory_bytes=16e9, bandwidth=12e9), "contiguous")
+        rows.append({
+            "network": chain.name, "layers": chain.num_layers, "chain_seconds": loaded - start,
+            "plan_seconds": time.process_time() - loaded,
+        })  # fmt: skip
+    return rows
 
 
 def import_seconds(repeats: int) -> dict[str, float]:
@@ -83,42 +122,91 @@ def import_seconds(repeats: int) -> dict[str, float]:
     return {"median_seconds": statistics.median(seconds), "max_seconds": max(seconds), "calls": repeats}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("algorithm", nargs="?", choices=list(SIZES), default="contiguous")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one call")
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--save", action="store_true", help="write results/ beside this file")
-    arguments = parser.parse_args()
-    rows = [
-        planning_seconds(arguments.algorithm, *size, arguments.repeats, arguments.time_limit)
-        for size in SIZES[arguments.algorithm]
+def planning_lines(rows: Iterable[dict[str, Any]], imported: dict[str, float]) -> list[str]:
+    return [
+        "| layers | devices | median, s | max, s | calls | nothing fits | proved |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['layers']} | {row['devices']} | {row['median_seconds']:.3f} | {row['max_seconds']:.3f} | "
+            f"{row['calls']} | {row['infeasible']} | {row['proved']} |"
+            for row in rows
+        ),
+        "",
+        f"`import deepspeed_partition` takes {imported['median_seconds']:.2f} s (median of {imported['calls']} "
+        "new interpreters).",
     ]
+
+
+def large_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return [
+        "| layers | devices | call | processor s | peak memory of the process | gap |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['layers']} | {row['devices']} | {row['what']} | {row['seconds']:.2f} | "
+            f"{row['peak_bytes'] / 1e6:.0f} MB | {'-' if row['gap'] is None else format(row['gap'], '.1%')} |"
+            for row in rows
+        ),
+    ]
+
+
+def graph_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return [
+        "| network | layers | graph to chain, s | plan, s |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['network']} | {row['layers']} | {row['chain_seconds']:.3f} | {row['plan_seconds']:.3f} |"
+            for row in rows
+        ),
+    ]
+
+
+def measure(what: str, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
+    """The figures, and the lines of their table."""
+    if what == "paper":
+        rows: Any = [against_paper(*size, arguments.time_limit) for size in tqdm(PAPER_SIZES, disable=None)]
+        return rows, markdown(rows)
+    if what == "large":
+        rows = large(arguments.time_limit)
+        return rows, large_lines(rows)
+    if what == "graphs":
+        rows = graphs()
+        return rows, graph_lines(rows)
+    rows = [planning_seconds(what, *size, arguments.repeats, arguments.time_limit) for size in SIZES[what]]
     imported = import_seconds(5)
-    table = Table(title=f"make_plan(..., {arguments.algorithm!r}): seconds")
-    for name in ("layers", "devices", "median", "max", "calls", "infeasible", "proved"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        seconds = [f"{row[key]:.3f}" for key in ("median_seconds", "max_seconds")]
-        table.add_row(
-            str(row["layers"]),
-            str(row["devices"]),
-            *seconds,
-            *(str(row[key]) for key in ("calls", "infeasible", "proved")),
-        )
-    Console().print(table)
-    seconds = [
-        f"{name} {imported[key]:.3f} s" for name, key in (("median", "median_seconds"), ("max", "max_seconds"))
-    ]
-    print(f"import deepspeed_partition: {', '.join(seconds)}")
-    if arguments.save:
-        machine = platform.machine()
-        path = Path(__file__).parent / "results" / f"{arguments.algorithm}_{machine}_{date.today():%Y%m}.json"
-        path.write_text(
-            json.dumps({"planning": rows, "import": imported, "python": platform.python_version()}, indent=1)
-            + "\n"
-        )
-        print(f"saved {path.name}")
+    return {"planning": rows, "import": imported}, planning_lines(rows, imported)
+
+
+def save(what: str, figures: Any, lines: list[str]) -> None:
+    """The figures into results/, their table into the README between its two marks."""
+    path = HERE / "results" / f"{what}_{platform.machine()}_{date.today():%Y%m}.json"
+    path.write_text(json.dumps({"python": platform.python_version(), what: figures}, indent=1) + "\n")
+    readme = HERE / "README.md"
+    text = readme.read_text()
+    begin, end = f"<!-- {what} -->\n", f"<!-- end of {what} -->"
+    before, rest = text.split(begin)
+    readme.write_text(before + begin + "\n".join(["", *lines, "", end]) + rest.split(end)[1])
+    print(f"saved {path.name}")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:  # a new interpreter of ``large``
+        what, num_layers, num_devices, time_limit = sys.argv[2:]
+        print(json.dumps(one(what, int(num_layers), int(num_devices), float(time_limit))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["contiguous", "paper", "large", "graphs"])
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one call of make_plan")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--save", action="store_true", help="write results/ and the README beside this file")
+    arguments = parser.parse_args()
+    for what in arguments.what:
+        if what not in (*SIZES, "paper", "large", "graphs"):
+            parser.error(f"unknown {what!r}: there are {', '.join(SIZES)}, paper, large and graphs")
+    for what in arguments.what:
+        figures, lines = measure(what, arguments)
+        Console(width=160).print(Markdown("\n".join([f"## {what}", "", *lines])))
+        if arguments.save:
+            save(what, figures, lines)
 
 
 if __name__ == "__main__":
