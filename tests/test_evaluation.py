@@ -127,7 +127,16 @@ def test_claims_about_a_rival() -> None:
     assert holds(against(once, "pipedream", "madpipe")) == [False] * 4
     below = table(pipedream=ours | {setting(4): 1.3, setting(8): 1.3}, madpipe=ours)
     assert holds(against(below, "pipedream", "madpipe")) == [True, False, True, False]
-    # Where only one of them has a plan nothing is compared.
+    # Where only one of them has a plan nothing is compared, though what it has be fast.
+    more = ours | {setting(memory, network="net2"): 0.1 for memory in memories}
+    both = Evaluation.of(
+        {
+            "pipedream": {at: result(each) for at, each in more.items()},
+            "madpipe": dict.fromkeys(ours, result(1.0)),
+        },
+        {"net": 8.0, "net2": 8.0},
+    )
+    assert against(both, "pipedream", "madpipe")[3].figure.endswith("8.00 against 8.00 at 16 GB")
     none = table(pipedream=dict.fromkeys(ours), madpipe=ours)
     assert holds(against(none, "pipedream", "madpipe")) == [None] * 4
 

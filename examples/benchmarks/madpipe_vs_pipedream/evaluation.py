@@ -49,6 +49,15 @@ class Evaluation:
         present = {algorithm for found in self.rows.values() for algorithm in found}
         return [algorithm for algorithm in ALGORITHMS if algorithm in present]
 
+    def both(self, one: str, other: str) -> Evaluation:
+        """The settings in which both have a plan."""
+        chosen = {
+            setting: found
+            for setting, found in self.rows.items()
+            if self.period(setting, one) is not None and self.period(setting, other) is not None
+        }
+        return replace(self, rows=chosen)
+
     def values(self, key: str) -> list[object]:
         """Of a field of the settings, in order."""
         return sorted({getattr(setting, key) for setting in self.rows})
