@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks" / "madpipe_vs_pipedream"))
 
 from claims import against, alone, of_ours, without_plan
-from evaluation import Evaluation
+from evaluation import Evaluation, evaluation_of
 from figures import draw
 from report import report
 from sweep import Result, Setting, counted, read, result_of, sweep
@@ -127,7 +127,16 @@ def test_claims_about_a_rival() -> None:
     assert holds(against(once, "pipedream", "madpipe")) == [False] * 4
     below = table(pipedream=ours | {setting(4): 1.3, setting(8): 1.3}, madpipe=ours)
     assert holds(against(below, "pipedream", "madpipe")) == [True, False, True, False]
-    # Where only one of them has a plan nothing is compared.
+    # Where only one of them has a plan nothing is compared, though what it has be fast.
+    more = ours | {setting(memory, network="net2"): 0.1 for memory in memories}
+    both = Evaluation.of(
+        {
+            "pipedream": {at: result(each) for at, each in more.items()},
+            "madpipe": dict.fromkeys(ours, result(1.0)),
+        },
+        {"net": 8.0, "net2": 8.0},
+    )
+    assert against(both, "pipedream", "madpipe")[3].figure.endswith("8.00 against 8.00 at 16 GB")
     none = table(pipedream=dict.fromkeys(ours), madpipe=ours)
     assert holds(against(none, "pipedream", "madpipe")) == [None] * 4
 
@@ -175,3 +184,14 @@ def test_a_report_and_its_figures(tmp_path) -> None:
         "figure6_net_input.png", "figure7_input.png", "figure8_input_12.png", "figure8_input_24.png",
     }  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+
+
+def test_what_is_committed_says_what_the_readme_says() -> None:
+    """Every row of a table in the README is one of the report, and the report is that of the rows."""
+    folder = Path(sys.modules["sweep"].__file__ or "").parent
+    reports = sorted(folder.glob("results/*/report.md"))
+    for path in reports:
+        assert path.read_text() == report(evaluation_of(path.parent)), path
+    reported = "".join(path.read_text() for path in reports).splitlines()
+    rows = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]
+    assert rows and set(rows) <= set(reported)

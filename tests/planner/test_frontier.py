@@ -49,6 +49,23 @@ def test_nothing_between_two_points_is_faster_than_the_upper_one_in_their_memory
             assert upper.period_seconds <= plan.period_seconds
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_sharing_devices_never_costs_time_or_memory(seed: int) -> None:
+    layers, small = random_instance(seed, most_layers=5, most_devices=3)
+    roomy = Platform(num_devices=small.num_devices, memory_bytes=10**6, bandwidth=small.bandwidth)
+    shared, contiguous = (
+        frontier(layers, roomy, algorithm, time_limit_seconds=600) for algorithm in ("madpipe", "contiguous")
+    )
+    assert shared.complete and all(plan.proved for plan in shared.plans)
+    for plan in contiguous.plans:
+        memory, seconds = contiguous.memory_bytes(plan) / (1 - RESOLUTION), plan.period_seconds * (1 + 2e-6)
+        assert any(shared.memory_bytes(each) <= memory and each.period_seconds <= seconds for each in shared.plans)
+    for each in shared.plans:
+        assert replay(each, layers).violations == ()
+        least = make_plan(layers, roomy, period_seconds=each.period_seconds)
+        assert shared.memory_bytes(each) <= max(least.peak_memory_bytes) * (1 + 2e-6)
+
+
 def test_the_time_is_up() -> None:
     stopped = Deadline()
     stopped.stop()

@@ -83,11 +83,10 @@ class _Search:
         """Of each allocation that was tried: no pattern takes less; None where none takes less than the best."""
 
     def run(self) -> Answer:
-        proved_class = None if self.problem.deadline.stopped or self.cuts is None else "contiguous"
-        if self._one_special():
-            proved_class = "any allocation" if self._several_special() else "one special device"
-        elif self.pattern is not None:
-            proved_class = None
+        one, several = self._one_special(), self._several_special()
+        proved_class = ("any allocation" if several else "one special device") if one else None
+        if proved_class is None and self.pattern is None and not self.problem.deadline.stopped:
+            proved_class = "contiguous"
         if self.pattern is not None:
             proved = self.pattern.period if proved_class else None
             return Answer((), proved, (self.pattern,), proved_class=proved_class or "")

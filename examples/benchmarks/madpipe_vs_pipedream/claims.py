@@ -133,7 +133,7 @@ def _scalability(table: Evaluation, rival: str, ours: str) -> Verdict:
     most = max(table.values("num_devices"), default=0)
     found = []
     for memory_gb in ROOMY_GB:
-        settings = table.where(num_devices=most, memory_gb=memory_gb)
+        settings = table.where(num_devices=most, memory_gb=memory_gb).both(ours, rival)
         pair = [geometric_mean(settings.speedups(algorithm)) for algorithm in (ours, rival)]
         if not any(map(math.isnan, pair)):
             found.append((memory_gb, *pair))

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
-from sweep import Result, Setting
+from sweep import Result, Setting, read
 
 ALGORITHMS = ("pipedream-blind", "pipedream", "contiguous", "madpipe-paper", "madpipe")
 PROOF = 2e-6
@@ -47,6 +48,15 @@ class Evaluation:
         """Those that have a row."""
         present = {algorithm for found in self.rows.values() for algorithm in found}
         return [algorithm for algorithm in ALGORITHMS if algorithm in present]
+
+    def both(self, one: str, other: str) -> Evaluation:
+        """The settings in which both have a plan."""
+        chosen = {
+            setting: found
+            for setting, found in self.rows.items()
+            if self.period(setting, one) is not None and self.period(setting, other) is not None
+        }
+        return replace(self, rows=chosen)
 
     def values(self, key: str) -> list[object]:
         """Of a field of the settings, in order."""
@@ -94,6 +104,17 @@ class Evaluation:
             if algorithm in self.rows[less] and algorithm in self.rows[more]
             and longer(self.period(more, algorithm), self.period(less, algorithm))
         ]  # fmt: skip
+
+
+def evaluation_of(folder: Path) -> Evaluation:
+    """Of the files of a folder."""
+    results, sequential_seconds = {}, {}
+    for algorithm in ALGORITHMS:
+        path = folder / f"{algorithm}.jsonl"
+        if path.exists():
+            head, results[algorithm] = read(path)
+            sequential_seconds |= head["sequential_seconds"]
+    return Evaluation.of(results, sequential_seconds)
 
 
 def longer(period: float | None, other: float | None) -> bool:

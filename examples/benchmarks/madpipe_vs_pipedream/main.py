@@ -20,8 +20,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from evaluation import ALGORITHMS, Evaluation
-from sweep import KEPT, Setting, read, sweep
+from evaluation import ALGORITHMS, evaluation_of
+from report import report
+from sweep import KEPT, Setting, sweep
 
 from deepspeed_partition import Chain, ChainFormatError
 from deepspeed_partition.planner.files import write_text
@@ -94,17 +95,14 @@ def run(arguments: argparse.Namespace) -> None:
             time_limit_seconds=arguments.time_limit if algorithm == "madpipe" else PATIENCE_SECONDS,
             num_jobs=arguments.jobs,
         )
-    show(folder, chains)
+    show(folder)
 
 
-def show(folder: Path, chains: dict[str, Chain]) -> None:
+def show(folder: Path) -> None:
     """Tables, verdicts and figures of all that is in a folder."""
     from figures import draw  # matplotlib
-    from report import report
 
-    files = {algorithm: folder / f"{algorithm}.jsonl" for algorithm in ALGORITHMS}
-    results = {algorithm: read(path)[1] for algorithm, path in files.items() if path.exists()}
-    table = Evaluation.of(results, {name: chain.compute_seconds for name, chain in chains.items()})
+    table = evaluation_of(folder)
     text = report(table)
     print(text)
     write_text(folder / "report.md", text)

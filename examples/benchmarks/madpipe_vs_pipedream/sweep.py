@@ -201,6 +201,7 @@ def _head(algorithm: str, chains: Mapping[str, Chain], time_limit_seconds: float
         "time_limit_seconds": time_limit_seconds,
         "hardware": sorted({chain.hardware or "unknown" for chain in chains.values()}),
         "chains": {name: chain.digest() for name, chain in sorted(chains.items())},
+        "sequential_seconds": {name: chain.compute_seconds for name, chain in sorted(chains.items())},
         "planned_on": f"{_processor()}, {os.cpu_count()} cores",
         "versions": {"python": python_version()} | {name: version(name) for name in PACKAGES},
         "date": f"{date.today():%Y-%m}",
