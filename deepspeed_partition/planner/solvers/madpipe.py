@@ -30,7 +30,7 @@ from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placemen
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch, best_special
 
-MOST_LABELS = 300_000
+MOST_LABELS = 1_000_000
 """Partial allocations with one special device that an enumeration holds before it gives up."""
 FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
 """The same with several of them, at one boundary: so few that all are tried, and as many as may be enumerated."""
@@ -38,7 +38,7 @@ SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
 """Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
 PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
 """Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
-ESTIMATES: tuple[Estimate, ...] = ("safe", "peak")
+ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
 LEVELS = (64, 16, 4, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
 
@@ -109,7 +109,7 @@ class _Search:
                 self._try(found.placement)
         if found.bound is None:
             return True
-        search = SpecialSearch(problem, "peak")
+        search = SpecialSearch(problem, "pair")
         return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
 
     def _several_special(self) -> bool:
@@ -180,9 +180,13 @@ class _Search:
         promises = []
         for placement in placements:
             if placement not in self.bounds:
-                least = Road(self.problem, placement).shortest_that_may_fit()
-                if least is not None and not self._done(least):
-                    promises.append((least, placement.cuts, placement.devices, placement))
+                road = Road(self.problem, placement)
+                if not road.may_fit(self._best_or_longest() - 1, "pair"):
+                    self.bounds[placement] = None
+                    continue
+                least = road.shortest_that_may_fit("pair")
+                assert least is not None
+                promises.append((least, placement.cuts, placement.devices, placement))
             if self.problem.deadline.passed():
                 return False
         for least, _, _, placement in sorted(promises):

@@ -8,6 +8,7 @@ F0; ``divmod`` by the period gives the shift and the place within the period.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,19 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
+
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
 from deepspeed_partition.planner.solvers import one_f_one_b
+from deepspeed_partition.planner.solvers.pairs import Side, may_share
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem
 
 Resource = int | tuple[int, int]
 """A device, or the link between two of them, the lower one first."""
-Estimate = Literal["peak", "safe"]
-"""Of the memory of a device with several stages: a lower bound, or what is easy to schedule."""
+Estimate = Literal["peak", "pair", "safe"]
+"""Of the memory of a device with several stages: a lower bound, a better one, or what is easy to schedule."""
 Shifts = Sequence[int]
 Orders = Mapping[Resource, Sequence[int]]
 """Positions on the road of what each resource does in one period, in order."""
@@ -169,17 +173,19 @@ class Road:
         return kept + max(self.transient[stage] for stage in stages)
 
     def may_fit(self, period: int, estimate: Estimate = "peak") -> bool:
-        """Whether the estimate of every device's memory has room; ``"peak"``: where not, no pattern fits."""
+        """Whether the estimate of every device's memory has room; where a bound has none, no pattern fits."""
         if period < self.busiest:
             return False
         in_flight = self.fewest_in_flight(period)
-        needs = self.bytes_at_least if estimate == "peak" else self.bytes_enough
-        return all(needs(in_flight, device.stages) <= device.room for device in self.memory)
+        needs = self.bytes_enough if estimate == "safe" else self.bytes_at_least
+        if any(needs(in_flight, device.stages) > device.room for device in self.memory):
+            return False
+        return estimate != "pair" or all(self._pairs_may_fit(period, device) for device in self.memory)
 
     def shortest_that_may_fit(self, estimate: Estimate = "peak") -> int | None:
         """The first period for which the estimate has room; None where there is none.
 
-        With ``"peak"`` a lower bound on the period of every pattern.
+        But for ``"safe"`` a lower bound on the period of every pattern.
         """
         if not self.may_fit(self.sequential, estimate):
             return None
@@ -187,7 +193,27 @@ class Road:
         def fits(period: int) -> bool:
             return self.may_fit(period, estimate)
 
+        if estimate == "pair":
+            least = self.shortest_that_may_fit("peak")
+            assert least is not None
+            return bisect_left(range(least, self.sequential), True, key=fits) + least
         return one_f_one_b.shortest_that(fits, self.loads, self.busiest)
+
+    def _pairs_may_fit(self, period: int, device: DeviceMemory) -> bool:
+        """Whether stages of a device have room that follow one another there (``pairs.py``)."""
+        if len(device.stages) == 1:
+            return True
+        delays = one_f_one_b.delays(self.loads, period)[::2]
+        room = device.room - sum((delays[stage][0] - 1) * self.stash[stage] for stage in device.stages)
+        sides, ahead, back = [], [], []
+        for stage in device.stages:
+            forward, backward = self.position[f"F{stage}"], self.position[f"B{stage}"]
+            durations = self.operations[forward].ticks, self.operations[backward].ticks
+            sides.append((*delays[stage], *durations, self.stash[stage], self.transient[stage]))
+            ahead.append(sum(operation.ticks for operation in self.operations[:forward]))
+            back.append(sum(operation.ticks for operation in self.operations[backward + 1 :]))
+        upper, lower = (Side(*np.array(part, dtype=np.int64).T) for part in (sides[:-1], sides[1:]))
+        return bool(may_share(period, np.array(room), upper, lower, np.diff(ahead), np.diff(back)).all())
 
     def fits(self, pattern: Pattern) -> bool:
         """Whether the stash and transient bytes of a pattern have room."""
