@@ -3,9 +3,9 @@
 The candidates come in the order of what they may promise:
 
 1. the best contiguous cut, exactly (``contiguous.py``);
-2. the best allocation with one special device by the "safe" and by the "peak" estimate (``special.py``), each
+2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), each
    with the schedule that an integer linear program finds for it (``ilp.py``);
-3. every other allocation with one special device whose "peak" bound is below the best period so far, in the order
+3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
    of that bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
    best one.
@@ -84,9 +84,14 @@ class _Search:
         """Of each allocation that was tried: no pattern of it has a shorter period; None where none is better."""
         self.bound = math.ceil(lower_bound(problem))
         self.schedule_seconds = math.inf
+        self.tried_below = self.bound
+        """Every allocation with one special device whose bound is shorter was tried."""
 
     def run(self) -> Answer:
-        one, several = self._one_special(), self._several_special()
+        one = self._one_special()
+        class_bound = self._best_or_longest() if one else self._class_bound()
+        several = self._several_special()
+        one = one or self._done(class_bound)
         proved_class = ("any allocation" if several else "one special device") if one else None
         counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
         if proved_class is None and not self.patterns and not self.problem.deadline.stopped:
@@ -96,6 +101,7 @@ class _Search:
             patterns=tuple(reversed(self.patterns)),
             best_period=self.best if proved_class and counted else None,
             proved_class=proved_class or "",
+            class_bound=class_bound if counted else None,
         )
 
     def _one_special(self) -> bool:
@@ -109,8 +115,14 @@ class _Search:
                 self._try(found.placement)
         if found.bound is None:
             return True
+        self.tried_below = max(self.tried_below, found.bound)
         search = SpecialSearch(problem, "pair")
         return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
+
+    def _class_bound(self) -> int:
+        """No allocation with at most one special device has a shorter period."""
+        untried = min(self.tried_below, self._best_or_longest())
+        return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))
 
     def _several_special(self) -> bool:
         """Better allocations in which several devices have several stages; True where there are no more."""
@@ -149,7 +161,7 @@ class _Search:
                 bound = period + 1
 
     def _enumerate(self, placements: Callable[[int], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations whose "peak" bound is below the best period, lowest first; True where that is all.
+        """Try the allocations whose "pair" bound is below the best period, lowest first; True where that is all.
 
         Args:
             placements: all with a bound up to a period; None where they are too many.
@@ -159,9 +171,11 @@ class _Search:
             best = self._best_or_longest()
             if best <= bound:
                 break
-            found = placements(bound + (best - 1 - bound) // level)
+            period = bound + (best - 1 - bound) // level
+            found = placements(period)
             if found is None or not self._try_all(found):
                 return False
+            self.tried_below = period + 1
         return True
 
     def _settled(self) -> bool:

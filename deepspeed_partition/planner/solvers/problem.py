@@ -124,6 +124,8 @@ class Answer:
     patterns: tuple[Pattern, ...] = ()
     """Of allocations that are not contiguous; better than ``cuts``. With both empty nothing fits."""
     proved_class: str = "contiguous"
+    class_bound: int | None = None
+    """In ticks: no allocation with at most one special device has a shorter period. None: not looked for."""
 
 
 class Solver(Protocol):

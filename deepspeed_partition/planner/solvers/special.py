@@ -58,7 +58,7 @@ class Special:
 def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None) -> Special:
     """The allocation that the estimate calls best among those with a period below ``shorter_than``.
 
-    Under ``"peak"`` the bound holds for every schedule of every allocation with one special device. Where the
+    But under ``"safe"`` the bound holds for every schedule of every allocation with one special device. Where the
     deadline passes, the placement is the best so far.
     """
     search = SpecialSearch(problem, estimate)
@@ -72,7 +72,7 @@ def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None)
             return Special(None, None)
         return Special(*narrow(search.decide, search.snap, first, search.snap(first, most), bound))
     except DeadlinePassed:
-        return Special(search.best, bound)
+        return Special(search.best, max(bound, search.bound))
 
 
 class DeadlinePassed(Exception):
@@ -103,6 +103,8 @@ class SpecialSearch:
         self.estimate: Estimate = estimate
         self.counts_peak = estimate != "safe"
         self.best: Placement | None = None
+        self.bound = 0
+        """The first period that is not decided to be too short."""
         self.num_layers = problem.chain.num_layers
         self.max_normals = problem.platform.num_devices - 1
         times, table = problem.times, problem.table
@@ -143,7 +145,10 @@ class SpecialSearch:
             DeadlinePassed: before that is known.
         """
         boundaries = self._labels(period, everything=None)
-        return None if boundaries is None else self._trace(boundaries, 0)
+        if boundaries is None:
+            self.bound = max(self.bound, period + 1)
+            return None
+        return self._trace(boundaries, 0)
 
     def all(self, period: int, limit: int) -> list[Placement] | None:
         """Every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
