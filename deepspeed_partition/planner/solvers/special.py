@@ -44,6 +44,8 @@ GROUP, FILL, FORWARD, BACKWARD, STASH, TRANSIENT, AHEAD, BACK = range(7, 15)
 forward and from its backward to the boundary; all 0 where there is none."""
 SIDE = slice(GROUP, AHEAD)
 NUM_COLUMNS = 15
+MOST_PAIRS = 500_000
+"""Of a label and where its next stage begins, looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +189,12 @@ class SpecialSearch:
                     continue
                 labels = _joined(arrived)
                 known[stop] = labels if everything is not None else labels.pick(_undominated(labels.values, base))
-            for made in self._extended(known[stop], stop, period, completion):
+            for made in self._in_parts(known[stop], stop, period, completion):
                 if not made.size:
                     continue
                 total += made.size
+                if everything is not None and total > everything:
+                    return {}
                 order = np.argsort(made.came_from[3], kind="stable")
                 firsts = made.came_from[3, order]
                 edges = np.flatnonzero(np.diff(firsts, prepend=-1))
@@ -199,14 +203,21 @@ class SpecialSearch:
                     waiting.setdefault(int(firsts[begin]), []).append(_Labels(part.values, part.came_from[:3]))
             if everything is None and 0 in waiting:
                 break
-            if everything is not None and total > everything:
-                return {}
-            if self.problem.deadline.passed():
-                raise DeadlinePassed
         if 0 not in waiting:
             return None
         known[0] = _joined(waiting[0])
         return known
+
+    def _in_parts(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
+        """What ``_extended`` makes of so few labels at a time that its tables stay small."""
+        step = max(1, MOST_PAIRS // stop)
+        for begin in range(0, labels.size, step):
+            part = labels.pick(np.arange(begin, min(begin + step, labels.size)))
+            for made in self._extended(part, stop, period, completion):
+                made.came_from[1] += begin
+                yield made
+            if self.problem.deadline.passed():
+                raise DeadlinePassed
 
     def _extended(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
         """The labels with one more stage, on a normal device or on the special one, that may be completed.
