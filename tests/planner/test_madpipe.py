@@ -210,3 +210,43 @@ def test_the_replay_knows_the_order_of_transfers_shorter_than_its_tolerance():
     made = chain([3.0000000072, 0], [3, 0], outputs=[48, 0])
     plan = make_plan(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e10), [0, 1, 2])
     assert replay(replace(plan, operations=plan.operations[::-1]), made).violations == ()
+
+
+class _After(Deadline):
+    """Passes when it has been asked so many times: somewhere in the search, and there in every run."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def remaining_seconds(self):
+        self.times -= 1
+        return 100.0 if self.times >= 0 else 0.0
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 2))
+def test_wherever_it_is_interrupted_the_class_bound_holds(seed, monkeypatch):
+    monkeypatch.setattr(madpipe._Search, "_several_special", lambda self: False)
+    made, platform = random_instance(seed, most_layers=7, most_devices=4)
+    try:
+        best = make_plan(made, platform).period_seconds
+    except InfeasibleError:
+        pytest.skip("nothing fits")
+    for times in (0, 5, 20, 40, 80, 160):
+        try:
+            plan = make_plan(made, platform, deadline=_After(times))
+        except InfeasibleError:  # nothing contiguous fits, and no time to find what does
+            continue
+        assert plan.class_lower_bound_seconds <= best <= plan.period_seconds
+        assert plan.lower_bound_seconds <= plan.class_lower_bound_seconds * (1 + 1e-12)
+        assert not plan.proved or plan.proved_class == "contiguous" or plan.period_seconds == best
+
+
+def test_an_unproved_plan_says_how_far_it_is_from_the_best_of_its_class(tmp_path):
+    made, platform = of_case(CASES[0], CASES[0]["P"], CASES[0]["M"])
+    plan = make_plan(made, platform)
+    assert plan.class_lower_bound_seconds == plan.period_seconds and "above the best with" not in plan.summary()
+    plan = replace(plan, class_lower_bound_seconds=plan.period_seconds / 1.25, proved=False, proved_class=None)
+    assert "at most 25.0% above the best with one special device" in plan.summary()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
