@@ -123,7 +123,10 @@ class Road:
             self.users[operation.resource].append(index)
         self.stash = [int(problem.table.stash[stage]) for stage in pairwise(cuts)]
         self.transient = [int(problem.table.transient[stage]) for stage in pairwise(cuts)]
-        at_ends = [0, *(buffer_slots(platform) * chain.boundary_bytes(cut) for cut in cuts[1:-1]), 0]
+        self.slots = buffer_slots(platform)
+        self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
+        """Of the cut after each stage but the last."""
+        at_ends = [0, *(self.slots * sent for sent in self.sent_bytes), 0]
         self.memory: list[DeviceMemory] = []
         for device in sorted(set(devices)):
             mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
@@ -224,6 +227,33 @@ class Road:
             for kind in "FB"
         )
 
+    def fits_with_waiting(self, pattern: Pattern) -> bool:
+        """The same with the tensors that wait at cuts beyond the buffers."""
+
+        def when(name: str) -> tuple[int, int]:
+            begin = pattern.begins[self.position[name]]
+            return begin, begin + self.operations[self.position[name]].ticks
+
+        ends: dict[int, list[tuple[tuple[int, int], tuple[int, int], int]]] = defaultdict(list)
+        devices = pattern.placement.devices
+        for cut, sent_bytes in enumerate(self.sent_bytes):
+            there, back = when(f"SF{cut}"), when(f"SB{cut}")
+            above = (when(f"F{cut}")[1], there[1]), (back[0], when(f"B{cut}")[0])
+            below = (there[0], when(f"F{cut + 1}")[0]), (when(f"B{cut + 1}")[1], back[1])
+            ends[devices[cut]].append((*above, sent_bytes))
+            ends[devices[cut + 1]].append((*below, sent_bytes))
+        for device in self.memory:
+            mine = ends[devices[device.stages[0]]]
+            moments = {when(f"{kind}{stage}")[0] for stage in device.stages for kind in "FB"}
+            for now in moments | {span[0] for one, other, _ in mine for span in (one, other)}:
+                total = self._bytes_at(pattern, device, now)
+                for one, other, sent_bytes in mine:
+                    waiting = _waiting(one, now, pattern.period) + _waiting(other, now, pattern.period)
+                    total += max(0, waiting - self.slots) * sent_bytes
+                if total > device.room:
+                    return False
+        return True
+
     def _bytes_at(self, pattern: Pattern, device: DeviceMemory, now: int) -> int:
         total = running = 0
         for stage in device.stages:
@@ -242,8 +272,12 @@ class Road:
 def _alive(span: tuple[int, int], now: int, period: int) -> int:
     """How many repetitions of a span hold at an instant; what takes no time is there for its instant."""
     begin, end = span
-    if begin == end:
-        return int((now - begin) % period == 0)
+    return int((now - begin) % period == 0) if begin == end else _waiting(span, now, period)
+
+
+def _waiting(span: tuple[int, int], now: int, period: int) -> int:
+    """How many repetitions of a half-open span hold at an instant."""
+    begin, end = span
     return (now - begin) // period - (now - end) // period
 
 
