@@ -47,6 +47,10 @@ def as_text(renderables: Iterable[object], width: int = 140) -> str:
 def promises(plan: Plan) -> Iterator[str]:
     """One line each: period, bound, step."""
     proof = f"proved best: {plan.proved_class}" if plan.proved else "not proved"
+    class_bound = plan.class_lower_bound_seconds
+    if class_bound is not None and class_bound < plan.period_seconds:
+        gap = plan.period_seconds / class_bound - 1
+        proof += f", at most {gap:.1%} above the best with one special device"
     yield (
         f"{printable(plan.algorithm)}: period {format_seconds(plan.period_seconds)} per micro-batch, "
         f"lower bound {format_seconds(plan.lower_bound_seconds)} (gap {plan.gap:.1%}, {proof})"

@@ -85,6 +85,8 @@ class Plan:
     proved_class: str | None = None
     """``"contiguous"``, ``"one special device"`` (only one has several stages), or ``"any allocation"``. Layers
     that follow one another on a device count as one stage in all of them."""
+    class_lower_bound_seconds: float | None = None
+    """No allocation in which at most one device has several stages has a shorter period; None: not looked for."""
     stages: tuple[PlannedStage, ...]
     operations: tuple[PlacedOperation, ...]
     memory: tuple[MemoryUse, ...]
@@ -166,6 +168,8 @@ class Plan:
         }  # fmt: skip
         if self.proved_class is not None:
             data["proved_class"] = self.proved_class
+        if self.class_lower_bound_seconds is not None:
+            data["class_lower_bound_seconds"] = self.class_lower_bound_seconds
         data["stages"] = [_stage_to_dict(stage) for stage in self.stages]
         data["operations"] = [_operation_to_dict(operation) for operation in self.operations]
         data["peak_memory_bytes"] = list(self.peak_memory_bytes)
@@ -207,6 +211,7 @@ class Plan:
                 gap=float(mapping["gap"]),
                 proved=mapping["proved"],
                 proved_class=mapping.get("proved_class"),
+                class_lower_bound_seconds=_optional_float(mapping.get("class_lower_bound_seconds")),
                 stages=tuple(_stage_from_dict(stage) for stage in mapping["stages"]),
                 operations=tuple(_operation_from_dict(operation) for operation in mapping["operations"]),
                 memory=tuple(
@@ -266,6 +271,10 @@ class Plan:
 
 def _optional_int(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _optional_float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _stage_to_dict(stage: PlannedStage) -> dict[str, Any]:

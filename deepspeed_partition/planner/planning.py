@@ -349,6 +349,7 @@ def _assemble(
         gap=pattern.period_seconds / bound_seconds - 1,
         proved=reached or best,
         proved_class="any allocation" if reached else answer.proved_class if best else None,
+        class_lower_bound_seconds=None if answer.class_bound is None else times.clock.seconds(answer.class_bound),
         stages=tuple(
             PlannedStage(
                 layers=(start, stop),

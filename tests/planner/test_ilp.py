@@ -12,8 +12,11 @@ import pulp
 import pytest
 
 from deepspeed_partition import Platform, make_plan
+from deepspeed_partition.planner import planning
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers import ilp, one_f_one_b
+from deepspeed_partition.planner.solvers.madpipe import MadPipe
+from deepspeed_partition.planner.solvers.problem import Answer
 from deepspeed_partition.planner.solvers.road import Placement, Road
 from tests.planner import oracles
 from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases
@@ -94,6 +97,23 @@ def test_three_stages_equal_every_order_and_shift(seed):
         assert oracles.a_pattern_exists(made, platform, placed, period)
     if period <= 7:
         assert not oracles.a_pattern_exists(made, platform, placed, period - 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tensors_that_wait_beyond_their_buffers_have_room_where_the_replay_finds_it(seed):
+    """Any operation may come a period later, with all that follow it: then one more of what it reads waits."""
+    pick = random.Random(seed)
+    made, platform = small_instance(pick, 4, 3, 10**6)
+    placement = Placement((0, 1, 2, 3, 4), pick.choice([(0, 1, 0, 2), (0, 1, 2, 0), (0, 1, 2, 1)]))
+    problem = problem_of(made, platform)
+    best = ilp.schedule(Road(problem, placement), None, Deadline()).pattern
+    for late in range(len(best.begins)):
+        begins = (*best.begins[:late], *(begin + 2 * best.period for begin in best.begins[late:]))
+        pattern = replace(best, begins=begins if late else best.begins)
+        replayed = planning._assemble(problem, MadPipe(), Answer(()), pattern)[1]
+        needed = max(use.total for use in replayed.memory)
+        assert Road(problem.with_memory(needed), placement).fits_with_waiting(pattern)
+        assert not Road(problem.with_memory(needed - 1), placement).fits_with_waiting(pattern)
 
 
 @pytest.mark.parametrize("seed", range(6))

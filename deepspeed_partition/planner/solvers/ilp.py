@@ -16,8 +16,8 @@ road forward by a period changes no instant and only shortens what is in flight.
 trusted for the orders and the shifts; period and instants are computed from those in integers (``road.py``).
 
 First the tensors that wait at the ends of cuts are left out, which can only make the period shorter, so that
-what does not exist then does not exist. Then they are held to what the buffers are for: one activation and one
-gradient at each end.
+what does not exist then does not exist. Where more of them wait than there are buffers for, and have no room, they
+are held to what the buffers are for: one activation and one gradient at each end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Schedu
         shorter_than: only patterns of a shorter period are of interest; None: any.
         deadline: where it passes, the answer is the best so far and its bound is weaker.
     """
-    least = road.shortest_that_may_fit()
+    least = road.shortest_that_may_fit("pair")
     most = (
         road.sequential
         if shorter_than is None
@@ -72,6 +72,8 @@ def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Schedu
         pattern = pattern_of(road, relaxed.orders, relaxed.shifts, single_slots=True)
         if pattern is not None and pattern.period == relaxed.pattern.period:
             return Scheduled(pattern, bound)
+        if relaxed.closed and road.fits_with_waiting(relaxed.pattern):
+            return Scheduled(relaxed.pattern, bound)
     return Scheduled(_solve(road, bound, most, deadline, single_slots=True).pattern, bound)
 
 

@@ -3,9 +3,9 @@
 The candidates come in the order of what they may promise:
 
 1. the best contiguous cut, exactly (``contiguous.py``);
-2. the best allocation with one special device by the "safe" and by the "peak" estimate (``special.py``), each
+2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), each
    with the schedule that an integer linear program finds for it (``ilp.py``);
-3. every other allocation with one special device whose "peak" bound is below the best period so far, in the order
+3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
    of that bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
    best one.
@@ -32,7 +32,7 @@ from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialS
 from deepspeed_partition.planner.solvers.steps import best_step
 from deepspeed_partition.planner.units import format_seconds
 
-MOST_LABELS = 300_000
+MOST_LABELS = 1_000_000
 """Partial allocations with one special device that an enumeration holds before it gives up."""
 FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
 """The same with several of them, at one boundary: so few that all are tried, and as many as may be enumerated."""
@@ -42,7 +42,7 @@ PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
 """Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
 PERIODIC_SHARE = 0.1
 """Of the time for a step, for the plan of the shortest period, from which its search begins."""
-ESTIMATES: tuple[Estimate, ...] = ("safe", "peak")
+ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
 LEVELS = (64, 16, 4, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
 
@@ -94,9 +94,14 @@ class _Search:
         """Of each allocation that was tried: no pattern of it has a shorter period; None where none is better."""
         self.bound = math.ceil(lower_bound(problem))
         self.schedule_seconds = math.inf
+        self.tried_below = self.bound
+        """Every allocation with one special device whose bound is shorter was tried."""
 
     def run(self) -> Answer:
-        one, several = self._one_special(), self._several_special()
+        one = self._one_special()
+        class_bound = self._best_or_longest() if one else self._class_bound()
+        several = self._several_special()
+        one = one or self._done(class_bound)
         proved_class = ("any allocation" if several else "one special device") if one else None
         counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
         if proved_class is None and not self.patterns and not self.problem.deadline.stopped:
@@ -106,6 +111,7 @@ class _Search:
             patterns=tuple(reversed(self.patterns)),
             best_period=self.best if proved_class and counted else None,
             proved_class=proved_class or "",
+            class_bound=class_bound if counted else None,
         )
 
     def _one_special(self) -> bool:
@@ -119,8 +125,14 @@ class _Search:
                 self._try(found.placement)
         if found.bound is None:
             return True
-        search = SpecialSearch(problem, "peak")
+        self.tried_below = max(self.tried_below, found.bound)
+        search = SpecialSearch(problem, "pair")
         return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
+
+    def _class_bound(self) -> int:
+        """No allocation with at most one special device has a shorter period."""
+        untried = min(self.tried_below, self._best_or_longest())
+        return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))
 
     def _several_special(self) -> bool:
         """Better allocations in which several devices have several stages; True where there are no more."""
@@ -159,7 +171,7 @@ class _Search:
                 bound = period + 1
 
     def _enumerate(self, placements: Callable[[int], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations whose "peak" bound is below the best period, lowest first; True where that is all.
+        """Try the allocations whose "pair" bound is below the best period, lowest first; True where that is all.
 
         Args:
             placements: all with a bound up to a period; None where they are too many.
@@ -169,9 +181,11 @@ class _Search:
             best = self._best_or_longest()
             if best <= bound:
                 break
-            found = placements(bound + (best - 1 - bound) // level)
+            period = bound + (best - 1 - bound) // level
+            found = placements(period)
             if found is None or not self._try_all(found):
                 return False
+            self.tried_below = period + 1
         return True
 
     def _settled(self) -> bool:
@@ -190,9 +204,13 @@ class _Search:
         promises = []
         for placement in placements:
             if placement not in self.bounds:
-                least = Road(self.problem, placement).shortest_that_may_fit()
-                if least is not None and not self._done(least):
-                    promises.append((least, placement.cuts, placement.devices, placement))
+                road = Road(self.problem, placement)
+                if not road.may_fit(self._best_or_longest() - 1, "pair"):
+                    self.bounds[placement] = None
+                    continue
+                least = road.shortest_that_may_fit("pair")
+                assert least is not None
+                promises.append((least, placement.cuts, placement.devices, placement))
             if self.problem.deadline.passed():
                 return False
         for least, _, _, placement in sorted(promises):

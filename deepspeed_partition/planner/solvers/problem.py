@@ -143,6 +143,8 @@ class Answer:
     proved_class: str = "contiguous"
     steps: tuple[Step, ...] = ()
     """Where a step was asked for, and not for DeepSpeed's engine: better than a fixed order of ``cuts``."""
+    class_bound: int | None = None
+    """In ticks: no allocation with at most one special device has a shorter period. None: not looked for."""
 
 
 class Solver(Protocol):

@@ -8,6 +8,7 @@ F0; ``divmod`` by the period gives the shift and the place within the period.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,19 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
+
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
 from deepspeed_partition.planner.solvers import one_f_one_b
+from deepspeed_partition.planner.solvers.pairs import Side, may_share
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem
 
 Resource = int | tuple[int, int]
 """A device, or the link between two of them, the lower one first."""
-Estimate = Literal["peak", "safe"]
-"""Of the memory of a device with several stages: a lower bound, or what is easy to schedule."""
+Estimate = Literal["peak", "pair", "safe"]
+"""Of the memory of a device with several stages: a lower bound, a better one, or what is easy to schedule."""
 Shifts = Sequence[int]
 Orders = Mapping[Resource, Sequence[int]]
 """Positions on the road of what each resource does in one period, in order."""
@@ -119,7 +123,10 @@ class Road:
             self.users[operation.resource].append(index)
         self.stash = [int(problem.table.stash[stage]) for stage in pairwise(cuts)]
         self.transient = [int(problem.table.transient[stage]) for stage in pairwise(cuts)]
-        at_ends = [0, *(buffer_slots(platform) * chain.boundary_bytes(cut) for cut in cuts[1:-1]), 0]
+        self.slots = buffer_slots(platform)
+        self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
+        """Of the cut after each stage but the last."""
+        at_ends = [0, *(self.slots * sent for sent in self.sent_bytes), 0]
         self.memory: list[DeviceMemory] = []
         for device in sorted(set(devices)):
             mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
@@ -169,17 +176,19 @@ class Road:
         return kept + max(self.transient[stage] for stage in stages)
 
     def may_fit(self, period: int, estimate: Estimate = "peak") -> bool:
-        """Whether the estimate of every device's memory has room; ``"peak"``: where not, no pattern fits."""
+        """Whether the estimate of every device's memory has room; where a bound has none, no pattern fits."""
         if period < self.busiest:
             return False
         in_flight = self.fewest_in_flight(period)
-        needs = self.bytes_at_least if estimate == "peak" else self.bytes_enough
-        return all(needs(in_flight, device.stages) <= device.room for device in self.memory)
+        needs = self.bytes_enough if estimate == "safe" else self.bytes_at_least
+        if any(needs(in_flight, device.stages) > device.room for device in self.memory):
+            return False
+        return estimate != "pair" or all(self._pairs_may_fit(period, device) for device in self.memory)
 
     def shortest_that_may_fit(self, estimate: Estimate = "peak") -> int | None:
         """The first period for which the estimate has room; None where there is none.
 
-        With ``"peak"`` a lower bound on the period of every pattern.
+        But for ``"safe"`` a lower bound on the period of every pattern.
         """
         if not self.may_fit(self.sequential, estimate):
             return None
@@ -187,7 +196,27 @@ class Road:
         def fits(period: int) -> bool:
             return self.may_fit(period, estimate)
 
+        if estimate == "pair":
+            least = self.shortest_that_may_fit("peak")
+            assert least is not None
+            return bisect_left(range(least, self.sequential), True, key=fits) + least
         return one_f_one_b.shortest_that(fits, self.loads, self.busiest)
+
+    def _pairs_may_fit(self, period: int, device: DeviceMemory) -> bool:
+        """Whether stages of a device have room that follow one another there (``pairs.py``)."""
+        if len(device.stages) == 1:
+            return True
+        delays = one_f_one_b.delays(self.loads, period)[::2]
+        room = device.room - sum((delays[stage][0] - 1) * self.stash[stage] for stage in device.stages)
+        sides, ahead, back = [], [], []
+        for stage in device.stages:
+            forward, backward = self.position[f"F{stage}"], self.position[f"B{stage}"]
+            durations = self.operations[forward].ticks, self.operations[backward].ticks
+            sides.append((*delays[stage], *durations, self.stash[stage], self.transient[stage]))
+            ahead.append(sum(operation.ticks for operation in self.operations[:forward]))
+            back.append(sum(operation.ticks for operation in self.operations[backward + 1 :]))
+        upper, lower = (Side(*np.array(part, dtype=np.int64).T) for part in (sides[:-1], sides[1:]))
+        return bool(may_share(period, np.array(room), upper, lower, np.diff(ahead), np.diff(back)).all())
 
     def fits(self, pattern: Pattern) -> bool:
         """Whether the stash and transient bytes of a pattern have room."""
@@ -197,6 +226,33 @@ class Road:
         """The most stash and transient bytes on a device at any instant: at the start of one of its operations."""
         begins = (pattern.begins[self.position[f"{kind}{stage}"]] for stage in device.stages for kind in "FB")
         return max(self._bytes_at(pattern, device, begin) for begin in begins)
+
+    def fits_with_waiting(self, pattern: Pattern) -> bool:
+        """The same with the tensors that wait at cuts beyond the buffers."""
+
+        def when(name: str) -> tuple[int, int]:
+            begin = pattern.begins[self.position[name]]
+            return begin, begin + self.operations[self.position[name]].ticks
+
+        ends: dict[int, list[tuple[tuple[int, int], tuple[int, int], int]]] = defaultdict(list)
+        devices = pattern.placement.devices
+        for cut, sent_bytes in enumerate(self.sent_bytes):
+            there, back = when(f"SF{cut}"), when(f"SB{cut}")
+            above = (when(f"F{cut}")[1], there[1]), (back[0], when(f"B{cut}")[0])
+            below = (there[0], when(f"F{cut + 1}")[0]), (when(f"B{cut + 1}")[1], back[1])
+            ends[devices[cut]].append((*above, sent_bytes))
+            ends[devices[cut + 1]].append((*below, sent_bytes))
+        for device in self.memory:
+            mine = ends[devices[device.stages[0]]]
+            moments = {when(f"{kind}{stage}")[0] for stage in device.stages for kind in "FB"}
+            for now in moments | {span[0] for one, other, _ in mine for span in (one, other)}:
+                total = self._bytes_at(pattern, device, now)
+                for one, other, sent_bytes in mine:
+                    waiting = _waiting(one, now, pattern.period) + _waiting(other, now, pattern.period)
+                    total += max(0, waiting - self.slots) * sent_bytes
+                if total > device.room:
+                    return False
+        return True
 
     def _bytes_at(self, pattern: Pattern, device: DeviceMemory, now: int) -> int:
         total = running = 0
@@ -216,8 +272,12 @@ class Road:
 def _alive(span: tuple[int, int], now: int, period: int) -> int:
     """How many repetitions of a span hold at an instant; what takes no time is there for its instant."""
     begin, end = span
-    if begin == end:
-        return int((now - begin) % period == 0)
+    return int((now - begin) % period == 0) if begin == end else _waiting(span, now, period)
+
+
+def _waiting(span: tuple[int, int], now: int, period: int) -> int:
+    """How many repetitions of a half-open span hold at an instant."""
+    begin, end = span
     return (now - begin) // period - (now - end) // period
 
 

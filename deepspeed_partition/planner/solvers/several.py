@@ -96,13 +96,14 @@ class SeveralSearch:
             if exact and (count > width or count * len(starts) * self.num_devices > MOST_CHILDREN):
                 return None
             if count > width:
-                known[stop] = known[stop].pick(
-                    np.argsort(self._promise(known[stop], stop, period), kind="stable")[:width]
-                )
+                known[stop] = self._most_promising(known[stop], stop, period, width)
             for start in starts.tolist():
                 made = self._extended(known[stop], start, stop, period)
                 if len(made.group):
-                    waiting.setdefault(start, []).append(made)
+                    parts = waiting.setdefault(start, [])
+                    parts.append(made)
+                    if not exact and sum(len(part.group) for part in parts) > 4 * width:  # what waits stays small
+                        waiting[start] = [self._most_promising(_Labels.joined(parts), start, period, width)]
         if 0 not in waiting:
             return []
         known[0] = _Labels.joined(waiting[0])
@@ -120,6 +121,9 @@ class SeveralSearch:
             one, none, none, none - 1, of_devices(P), of_devices(P), of_devices(P), of_devices(P), of_devices(P),
             of_devices(P, P), of_devices(2),
         )  # fmt: skip
+
+    def _most_promising(self, labels: _Labels, stop: int, period: int, width: int) -> _Labels:
+        return labels.pick(np.argsort(self._promise(labels, stop, period), kind="stable")[:width])
 
     def _promise(self, labels: _Labels, stop: int, period: int) -> NDArray[np.float64]:
         """The bytes that all devices will need if no further group opens; lower is better."""

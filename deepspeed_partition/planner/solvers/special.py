@@ -9,14 +9,14 @@ dominates:
 
 Stages are laid from the end of the chain; each label becomes, for every k < l, one whose next stage [k, l) is on
 a normal device, and one where it is on the special device. All costs are monotone in the labels, so dominance
-loses nothing. A label is dropped early where even a relaxed completion (any stages, least delay, the remaining
-normals for free) has too little load or memory left, for a few weights between the two. Bisection over T
-is that of ``contiguous.py``. Stages that follow one another on a device are one stage, and a normal stage between
-two special ones loads one link with both its cuts.
+loses nothing. A label is dropped early where even a relaxed completion has too little load or memory left, for a
+few weights between the two (``completion.py``). Bisection over T is that of ``contiguous.py``. Stages that follow
+one another on a device are one stage, and a normal stage between two special ones loads one link with both cuts.
 
 The memory of the special device depends on the schedule, so it is estimated:
 
 - ``"peak"``, a lower bound: what ``Road.bytes_at_least`` counts. No schedule of a shorter period exists.
+- ``"pair"``, a better one: in addition, special stages that follow one another have room (``pairs.py``).
 - ``"safe"``: all forwards in a row, then all backwards, ``sum g_i s_i``: allocations easy to schedule.
 """
 
@@ -29,18 +29,23 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.solvers.completion import MOST_STEPS, MOST_STEPS_OF_ALL, Completion
 from deepspeed_partition.planner.solvers.contiguous import lower_bound_ticks, narrow
+from deepspeed_partition.planner.solvers.pairs import Side, may_share
 from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Placement, Road
-
-WEIGHTS = np.array([(1, 0), (0, 1), (1, 1), (1, 2), (2, 1)], dtype=float)
-"""Of load and memory, both as shares of what the special device has: what a completion is bounded by."""
-ROUNDING = 1e-9
 
 USED, DELAY, LOAD, KEPT, PEAK, CURRENT, LINK = range(7)
 """The columns of a label: the normals used; the delay as ``group * (T + 1) + fill``; load and bytes of the special
 device without the group that peaks; the bytes of the group that peaks; those of the delay's own group, which may
 still grow; the load of the link to the special device that a special stage would share next."""
+GROUP, FILL, FORWARD, BACKWARD, STASH, TRANSIENT, AHEAD, BACK = range(7, 15)
+"""For ``"pair"``: the special stage laid last, as a ``Side``, and the ticks from the label's boundary to its
+forward and from its backward to the boundary; all 0 where there is none."""
+SIDE = slice(GROUP, AHEAD)
+NUM_COLUMNS = 15
+MOST_PAIRS = 500_000
+"""Of a label and where its next stage begins, looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Special:
 def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None) -> Special:
     """The allocation that the estimate calls best among those with a period below ``shorter_than``.
 
-    Under ``"peak"`` the bound holds for every schedule of every allocation with one special device. Where the
+    But under ``"safe"`` the bound holds for every schedule of every allocation with one special device. Where the
     deadline passes, the placement is the best so far.
     """
     search = SpecialSearch(problem, estimate)
@@ -69,7 +74,7 @@ def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None)
             return Special(None, None)
         return Special(*narrow(search.decide, search.snap, first, search.snap(first, most), bound))
     except DeadlinePassed:
-        return Special(search.best, bound)
+        return Special(search.best, max(bound, search.bound))
 
 
 class DeadlinePassed(Exception):
@@ -98,12 +103,16 @@ class SpecialSearch:
     def __init__(self, problem: Problem, estimate: Estimate) -> None:
         self.problem = problem
         self.estimate: Estimate = estimate
+        self.counts_peak = estimate != "safe"
         self.best: Placement | None = None
+        self.bound = 0
+        """The first period that is not decided to be too short."""
         self.num_layers = problem.chain.num_layers
         self.max_normals = problem.platform.num_devices - 1
         times, table = problem.times, problem.table
         self.loads = np.maximum(times.compute[None, :] - times.compute[:, None], 0)
         self.transfer = times.round_trip
+        self.forward, self.backward, self.one_way = times.forward, times.backward, times.one_way
         self.room = table.max_in_flight
         # Weights are rounded up once per device, not per stage: in fractions of a byte their sums are exact.
         copies = Fraction(str(problem.platform.weight_copies))
@@ -138,7 +147,10 @@ class SpecialSearch:
             DeadlinePassed: before that is known.
         """
         boundaries = self._labels(period, everything=None)
-        return None if boundaries is None else self._trace(boundaries, 0)
+        if boundaries is None:
+            self.bound = max(self.bound, period + 1)
+            return None
+        return self._trace(boundaries, 0)
 
     def all(self, period: int, limit: int) -> list[Placement] | None:
         """Every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
@@ -164,8 +176,8 @@ class SpecialSearch:
         """The labels of each boundary; None where none reaches the beginning, empty where they are too many."""
         size = self.num_layers
         base = period + 1
-        completion = _Completion(self, period)
-        start = np.zeros((7, 1), dtype=np.int64)
+        completion = Completion(self, period, MOST_STEPS if everything is None else MOST_STEPS_OF_ALL)
+        start = np.zeros((NUM_COLUMNS, 1), dtype=np.int64)
         start[DELAY] = base
         known = {size: _Labels(start, np.zeros((3, 1), dtype=np.int64))}
         waiting: dict[int, list[_Labels]] = {}
@@ -177,10 +189,12 @@ class SpecialSearch:
                     continue
                 labels = _joined(arrived)
                 known[stop] = labels if everything is not None else labels.pick(_undominated(labels.values, base))
-            for made in self._extended(known[stop], stop, period, completion):
+            for made in self._in_parts(known[stop], stop, period, completion):
                 if not made.size:
                     continue
                 total += made.size
+                if everything is not None and total > everything:
+                    return {}
                 order = np.argsort(made.came_from[3], kind="stable")
                 firsts = made.came_from[3, order]
                 edges = np.flatnonzero(np.diff(firsts, prepend=-1))
@@ -189,16 +203,23 @@ class SpecialSearch:
                     waiting.setdefault(int(firsts[begin]), []).append(_Labels(part.values, part.came_from[:3]))
             if everything is None and 0 in waiting:
                 break
-            if everything is not None and total > everything:
-                return {}
-            if self.problem.deadline.passed():
-                raise DeadlinePassed
         if 0 not in waiting:
             return None
         known[0] = _joined(waiting[0])
         return known
 
-    def _extended(self, labels: _Labels, stop: int, period: int, completion: _Completion) -> Iterator[_Labels]:
+    def _in_parts(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
+        """What ``_extended`` makes of so few labels at a time that its tables stay small."""
+        step = max(1, MOST_PAIRS // stop)
+        for begin in range(0, labels.size, step):
+            part = labels.pick(np.arange(begin, min(begin + step, labels.size)))
+            for made in self._extended(part, stop, period, completion):
+                made.came_from[1] += begin
+                yield made
+            if self.problem.deadline.passed():
+                raise DeadlinePassed
+
+    def _extended(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
         """The labels with one more stage, on a normal device or on the special one, that may be completed.
 
         ``came_from`` has a fourth row: where the new stage starts.
@@ -216,18 +237,22 @@ class SpecialSearch:
         delay = group * base + np.where(opens, load, fill[:, None] + load)
         current = np.where(opens, 0, current[:, None])
         short = load <= period
+        below = values[STASH] > 0
+        ahead = values[AHEAD][:, None] + self.one_way[stop] + (self.forward[stop] - self.forward[:stop])
+        back = values[BACK][:, None] + self.one_way[stop] + (self.backward[stop] - self.backward[:stop])
 
         after_special = values[LINK] > period
         normal = short & (values[USED] < self.max_normals)[:, None] & (group <= self.room[:stop, stop][None, :])
         link = np.where(after_special, transfer, 0)[:, None]
-        normal &= completion.possible(values[LOAD], values[KEPT] + values[PEAK], values[USED] + 1, stop)
-        yield self._made(
+        made = self._made(
             labels, stop, normal,
-            {USED: (values[USED] + 1)[:, None], DELAY: delay, CURRENT: current, LINK: link}, special=False,
+            {USED: (values[USED] + 1)[:, None], DELAY: delay, CURRENT: current, LINK: link,
+             AHEAD: np.where(below[:, None], ahead, 0), BACK: np.where(below[:, None], back, 0)}, special=False,
         )  # fmt: skip
+        yield self._completable(made, completion)
 
         special_load = values[LOAD][:, None] + load
-        counted = group - 1 if self.estimate == "peak" else group
+        counted = group - 1 if self.counts_peak else group
         special = (
             short
             & (values[LINK] + transfer <= period)[:, None]
@@ -240,18 +265,41 @@ class SpecialSearch:
             + np.where(special, counted, 0) * self.stash[:stop, stop]
         )
         transient = self.transient[:stop, stop][None, :]
-        if self.estimate == "peak":
+        if self.counts_peak:
             current = self.stash[:stop, stop] + np.maximum(current, transient)
             peak = np.maximum(values[PEAK][:, None], current)
         else:
             peak = np.maximum(values[PEAK][:, None], transient)
         special &= kept + peak <= self.memory
-        special &= completion.possible(special_load, kept + peak, values[USED], stop)
-        yield self._made(
+        made = self._made(
             labels, stop, special,
             {DELAY: delay, LOAD: special_load, KEPT: kept, PEAK: peak, CURRENT: current,
-             LINK: np.full((1, 1), period + 1)}, special=True,
+             LINK: np.full((1, 1), period + 1), AHEAD: ahead, BACK: back}, special=True,
         )  # fmt: skip
+        made = self._completable(made, completion)
+        yield self._paired(made, stop, period) if self.estimate == "pair" else made
+
+    def _completable(self, made: _Labels, completion: Completion) -> _Labels:
+        values, (_, _, special, first) = made.values, made.came_from
+        kept = values[KEPT] + values[PEAK]
+        after_special = bool(special.any())
+        return made.pick(
+            completion.possible(
+                values[USED], values[DELAY], values[LOAD], kept, first, after_special=after_special
+            )
+        )
+
+    def _paired(self, made: _Labels, stop: int, period: int) -> _Labels:
+        """The labels whose new special stage has room beside the one laid before it."""
+        values, first = made.values, made.came_from[3]
+        group, fill = np.divmod(values[DELAY], period + 1)
+        forward, backward = (ticks[stop] - ticks[first] for ticks in (self.forward, self.backward))
+        new = Side(group, fill, forward, backward, self.stash[first, stop], self.transient[first, stop])
+        room = self.memory - values[KEPT]
+        fits = may_share(period, room, new, Side(*values[SIDE]), values[AHEAD], values[BACK])
+        values[SIDE] = new.group, new.fill, new.forward, new.backward, new.stash, new.transient
+        values[[AHEAD, BACK]] = 0
+        return made.pick(fits)
 
     def _made(
         self,
@@ -270,71 +318,6 @@ class SpecialSearch:
         return _Labels(values, came_from)
 
 
-class _Completion:
-    """What layers 0 to k still cost the special device at the least, at a period.
-
-    With n normals left and the least delay above layer k, for each of the weights::
-
-        W(n, k) = min over j < k of    W(n - 1, j)                          [j, k) on a normal device
-                                       W(n, j) + cost of [j, k)             on the special one
-    """
-
-    def __init__(self, search: SpecialSearch, period: int) -> None:
-        self.search = search
-        self.period = period
-        size = search.num_layers
-        group = self._least_groups(search, period)
-        normal = np.where((group <= search.room) & (search.loads <= period), 0.0, np.inf)
-        counted = group - 1 if search.estimate == "peak" else group
-        fits = (counted <= search.most_counted) & (search.loads <= period)
-        kept = search.fixed + np.where(fits, counted, 0) * search.stash
-        shares = np.stack([search.loads / max(period, 1), kept / search.memory])
-        special = np.where(fits, np.tensordot(WEIGHTS, shares, axes=1), np.inf)
-        cannot_cut = search.transfer > period
-        normal[cannot_cut, :] = np.inf
-        special[:, cannot_cut, :] = np.inf
-        least = np.full((len(WEIGHTS), search.max_normals + 1, size + 1), np.inf)
-        least[:, :, 0] = 0.0
-        for k in range(1, size + 1):
-            on_special = (least[:, :, :k] + special[:, None, :k, k]).min(axis=2)
-            on_normal = (least[:, :-1, :k] + normal[None, None, :k, k]).min(axis=2)
-            least[:, :, k] = on_special
-            least[:, 1:, k] = np.minimum(on_special[:, 1:], on_normal)
-        self.least = least
-
-    @staticmethod
-    def _least_groups(search: SpecialSearch, period: int) -> NDArray[np.int64]:
-        """[k, l]: the group of layers k to l, at the least delay above layer l of any allocation."""
-        size, base = search.num_layers, period + 1
-        groups = np.full((size + 1, size + 1), 2**40, dtype=np.int64)
-        delay = np.full(size + 1, 2**62, dtype=np.int64)
-        delay[size] = base
-        for stop in range(size, 0, -1):
-            transfer = int(search.transfer[stop])
-            if delay[stop] == 2**62 or transfer > period:
-                continue
-            group, fill = divmod(int(delay[stop]), base)
-            group, fill = (group, fill + transfer) if fill + transfer <= period else (group + 1, transfer)
-            load = search.loads[:stop, stop]
-            opens = fill + load > period
-            groups[:stop, stop] = group + opens
-            above = groups[:stop, stop] * base + np.where(opens, load, fill + load)
-            delay[:stop] = np.minimum(delay[:stop], np.where(load <= period, above, 2**62))
-        return groups
-
-    def possible(
-        self, load: NDArray[np.int64], kept: NDArray[np.int64], used: NDArray[np.int64], stop: int
-    ) -> NDArray[np.bool_]:
-        """[label, k]: whether layers 0 to k might still be laid; ``load`` and ``kept`` for each label or both."""
-        left = self.search.max_normals - used
-        found = np.ones((len(used), stop), dtype=bool)
-        load, kept = (value if value.ndim == 2 else value[:, None] for value in (load, kept))
-        for (of_load, of_memory), least in zip(WEIGHTS, self.least, strict=True):
-            spent = of_load * (load / max(self.period, 1)) + of_memory * (kept / self.search.memory)
-            found &= spent + least[np.maximum(left, 0), :stop] <= of_load + of_memory + ROUNDING
-        return found
-
-
 def _joined(parts: list[_Labels]) -> _Labels:
     return _Labels(
         np.concatenate([part.values for part in parts], axis=1),
@@ -346,16 +329,25 @@ def _undominated(values: NDArray[np.int64], base: int) -> NDArray[np.intp]:
     """The labels to keep: none of them is at least as good as another one in everything.
 
     A group that may still grow counts only against labels of the same group: one that is a group behind pays
-    for every further stage what the other one may add to its group.
+    for every further stage what the other one may add to its group. Of the last special stage all sums count that
+    ``may_share`` compares with a period; stages of different groups do not compare.
     """
     order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
     values = values[:, order]
-    group = values[DELAY] // base
+    group, last_group = values[DELAY] // base, values[GROUP]
     kept = np.ones(values.shape[1], dtype=bool)
     others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK]]
+    if last_group.any():
+        fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
+        both = forward + backward
+        sums = (fill, fill + ahead, fill + back, fill + ahead + back, both, both + ahead, both + back,
+                forward + ahead, backward + back)  # fmt: skip
+        others = np.concatenate([others, values[[STASH, TRANSIENT]], sums])
     for one in range(values.shape[1]):
         if kept[one]:
             worse = (others[:, one, None] <= others[:, one + 1 :]).all(axis=0)
             worse &= (group[one] < group[one + 1 :]) | (values[CURRENT, one] <= values[CURRENT, one + 1 :])
+            if last_group[one]:
+                worse &= last_group[one] == last_group[one + 1 :]
             kept[one + 1 :] &= ~worse
     return order[kept]

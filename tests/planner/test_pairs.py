@@ -1,0 +1,63 @@
+"""Two stages of one device that keep micro-batches at the same time: a bound, cheaper than a schedule."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_partition import Platform
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers import ilp
+from deepspeed_partition.planner.solvers.road import Placement, Road
+from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
+from tests.planner import oracles
+from tests.planner.instances import chain, problem_of, random_instance
+
+
+def shared_instance(seed):
+    """Two or three stages on one device, others between them, and memory in which they must avoid one another."""
+    pick = random.Random(seed)
+    devices = pick.choice([(0, 1, 0), (0, 1, 2, 0), (0, 1, 0, 2), (1, 0, 2, 0), (0, 1, 2, 3, 0), (0, 1, 0, 2, 0)])
+    size = len(devices)
+    made = chain(
+        [pick.randint(1, 9) for _ in range(size)], [pick.randint(1, 12) for _ in range(size)],
+        outputs=[pick.choice([0, 1, 3]) for _ in range(size)], stash=[pick.randint(1, 20) for _ in range(size)],
+        transient=[pick.choice([0, 0, 6, 12]) for _ in range(size)],
+    )  # fmt: skip
+    placement = Placement.of(range(size + 1), devices)
+    free = Platform(num_devices=4, memory_bytes=10**4, bandwidth=pick.choice([1, 4]))
+    smallest = max(device.bytes_for_one for device in Road(problem_of(made, free), placement).memory)
+    return made, replace(free, memory_bytes=smallest + pick.randint(0, 25)), placement
+
+
+def test_no_schedule_is_shorter_and_often_one_is_as_short(monkeypatch):
+    better = reached = 0
+    for seed in range(100):
+        made, platform, placement = shared_instance(seed)
+        road = Road(problem_of(made, platform), placement)
+        peak, pair = road.shortest_that_may_fit("peak"), road.shortest_that_may_fit("pair")
+        with monkeypatch.context() as patched:  # an integer program that is not told of pairs
+            patched.setattr(Road, "_pairs_may_fit", lambda *_: True)
+            found = ilp.schedule(road, None, Deadline())
+        assert peak <= pair <= found.pattern.period * (1 + 2 * ilp.RESOLUTION)
+        better += pair > peak
+        reached += pair > peak and pair >= found.bound * (1 - 2 * ilp.RESOLUTION)
+    assert better > 20 and reached > better / 2
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_search_equals_exhaustive_search(seed):
+    made, platform = random_instance(seed, most_layers=6)
+    problem = problem_of(made, platform)
+    periods = []
+    for placed in oracles.all_placements(made.num_layers, platform.num_devices):
+        if oracles.num_shared(placed) <= 1:
+            least = Road(problem, Placement(*placed)).shortest_that_may_fit("pair")
+            if least is not None:
+                periods.append(least)
+    found = best_special(problem, "pair", None)
+    assert found.bound == min(periods, default=None)
+    if periods and found.bound > 1:
+        assert SpecialSearch(problem, "pair").decide(found.bound - 1) is None
