@@ -3,8 +3,8 @@
 Everything is judged by the simulated step (``overlapping.py``), memory included; what is not simulated is pruned
 by a bound that no order of an allocation beats. The candidates:
 
-1. contiguous cuts: the best for the period, for DeepSpeed's own engine and by the bound for each number of stages,
-   those of the baselines, and from there on whatever gets better by moving one boundary; all where they are few;
+1. contiguous cuts: the best for the period, those of the baselines, for each number of stages the best by the
+   bound and for DeepSpeed's own engine, and whatever gets better by moving one boundary; all where they are few;
 2. each under 1F1B with a depth of its own for each stage: DeepSpeed's, that of 1F1B*, one that hides transfers
    (2 (P - s) - 1), all that memory allows (with room for all of them GPipe's flush), and what is reached from the
    best of these by changing single depths;
@@ -36,7 +36,7 @@ from deepspeed_partition.planner.solvers.problem import Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import neighbours
 
-MOST_OPERATIONS = 1_500_000
+MOST_OPERATIONS = 500_000
 """Forwards and backwards that are simulated in one search, some 5 seconds."""
 LONGEST_RUN = 128
 """Micro-batches: a longer step is extrapolated from its rhythm, until the best ones are compared in full."""
@@ -159,9 +159,13 @@ class _StepSearch:
         self.found: dict[Placement, _Found] = {}
         self.best = inf
         """The least estimate so far, ticks."""
+        self.certain: list[tuple[Placement, Rule]] = []
+        """Periodic plans in their own order, which are compared in full whatever their estimates."""
 
     def search_contiguous(self, steady: Cuts) -> None:
         """Search the contiguous cuts; ``steady`` is that of the shortest period."""
+        placement = Placement.contiguous(steady)
+        self.certain.append((placement, _Rule("1F1B", self._of_steady_state(placement))))
         for cuts in dict.fromkeys(_rivals(self.problem, steady)):
             self._try_contiguous(Placement.contiguous(cuts))
         size, most = self.problem.chain.num_layers, self.problem.constraints.max_stages
@@ -182,7 +186,9 @@ class _StepSearch:
         """Search on where a device may have several stages, from the allocations of ``patterns``."""
         self.operations_left = MOST_OPERATIONS
         for pattern in patterns:
-            self._run(pattern.placement, _PatternRule(pattern), inf)
+            rule = _PatternRule(pattern)
+            self.certain.append((pattern.placement, rule))
+            self._run(pattern.placement, rule, inf)
         for pattern in patterns:
             self._try_shared(pattern.placement)
         size, num_devices = self.problem.chain.num_layers, self.problem.platform.num_devices
@@ -201,13 +207,12 @@ class _StepSearch:
         """What was found and fits, simulated in full, the shortest first."""
         known = {pattern.placement: pattern for pattern in patterns}
         memory = self.problem.platform.memory_bytes
-        leaders = self._leaders()
+        pairs = [(placement, self.found[placement].rule) for placement in self._leaders()]
         if self.simulated < self.num_micro_batches:
-            certain = [placement for placement in leaders if placement in known]
-            some = list(dict.fromkeys([*leaders[:NUM_FINALISTS], *certain]))
-            leaders = sorted(some, key=lambda each: self._complete(each, self.found[each].rule).ticks)
-        for placement in leaders:
-            rule, steady = self.found[placement].rule, known.get(placement)
+            pairs = list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain]))
+            pairs.sort(key=lambda pair: self._complete(*pair).ticks)
+        for placement, rule in pairs:
+            steady = known.get(placement)
             if max(self._engine(placement).peaks(self._complete(placement, rule))) > memory:
                 continue  # tensors piled up only after the part that was simulated
             if steady is None and not placement.is_contiguous:
@@ -230,16 +235,13 @@ class _StepSearch:
 
     def _try_contiguous(self, placement: Placement) -> None:
         """A cut under the usual depths."""
-        problem, engine = self.problem, self._engine(placement)
+        engine = self._engine(placement)
         if min(engine.most_in_flight) < 1 or engine.bound(self.num_micro_batches) >= self.best or self._ended():
             return
         num_stages = len(placement.devices)
-        loads = steady_1f1b.pseudo_stage_loads(problem.times, placement.cuts)
-        period = steady_1f1b.least_period(loads, engine.most_in_flight)
-        assert period is not None
         usual = (
             range(num_stages, 0, -1),
-            steady_1f1b.in_flight(loads, period),
+            self._of_steady_state(placement),
             range(2 * num_stages - 1, 0, -2),
             engine.most_in_flight,
         )
@@ -298,6 +300,8 @@ class _StepSearch:
             if not isinstance(rule, _Rule):
                 return
             for depths in _changed_depths(rule.depths):
+                if self._ended():
+                    break
                 depths = self._within_room(placement, depths)
                 if self._run(placement, _Rule(rule.name, depths), self.found[placement].estimate) is _Outcome.FITS:
                     better = True
@@ -345,6 +349,13 @@ class _StepSearch:
         """The best first."""
         return sorted(self.found, key=lambda each: (self.found[each].estimate, each.cuts, each.devices))
 
+    def _of_steady_state(self, placement: Placement) -> tuple[int, ...]:
+        """The depths of a contiguous cut under 1F1B* at its least period."""
+        loads = steady_1f1b.pseudo_stage_loads(self.problem.times, placement.cuts)
+        period = steady_1f1b.least_period(loads, self._engine(placement).most_in_flight)
+        assert period is not None
+        return self._within_room(placement, steady_1f1b.in_flight(loads, period))
+
     def _within_room(self, placement: Placement, depths: Iterable[int]) -> tuple[int, ...]:
         """Depths that the stages have room for, if each had its device for itself.
 
@@ -364,8 +375,6 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
     """The cuts of other planners, and at last the one that needs least memory."""
     chain, num_devices = problem.chain, problem.constraints.max_stages
     yield steady
-    in_deepspeed = replace(problem, in_deepspeed=True)
-    yield from synchronous.best_cuts(in_deepspeed, steady)[:1]
     for algorithm in (PipeDream(), MemoryBalanced()):
         yield from algorithm.solve(problem).cuts
     yield baselines.uniform(chain, num_devices)
@@ -375,7 +384,10 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
 
 
 def _balanced(problem: Problem) -> list[Cuts]:
-    """For each number of stages the cut of the least bound, nearly (``StepEngine.bound``, per micro-batch)."""
+    """For each number of stages the best cut for DeepSpeed's own engine, nearly, and that of the least bound.
+
+    That bound is ``StepEngine.bound`` per micro-batch, without the transfers on the way.
+    """
     times, table, m = problem.times, problem.table, problem.num_micro_batches
     assert m is not None
     before = times.compute[:, None] // m
@@ -384,7 +396,8 @@ def _balanced(problem: Problem) -> list[Cuts]:
     waiting = (times.compute[-1] - times.compute)[:, None] // room
     costs: NDArray[np.int64] = before + np.maximum(busiest, waiting)
     fitting = np.where(table.max_in_flight >= 1, costs, NOTHING_FITS)
-    return [cuts for cuts, _ in min_max_cuts(problem, lambda from_end: fitting)]
+    blocking = synchronous.balanced_cuts(replace(problem, in_deepspeed=True))
+    return [*blocking, *(cuts for cuts, _ in min_max_cuts(problem, lambda from_end: fitting))]
 
 
 def _moved_boundaries(placement: Placement) -> Iterator[Placement]:
