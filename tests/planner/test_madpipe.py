@@ -141,14 +141,16 @@ def test_an_allocation_that_is_not_contiguous_fits_where_no_contiguous_one_does(
 
 
 def test_hosts_get_one_stage_per_rank():
-    """So many stages, or a step, is what a host can run; without either this plan is not contiguous."""
+    """So many stages, all of which train, is what a host can run; without that this plan is not contiguous."""
     case = CASES[0]
     made, platform = of_case(case, case["P"], case["M"])
     assert not make_plan(made, platform).is_contiguous
     for options in ({"num_stages": 3}, {"every_stage_trains": True}):
         plan = make_plan(made, platform, **options)
         assert plan.is_contiguous and plan.algorithm == "madpipe" and plan.proved_class == "contiguous"
-    assert make_plan(made, replace(platform, memory_bytes=10**6), num_micro_batches=4).is_contiguous
+    roomy = replace(platform, memory_bytes=10**6)
+    assert make_plan(made, roomy, num_micro_batches=4, every_stage_trains=True).is_contiguous
+    assert not make_plan(made, roomy, num_micro_batches=4).is_contiguous
 
 
 def test_out_of_time_it_returns_the_best_so_far_and_proves_nothing():

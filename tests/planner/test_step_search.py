@@ -13,13 +13,15 @@ from itertools import accumulate, pairwise, product
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.overlapping import StepEngine, eager, in_order
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.steps import LONGEST_RUN
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
-from tests.planner.instances import FREE, problem_of, random_instance
+from tests.planner.instances import FREE, chain, problem_of, random_instance
 
 LINKS = [0.5, 1, 2, 4, FREE]
 
@@ -229,3 +231,41 @@ def test_two_programs_simulate_alike(seed: int) -> None:
     assert num_bytes == max(engine.peaks(run))
     again = engine.run(m, in_order([tuple(order) for order in run.orders]))
     assert again.ticks == run.ticks
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_steps_are_planned_by_their_rhythm(seed: int) -> None:
+    """Only the first micro-batches of many are simulated in the search, but the promises hold for all of them."""
+    made, platform = random_instance(seed, most_layers=5)
+    m = LONGEST_RUN + 150
+    plan = step_of(made, platform, m)
+    if plan is None:
+        return
+    periodic = make_plan(made, platform)
+    seconds, num_bytes = run_in(periodic, made, order_of_pattern(periodic, m), m)
+    if num_bytes <= platform.memory_bytes:
+        assert plan.step_seconds <= seconds * (1 + 1e-9)
+    for algorithm in ("uniform", "parameters", "contiguous"):
+        other = step_of(made, platform, m, algorithm)
+        assert other is None or plan.step_seconds <= other.step_seconds * 1.01
+
+
+def test_a_stage_on_two_devices_in_turn_shortens_a_step() -> None:
+    """The first and the last layer take half the time of the one between them: together they are its equal."""
+    made = chain([1, 2, 1], [2, 4, 2], outputs=[1, 1, 1], input_bytes=1, stash=[1, 1, 1])
+    plan = step_of(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e6), 12)
+    assert plan is not None
+    assert [stage.device for stage in plan.stages] == [0, 1, 0]
+    assert plan.blocking_step_seconds is None
+    best_cut = step_of(made, plan.platform, 12, "contiguous")
+    assert best_cut is not None
+    assert best_cut.step_seconds >= 9 * 12 > plan.step_seconds
+    assert best_cut.blocking_step_seconds is not None
+
+
+def test_a_deadline_that_has_passed_leaves_a_plan() -> None:
+    made, platform = random_instance(3)
+    deadline = Deadline()
+    deadline.stop()
+    plan = make_plan(made, replace(platform, memory_bytes=10**6), num_micro_batches=8, deadline=deadline)
+    assert replay(plan, made).violations == ()

@@ -26,6 +26,7 @@ from math import ceil, comb, inf
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.memory import UNLIMITED
 from deepspeed_partition.planner.overlapping import Choice, StepEngine, StepRun, eager, in_order, one_f_one_b
 from deepspeed_partition.planner.solvers import baselines, ilp, synchronous
 from deepspeed_partition.planner.solvers import one_f_one_b as steady_1f1b
@@ -42,9 +43,11 @@ LONGEST_RUN = 128
 """Micro-batches: a longer step is extrapolated from its rhythm, until the best ones are compared in full."""
 FEW = 300
 """Cuts, or ways to give layers to devices: so few that all are tried."""
-NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 3, 4, 100
+NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 """Allocations whose depths are refined, and that are compared in full; neighbours of one that are simulated."""
-NEAR = 1.02
+NUM_CENTRES = 3
+"""Cuts whose neighbours are looked at."""
+NEAR = 1.05
 """What is within this factor of the best is remembered: with other depths it may become the best."""
 
 
@@ -157,6 +160,8 @@ class _StepSearch:
         self.engines: dict[Placement, StepEngine] = {}
         self.tried: set[Placement] = set()
         self.found: dict[Placement, _Found] = {}
+        self.by_name: dict[tuple[Placement, str], tuple[float, _Rule]] = {}
+        """The best estimate of an allocation under a rule of a name."""
         self.best = inf
         """The least estimate so far, ticks."""
         self.certain: list[tuple[Placement, Rule]] = []
@@ -177,10 +182,9 @@ class _StepSearch:
         else:
             for placement in self._promising(map(Placement.contiguous, _balanced(self.problem))):
                 self._try_contiguous(placement)
-            for placement in self._leaders()[:NUM_REFINED]:
+            for placement in self._leaders()[:NUM_CENTRES]:
                 self._descend(placement, _moved_boundaries)
-        for placement in self._leaders()[:NUM_REFINED]:
-            self._refine(placement)
+        self._refine_leaders()
 
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
         """Search on where a device may have several stages, from the allocations of ``patterns``."""
@@ -200,8 +204,7 @@ class _StepSearch:
         for placement in self._leaders()[:1]:
             self._refine(placement)
             self._descend(placement, lambda centre: neighbours(self.problem, centre))
-        for placement in self._leaders()[:NUM_REFINED]:
-            self._refine(placement)
+        self._refine_leaders()
 
     def steps(self, patterns: Iterable[Pattern] = ()) -> Iterator[Step]:
         """What was found and fits, simulated in full, the shortest first."""
@@ -286,26 +289,30 @@ class _StepSearch:
 
     # Orders
 
+    def _refine_leaders(self) -> None:
+        """Refine the best allocations, as long as no bound says that it is in vain."""
+        for placement in self._leaders()[:NUM_REFINED]:
+            if self._engine(placement).bound(self.num_micro_batches) < self.best:
+                self._refine(placement)
+
     def _refine(self, placement: Placement) -> None:
-        """Change the depths of an allocation as long as that shortens its step."""
+        """Change the depths of an allocation as long as that shortens its step, under each rule."""
         rule = self.found[placement].rule
-        if isinstance(rule, _Rule):
-            for name in ("1F1B", "furthest", "oldest") if placement.is_contiguous else ("furthest", "oldest"):
-                if name != rule.name:
-                    self.attempt(placement, name, rule.depths)
-        better = True
-        while better and not self._ended():
-            better = False
-            rule = self.found[placement].rule
-            if not isinstance(rule, _Rule):
-                return
-            for depths in _changed_depths(rule.depths):
-                if self._ended():
-                    break
-                depths = self._within_room(placement, depths)
-                if self._run(placement, _Rule(rule.name, depths), self.found[placement].estimate) is _Outcome.FITS:
-                    better = True
-                    break
+        for name in ("1F1B", "furthest", "oldest") if placement.is_contiguous else ("furthest", "oldest"):
+            if isinstance(rule, _Rule) and (placement, name) not in self.by_name:
+                self.attempt(placement, name, rule.depths)
+            while (placement, name) in self.by_name and self._improve(placement, name):
+                pass
+
+    def _improve(self, placement: Placement, name: str) -> bool:
+        """Take the first change of depths that shortens the step; False where there is none."""
+        estimate, rule = self.by_name[placement, name]
+        for depths in dict.fromkeys(self._within_room(placement, each) for each in _changed(rule.depths)):
+            if self._ended():
+                return False
+            if self._run(placement, _Rule(name, depths), estimate) is _Outcome.FITS:
+                return True
+        return False
 
     def attempt(self, placement: Placement, name: str, depths: tuple[int, ...]) -> None:
         """A rule, at smaller depths where it does not fit at these."""
@@ -336,6 +343,8 @@ class _StepSearch:
         if placement not in self.found or estimate < self.found[placement].estimate:
             self.found[placement] = _Found(estimate, rule)
             self.best = min(self.best, estimate)
+        if isinstance(rule, _Rule) and estimate < self.by_name.get((placement, rule.name), (inf, rule))[0]:
+            self.by_name[placement, rule.name] = estimate, rule
         return _Outcome.FITS if estimate < shorter_than else _Outcome.TOO_SLOW
 
     # What is at hand
@@ -408,13 +417,16 @@ def _moved_boundaries(placement: Placement) -> Iterator[Placement]:
                 yield Placement.contiguous((*cuts[:index], moved, *cuts[index + 1 :]))
 
 
-def _changed_depths(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One more or one less for a stage, or for it and all before it."""
+def _changed(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One more or one less for a stage, or for it and all before it; then the most or the least for a stage."""
     for change in (1, -1):
         for stage, depth in enumerate(depths):
             yield (*depths[:stage], depth + change, *depths[stage + 1 :])
             if stage:
                 yield (*(each + change for each in depths[: stage + 1]), *depths[stage + 1 :])
+    for extreme in (UNLIMITED, 1):
+        for stage in range(len(depths)):
+            yield (*depths[:stage], extreme, *depths[stage + 1 :])
 
 
 def _rhythm(run: StepRun) -> float:
