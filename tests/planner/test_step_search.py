@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
@@ -21,7 +23,7 @@ from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.steps import LONGEST_RUN
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
-from tests.planner.instances import FREE, chain, problem_of, random_instance
+from tests.planner.instances import FREE, chain, instances, problem_of, random_instance
 
 LINKS = [0.5, 1, 2, 4, FREE]
 
@@ -183,7 +185,7 @@ def test_the_smallest_memory_is_the_smallest(seed: int) -> None:
 
 
 def test_more_memory_is_not_slower() -> None:
-    """A search cannot promise that, but on small instances it finds it so."""
+    """A search cannot promise that, and orders run as early as possible know anomalies; here there are none."""
     for seed in range(25):
         made, platform = random_instance(seed, most_layers=5)
         before = None
@@ -269,3 +271,16 @@ def test_a_deadline_that_has_passed_leaves_a_plan() -> None:
     deadline.stop()
     plan = make_plan(made, replace(platform, memory_bytes=10**6), num_micro_batches=8, deadline=deadline)
     assert replay(plan, made).violations == ()
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(instances(), st.integers(1, 30), st.sampled_from(["madpipe", "contiguous", "mcap"]), st.integers(0, 3))
+def test_steps_of_any_problem_are_replayed(instance, m: int, algorithm: str, comm_buffers: int) -> None:
+    """Floats of all sizes, any number of buffers; what does not fit does so in the memory that is named."""
+    made, platform = instance
+    platform = replace(platform, comm_buffers=comm_buffers)
+    if step_of(made, platform, m, algorithm) is None:
+        with pytest.raises(InfeasibleError) as raised:
+            make_plan(made, platform, algorithm, num_micro_batches=m)
+        enough = raised.value.smallest_memory_bytes
+        assert step_of(made, replace(platform, memory_bytes=enough), m, algorithm) is not None

@@ -38,7 +38,7 @@ from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import neighbours
 
 MOST_OPERATIONS = 500_000
-"""Forwards and backwards that are simulated in one search, some 5 seconds."""
+"""Forwards and backwards that are simulated for contiguous cuts, and as many beyond: a few seconds each."""
 LONGEST_RUN = 128
 """Micro-batches: a longer step is extrapolated from its rhythm, until the best ones are compared in full."""
 FEW = 300
