@@ -50,6 +50,8 @@ MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
 """The planner looks at every pair of layers: this many take a gigabyte."""
 DEFAULT_TIME_LIMIT_SECONDS = 60.0
+SHORTEST_TIME_LIMIT_SECONDS = 1e-3
+"""What is left to a search when the time is up: a deadline is more than 0 seconds away."""
 
 
 def make_plan(
@@ -97,11 +99,12 @@ def make_plan(
         splits = [Split(None, platform, num_micro_batches)]
     else:
         splits = splits_of(platform, num_micro_batches, data_parallel)
-    total = DEFAULT_TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
-    limit = total / len(splits)
+    overall = Deadline(_time_limit(time_limit_seconds), within=deadline)
     plans: list[Plan] = []
     refusals: list[InfeasibleError | ValueError] = []
-    for split in splits:
+    # The shortest pipelines first: they take hardly any of the time, which leaves more for the others.
+    for num_left, split in zip(range(len(splits), 0, -1), reversed(splits), strict=True):
+        limit = max(overall.remaining_seconds(), SHORTEST_TIME_LIMIT_SECONDS) / num_left
         try:
             problem = problem_of(
                 chain, split.platform, split.num_micro_batches, num_stages, every_stage_trains, limit, deadline
@@ -116,9 +119,10 @@ def make_plan(
         else:
             plans.append(plan)
     if not plans:
-        raise next((refusal for refusal in refusals if isinstance(refusal, InfeasibleError)), refusals[0])
+        of_memory = (refusal for refusal in reversed(refusals) if isinstance(refusal, InfeasibleError))
+        raise next(of_memory, refusals[-1])
     in_deepspeed = num_stages is not None or every_stage_trains
-    best = min(plans, key=lambda plan: seconds_of(plan, in_deepspeed=in_deepspeed))
+    best = min(reversed(plans), key=lambda plan: seconds_of(plan, in_deepspeed=in_deepspeed))
     return replace(best, planning_seconds=time.perf_counter() - started)
 
 
@@ -288,10 +292,6 @@ def problem_of(
             f"{num_stages or 1} stages with trainable parameters each need as many such layers and the chain "
             f"has {training}: use fewer stages"
         )
-    if time_limit_seconds is None:
-        time_limit_seconds = DEFAULT_TIME_LIMIT_SECONDS
-    if not time_limit_seconds > 0:
-        raise ValueError(f"time_limit_seconds is {time_limit_seconds}: it is more than 0")
     return Problem(
         chain=chain,
         platform=platform,
@@ -304,8 +304,16 @@ def problem_of(
         table=StageTable(chain, platform),
         num_micro_batches=num_micro_batches,
         in_deepspeed=num_micro_batches is not None and (num_stages is not None or every_stage_trains),
-        deadline=Deadline(time_limit_seconds, within=deadline),
+        deadline=Deadline(_time_limit(time_limit_seconds), within=deadline),
     )
+
+
+def _time_limit(seconds: float | None) -> float:
+    if seconds is None:
+        return DEFAULT_TIME_LIMIT_SECONDS
+    if not seconds > 0:
+        raise ValueError(f"time_limit_seconds is {seconds}: it is more than 0")
+    return seconds
 
 
 def _assemble(

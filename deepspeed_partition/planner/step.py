@@ -1,9 +1,7 @@
 """One synchronous step: m micro-batches enter, all drain, then the optimizer runs (not counted here).
 
-Two engines are simulated, event by event, from the same orders of forwards and backwards:
-
-- ``blocking_step``: DeepSpeed's ``TrainSchedule``. Sends and receives block both ends, nothing overlaps.
-- ``overlapping.py``: transfers run beside computation, as early as their link and buffers allow.
+DeepSpeed's ``TrainSchedule``: sends and receives block both ends, nothing overlaps. In ``overlapping.py``
+transfers run beside computation, as early as their link and buffers allow.
 
 With several pipelines in parallel a stage all-reduces its gradients after its last backward, as DeepSpeed does,
 while the stages before it still drain; the step has ended when the last all-reduce has.
@@ -14,26 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.schedule import Order
 
 Instruction = tuple[str, int]
-
-
-def one_f_one_b_order(stage: int, depth: int, num_micro_batches: int) -> Order:
-    """Warm up with ``depth`` forwards, then one backward, one forward, then drain.
-
-    ::
-
-        depth 2, 4 micro-batches:   F0 F1 B0 F2 B1 F3 B2 B3
-    """
-    order: list[tuple[str, int]] = []
-    for step in range(num_micro_batches + depth):
-        if step >= depth:
-            order.append((f"B{stage}", step - depth))
-        if step < num_micro_batches:
-            order.append((f"F{stage}", step))
-    # A depth beyond the number of micro-batches leaves nothing between warm-up and drain.
-    return tuple(order)
 
 
 def deepspeed_instructions(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Instruction]:

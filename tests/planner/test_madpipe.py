@@ -165,7 +165,7 @@ def test_an_allocation_that_is_not_contiguous_fits_where_no_contiguous_one_does(
 
 
 def test_hosts_get_one_stage_per_rank():
-    """With one stage per rank, as a host runs it, a plan is contiguous; without that these are not."""
+    """So many stages, all of which train, is what a host can run; without that this plan is not contiguous."""
     case = CASES[0]
     made, platform = of_case(case, case["P"], case["M"])
     assert not make_plan(made, platform).is_contiguous
@@ -173,7 +173,8 @@ def test_hosts_get_one_stage_per_rank():
         plan = make_plan(made, platform, **options)
         assert plan.is_contiguous and plan.algorithm == "madpipe" and plan.proved_class == "contiguous"
     roomy = replace(platform, memory_bytes=10**6)
-    assert make_plan(made, roomy, num_stages=3, num_micro_batches=4).is_contiguous
+    assert make_plan(made, roomy, num_micro_batches=4, every_stage_trains=True).is_contiguous
+    assert not make_plan(made, roomy, num_micro_batches=4).is_contiguous
 
 
 def test_out_of_time_it_returns_the_best_so_far_and_proves_nothing():

@@ -11,15 +11,18 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.overlapping import StepEngine, eager, in_order
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
-from deepspeed_partition.planner.step import one_f_one_b_order
+from deepspeed_partition.planner.solvers.steps import LONGEST_RUN
 from tests.planner import oracles
-from tests.planner.instances import FREE, problem_of, random_instance
+from tests.planner.instances import FREE, chain, instances, problem_of, random_instance
 
 LINKS = [0.5, 1, 2, 4, FREE]
 
@@ -90,7 +93,7 @@ def test_never_slower_than_any_cut_under_the_usual_orders(seed: int) -> None:
             P = len(cuts) - 1
             on_cut = make_plan(made, replace(platform, memory_bytes=10**9), cuts)
             for depths in (range(P, 0, -1), range(2 * P - 1, 0, -2), [m] * P, [1] * P):
-                orders = [one_f_one_b_order(stage, min(m, depth), m) for stage, depth in enumerate(depths)]
+                orders = [oracles.one_f_one_b_order(stage, min(m, depth), m) for stage, depth in enumerate(depths)]
                 seconds, num_bytes = run_in(on_cut, made, orders, m)
                 if num_bytes <= platform.memory_bytes:
                     fitted += 1
@@ -181,7 +184,7 @@ def test_the_smallest_memory_is_the_smallest(seed: int) -> None:
 
 
 def test_more_memory_is_not_slower() -> None:
-    """A search cannot promise that, but on small instances it finds it so."""
+    """A search cannot promise that, and orders run as early as possible know anomalies; here there are none."""
     for seed in range(25):
         made, platform = random_instance(seed, most_layers=5)
         before = None
@@ -229,3 +232,54 @@ def test_two_programs_simulate_alike(seed: int) -> None:
     assert num_bytes == max(engine.peaks(run))
     again = engine.run(m, in_order([tuple(order) for order in run.orders]))
     assert again.ticks == run.ticks
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_steps_are_planned_by_their_rhythm(seed: int) -> None:
+    """Only the first micro-batches of many are simulated in the search, but the promises hold for all of them."""
+    made, platform = random_instance(seed, most_layers=5)
+    m = LONGEST_RUN + 150
+    plan = step_of(made, platform, m)
+    if plan is None:
+        return
+    periodic = make_plan(made, platform)
+    seconds, num_bytes = run_in(periodic, made, order_of_pattern(periodic, m), m)
+    if num_bytes <= platform.memory_bytes:
+        assert plan.step_seconds <= seconds * (1 + 1e-9)
+    for algorithm in ("uniform", "parameters", "contiguous"):
+        other = step_of(made, platform, m, algorithm)
+        assert other is None or plan.step_seconds <= other.step_seconds * 1.01
+
+
+def test_a_stage_on_two_devices_in_turn_shortens_a_step() -> None:
+    """The first and the last layer take half the time of the one between them: together they are its equal."""
+    made = chain([1, 2, 1], [2, 4, 2], outputs=[1, 1, 1], input_bytes=1, stash=[1, 1, 1])
+    plan = step_of(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e6), 12)
+    assert plan is not None
+    assert [stage.device for stage in plan.stages] == [0, 1, 0]
+    assert plan.blocking_step_seconds is None
+    best_cut = step_of(made, plan.platform, 12, "contiguous")
+    assert best_cut is not None
+    assert best_cut.step_seconds >= 9 * 12 > plan.step_seconds
+    assert best_cut.blocking_step_seconds is not None
+
+
+def test_a_deadline_that_has_passed_leaves_a_plan() -> None:
+    made, platform = random_instance(3)
+    deadline = Deadline()
+    deadline.stop()
+    plan = make_plan(made, replace(platform, memory_bytes=10**6), num_micro_batches=8, deadline=deadline)
+    assert replay(plan, made).violations == ()
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(instances(), st.integers(1, 30), st.sampled_from(["madpipe", "contiguous", "mcap"]), st.integers(0, 3))
+def test_steps_of_any_problem_are_replayed(instance, m: int, algorithm: str, comm_buffers: int) -> None:
+    """Floats of all sizes, any number of buffers; what does not fit does so in the memory that is named."""
+    made, platform = instance
+    platform = replace(platform, comm_buffers=comm_buffers)
+    if step_of(made, platform, m, algorithm) is None:
+        with pytest.raises(InfeasibleError) as raised:
+            make_plan(made, platform, algorithm, num_micro_batches=m)
+        enough = raised.value.smallest_memory_bytes
+        assert step_of(made, replace(platform, memory_bytes=enough), m, algorithm) is not None

@@ -40,7 +40,7 @@ SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
 """Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
 PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
 """Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
-PERIODIC_SHARE = 0.1
+PERIODIC_SHARE = 0.2
 """Of the time for a step, for the plan of the shortest period, from which its search begins."""
 ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
 LEVELS = (64, 16, 4, 1)
@@ -62,8 +62,11 @@ class MadPipe:
             return Contiguous(self.name).solve(problem)
         if problem.num_micro_batches is None:
             return _Search(problem).run()
-        deadline = Deadline(problem.deadline.remaining_seconds() * PERIODIC_SHARE, within=problem.deadline)
-        answer = _Search(replace(problem, num_micro_batches=None, deadline=deadline)).run()
+        periodic = replace(problem, num_micro_batches=None)
+        if not problem.deadline.passed():
+            seconds = problem.deadline.remaining_seconds() * PERIODIC_SHARE
+            periodic = replace(periodic, deadline=Deadline(seconds, within=problem.deadline))
+        answer = _Search(periodic).run()
         if not answer.cuts and not answer.patterns:
             return answer
         return replace(answer, steps=best_step(problem, next(iter(answer.cuts), None), answer.patterns))

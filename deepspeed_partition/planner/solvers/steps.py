@@ -3,8 +3,8 @@
 Everything is judged by the simulated step (``overlapping.py``), memory included; what is not simulated is pruned
 by a bound that no order of an allocation beats. The candidates:
 
-1. contiguous cuts: the best for the period, for DeepSpeed's own engine and by the bound for each number of stages,
-   those of the baselines, and from there on whatever gets better by moving one boundary; all where they are few;
+1. contiguous cuts: the best for the period, those of the baselines, for each number of stages the best by the
+   bound and for DeepSpeed's own engine, and whatever gets better by moving one boundary; all where they are few;
 2. each under 1F1B with a depth of its own for each stage: DeepSpeed's, that of 1F1B*, one that hides transfers
    (2 (P - s) - 1), all that memory allows (with room for all of them GPipe's flush), and what is reached from the
    best of these by changing single depths;
@@ -26,6 +26,7 @@ from math import ceil, comb, inf
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.memory import UNLIMITED
 from deepspeed_partition.planner.overlapping import Choice, StepEngine, StepRun, eager, in_order, one_f_one_b
 from deepspeed_partition.planner.solvers import baselines, ilp, synchronous
 from deepspeed_partition.planner.solvers import one_f_one_b as steady_1f1b
@@ -36,15 +37,17 @@ from deepspeed_partition.planner.solvers.problem import Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import neighbours
 
-MOST_OPERATIONS = 1_500_000
-"""Forwards and backwards that are simulated in one search, some 5 seconds."""
+MOST_OPERATIONS = 500_000
+"""Forwards and backwards that are simulated for contiguous cuts, and as many beyond: a few seconds each."""
 LONGEST_RUN = 128
 """Micro-batches: a longer step is extrapolated from its rhythm, until the best ones are compared in full."""
 FEW = 300
 """Cuts, or ways to give layers to devices: so few that all are tried."""
-NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 3, 4, 100
+NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 """Allocations whose depths are refined, and that are compared in full; neighbours of one that are simulated."""
-NEAR = 1.02
+NUM_CENTRES = 3
+"""Cuts whose neighbours are looked at."""
+NEAR = 1.05
 """What is within this factor of the best is remembered: with other depths it may become the best."""
 
 
@@ -157,11 +160,17 @@ class _StepSearch:
         self.engines: dict[Placement, StepEngine] = {}
         self.tried: set[Placement] = set()
         self.found: dict[Placement, _Found] = {}
+        self.by_name: dict[tuple[Placement, str], tuple[float, _Rule]] = {}
+        """The best estimate of an allocation under a rule of a name."""
         self.best = inf
         """The least estimate so far, ticks."""
+        self.certain: list[tuple[Placement, Rule]] = []
+        """Periodic plans in their own order, which are compared in full whatever their estimates."""
 
     def search_contiguous(self, steady: Cuts) -> None:
         """Search the contiguous cuts; ``steady`` is that of the shortest period."""
+        placement = Placement.contiguous(steady)
+        self.certain.append((placement, _Rule("1F1B", self._of_steady_state(placement))))
         for cuts in dict.fromkeys(_rivals(self.problem, steady)):
             self._try_contiguous(Placement.contiguous(cuts))
         size, most = self.problem.chain.num_layers, self.problem.constraints.max_stages
@@ -173,16 +182,17 @@ class _StepSearch:
         else:
             for placement in self._promising(map(Placement.contiguous, _balanced(self.problem))):
                 self._try_contiguous(placement)
-            for placement in self._leaders()[:NUM_REFINED]:
+            for placement in self._leaders()[:NUM_CENTRES]:
                 self._descend(placement, _moved_boundaries)
-        for placement in self._leaders()[:NUM_REFINED]:
-            self._refine(placement)
+        self._refine_leaders()
 
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
         """Search on where a device may have several stages, from the allocations of ``patterns``."""
         self.operations_left = MOST_OPERATIONS
         for pattern in patterns:
-            self._run(pattern.placement, _PatternRule(pattern), inf)
+            rule = _PatternRule(pattern)
+            self.certain.append((pattern.placement, rule))
+            self._run(pattern.placement, rule, inf)
         for pattern in patterns:
             self._try_shared(pattern.placement)
         size, num_devices = self.problem.chain.num_layers, self.problem.platform.num_devices
@@ -194,20 +204,18 @@ class _StepSearch:
         for placement in self._leaders()[:1]:
             self._refine(placement)
             self._descend(placement, lambda centre: neighbours(self.problem, centre))
-        for placement in self._leaders()[:NUM_REFINED]:
-            self._refine(placement)
+        self._refine_leaders()
 
     def steps(self, patterns: Iterable[Pattern] = ()) -> Iterator[Step]:
         """What was found and fits, simulated in full, the shortest first."""
         known = {pattern.placement: pattern for pattern in patterns}
         memory = self.problem.platform.memory_bytes
-        leaders = self._leaders()
+        pairs = [(placement, self.found[placement].rule) for placement in self._leaders()]
         if self.simulated < self.num_micro_batches:
-            certain = [placement for placement in leaders if placement in known]
-            some = list(dict.fromkeys([*leaders[:NUM_FINALISTS], *certain]))
-            leaders = sorted(some, key=lambda each: self._complete(each, self.found[each].rule).ticks)
-        for placement in leaders:
-            rule, steady = self.found[placement].rule, known.get(placement)
+            pairs = list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain]))
+            pairs.sort(key=lambda pair: self._complete(*pair).ticks)
+        for placement, rule in pairs:
+            steady = known.get(placement)
             if max(self._engine(placement).peaks(self._complete(placement, rule))) > memory:
                 continue  # tensors piled up only after the part that was simulated
             if steady is None and not placement.is_contiguous:
@@ -230,16 +238,13 @@ class _StepSearch:
 
     def _try_contiguous(self, placement: Placement) -> None:
         """A cut under the usual depths."""
-        problem, engine = self.problem, self._engine(placement)
+        engine = self._engine(placement)
         if min(engine.most_in_flight) < 1 or engine.bound(self.num_micro_batches) >= self.best or self._ended():
             return
         num_stages = len(placement.devices)
-        loads = steady_1f1b.pseudo_stage_loads(problem.times, placement.cuts)
-        period = steady_1f1b.least_period(loads, engine.most_in_flight)
-        assert period is not None
         usual = (
             range(num_stages, 0, -1),
-            steady_1f1b.in_flight(loads, period),
+            self._of_steady_state(placement),
             range(2 * num_stages - 1, 0, -2),
             engine.most_in_flight,
         )
@@ -284,24 +289,30 @@ class _StepSearch:
 
     # Orders
 
+    def _refine_leaders(self) -> None:
+        """Refine the best allocations, as long as no bound says that it is in vain."""
+        for placement in self._leaders()[:NUM_REFINED]:
+            if self._engine(placement).bound(self.num_micro_batches) < self.best:
+                self._refine(placement)
+
     def _refine(self, placement: Placement) -> None:
-        """Change the depths of an allocation as long as that shortens its step."""
+        """Change the depths of an allocation as long as that shortens its step, under each rule."""
         rule = self.found[placement].rule
-        if isinstance(rule, _Rule):
-            for name in ("1F1B", "furthest", "oldest") if placement.is_contiguous else ("furthest", "oldest"):
-                if name != rule.name:
-                    self.attempt(placement, name, rule.depths)
-        better = True
-        while better and not self._ended():
-            better = False
-            rule = self.found[placement].rule
-            if not isinstance(rule, _Rule):
-                return
-            for depths in _changed_depths(rule.depths):
-                depths = self._within_room(placement, depths)
-                if self._run(placement, _Rule(rule.name, depths), self.found[placement].estimate) is _Outcome.FITS:
-                    better = True
-                    break
+        for name in ("1F1B", "furthest", "oldest") if placement.is_contiguous else ("furthest", "oldest"):
+            if isinstance(rule, _Rule) and (placement, name) not in self.by_name:
+                self.attempt(placement, name, rule.depths)
+            while (placement, name) in self.by_name and self._improve(placement, name):
+                pass
+
+    def _improve(self, placement: Placement, name: str) -> bool:
+        """Take the first change of depths that shortens the step; False where there is none."""
+        estimate, rule = self.by_name[placement, name]
+        for depths in dict.fromkeys(self._within_room(placement, each) for each in _changed(rule.depths)):
+            if self._ended():
+                return False
+            if self._run(placement, _Rule(name, depths), estimate) is _Outcome.FITS:
+                return True
+        return False
 
     def attempt(self, placement: Placement, name: str, depths: tuple[int, ...]) -> None:
         """A rule, at smaller depths where it does not fit at these."""
@@ -332,6 +343,8 @@ class _StepSearch:
         if placement not in self.found or estimate < self.found[placement].estimate:
             self.found[placement] = _Found(estimate, rule)
             self.best = min(self.best, estimate)
+        if isinstance(rule, _Rule) and estimate < self.by_name.get((placement, rule.name), (inf, rule))[0]:
+            self.by_name[placement, rule.name] = estimate, rule
         return _Outcome.FITS if estimate < shorter_than else _Outcome.TOO_SLOW
 
     # What is at hand
@@ -344,6 +357,13 @@ class _StepSearch:
     def _leaders(self) -> list[Placement]:
         """The best first."""
         return sorted(self.found, key=lambda each: (self.found[each].estimate, each.cuts, each.devices))
+
+    def _of_steady_state(self, placement: Placement) -> tuple[int, ...]:
+        """The depths of a contiguous cut under 1F1B* at its least period."""
+        loads = steady_1f1b.pseudo_stage_loads(self.problem.times, placement.cuts)
+        period = steady_1f1b.least_period(loads, self._engine(placement).most_in_flight)
+        assert period is not None
+        return self._within_room(placement, steady_1f1b.in_flight(loads, period))
 
     def _within_room(self, placement: Placement, depths: Iterable[int]) -> tuple[int, ...]:
         """Depths that the stages have room for, if each had its device for itself.
@@ -364,8 +384,6 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
     """The cuts of other planners, and at last the one that needs least memory."""
     chain, num_devices = problem.chain, problem.constraints.max_stages
     yield steady
-    in_deepspeed = replace(problem, in_deepspeed=True)
-    yield from synchronous.best_cuts(in_deepspeed, steady)[:1]
     for algorithm in (PipeDream(), MemoryBalanced()):
         yield from algorithm.solve(problem).cuts
     yield baselines.uniform(chain, num_devices)
@@ -375,7 +393,10 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
 
 
 def _balanced(problem: Problem) -> list[Cuts]:
-    """For each number of stages the cut of the least bound, nearly (``StepEngine.bound``, per micro-batch)."""
+    """For each number of stages the best cut for DeepSpeed's own engine, nearly, and that of the least bound.
+
+    That bound is ``StepEngine.bound`` per micro-batch, without the transfers on the way.
+    """
     times, table, m = problem.times, problem.table, problem.num_micro_batches
     assert m is not None
     before = times.compute[:, None] // m
@@ -384,7 +405,8 @@ def _balanced(problem: Problem) -> list[Cuts]:
     waiting = (times.compute[-1] - times.compute)[:, None] // room
     costs: NDArray[np.int64] = before + np.maximum(busiest, waiting)
     fitting = np.where(table.max_in_flight >= 1, costs, NOTHING_FITS)
-    return [cuts for cuts, _ in min_max_cuts(problem, lambda from_end: fitting)]
+    blocking = synchronous.balanced_cuts(replace(problem, in_deepspeed=True))
+    return [*blocking, *(cuts for cuts, _ in min_max_cuts(problem, lambda from_end: fitting))]
 
 
 def _moved_boundaries(placement: Placement) -> Iterator[Placement]:
@@ -395,13 +417,16 @@ def _moved_boundaries(placement: Placement) -> Iterator[Placement]:
                 yield Placement.contiguous((*cuts[:index], moved, *cuts[index + 1 :]))
 
 
-def _changed_depths(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One more or one less for a stage, or for it and all before it."""
+def _changed(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One more or one less for a stage, or for it and all before it; then the most or the least for a stage."""
     for change in (1, -1):
         for stage, depth in enumerate(depths):
             yield (*depths[:stage], depth + change, *depths[stage + 1 :])
             if stage:
                 yield (*(each + change for each in depths[: stage + 1]), *depths[stage + 1 :])
+    for extreme in (UNLIMITED, 1):
+        for stage in range(len(depths)):
+            yield (*depths[:stage], extreme, *depths[stage + 1 :])
 
 
 def _rhythm(run: StepRun) -> float:

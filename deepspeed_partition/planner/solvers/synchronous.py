@@ -18,14 +18,7 @@ from deepspeed_partition.planner.solvers.problem import Cuts, Problem, fits
 
 def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     """Cuts that fit at DeepSpeed's depth, the shortest step first; ``steady`` is among the candidates."""
-    table, times = problem.table, problem.times
-    transfers = times.one_way[:, None] + times.one_way[None, :]
-    loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
-
-    def cost(from_end: int) -> NDArray[np.int64]:
-        return np.where(table.max_in_flight >= problem.depth(from_end), loads, NOTHING_FITS)
-
-    starts = [cuts for cuts, _ in min_max_cuts(problem, cost)]
+    starts = balanced_cuts(problem)
     if fits(problem, steady):
         starts.append(steady)
     known: dict[Cuts, float] = {}
@@ -41,6 +34,18 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     full = {cuts: problem.blocking_step(cuts, problem.num_micro_batches) for cuts in finalists}
     others = sorted(known.keys() - full.keys(), key=lambda cuts: (known[cuts], len(cuts), cuts))
     return [*sorted(finalists, key=lambda cuts: (full[cuts], len(cuts))), *others]
+
+
+def balanced_cuts(problem: Problem) -> list[Cuts]:
+    """For each number of stages the cut whose slowest stage, with the transfers over both its cuts, is fastest."""
+    table, times = problem.table, problem.times
+    transfers = times.one_way[:, None] + times.one_way[None, :]
+    loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
+
+    def cost(from_end: int) -> NDArray[np.int64]:
+        return np.where(table.max_in_flight >= problem.depth(from_end), loads, NOTHING_FITS)
+
+    return [cuts for cuts, _ in min_max_cuts(problem, cost)]
 
 
 def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float]) -> None:
