@@ -44,6 +44,7 @@ from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.replication import plan_replicated
 from deepspeed_partition.planner.simulate import replay
+from deepspeed_partition.planner.solvers.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.replicated import REPLICATED
 
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -122,6 +123,14 @@ def profile(
     help="Plan for this period, such as 12ms, in as little memory as possible; left out: for the shortest.",
 )
 @click.option(
+    "--start",
+    "starts",
+    metavar="PLAN",
+    multiple=True,
+    type=click.Path(),
+    help="A plan for less memory, devices or bandwidth, which madpipe tries first; may be repeated.",
+)
+@click.option(
     "--machine-devices",
     type=click.IntRange(min=1),
     help=f"Devices in each machine, for {REPLICATED} alone; left out: all are in one.",
@@ -140,6 +149,7 @@ def plan(
     micro_batches: int | None,
     data_parallel: int | str | None,
     period: float | None,
+    starts: tuple[str, ...],
     machine_devices: int | None,
     machine_bandwidth: float | None,
     time_limit: float,
@@ -155,18 +165,25 @@ def plan(
     """
     output, as_json = _result(output, as_json, chain)
     layers = Chain.load(chain)
+    no_effect: dict[str, object]
     if algorithm.strip() == REPLICATED:
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
+        no_effect["--start"] = starts or None
         _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
         _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, output, as_json)
         return
     no_effect = {"--machine-devices": machine_devices, "--machine-bandwidth": machine_bandwidth}
     _refuse(no_effect, f"has an effect with --algorithm {REPLICATED} alone")
+    solver: str | MadPipe = algorithm
+    if algorithm.strip() == "madpipe" and period is None:
+        solver = MadPipe(start=tuple(Plan.load(path).allocation for path in starts))
+    elif starts:
+        raise click.UsageError("--start is for madpipe without --period alone", click.get_current_context())
     with _watched_search() as deadline:
         made = make_plan(
             layers,
             _platform(**platform),
-            algorithm,
+            solver,
             num_micro_batches=micro_batches,
             data_parallel=data_parallel,
             period_seconds=period,

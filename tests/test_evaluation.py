@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,37 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, settings) -> None:
             if fits:
                 plan = make_plan(counted(LAYERS, "input"), at.platform, "pipedream")
                 assert rows[at].period_seconds == plan.period_seconds
+
+
+def test_madpipe_starts_from_the_plans_for_less(tmp_path, settings, monkeypatch) -> None:
+    begun: list[tuple[Setting, list[Setting]]] = []
+    rows: dict[Setting, Result] = {}
+
+    class Pool:
+        def __init__(self, *_) -> None: ...
+        def shutdown(self, **_) -> None: ...
+
+        def submit(self, run, layers, platform, algorithm, limit, start) -> Future[Result]:
+            [at] = [each for each in wanted if each.platform == platform]
+            begun.append((at, [each for each, row in rows.items() if row.allocation in start]))
+            number = len(begun)
+            rows[at] = result(1.0, boundaries=[0, number, 6], devices=[0, 1])
+            done: Future[Result] = Future()
+            done.set_result(rows[at])
+            return done
+
+    monkeypatch.setattr("sweep.ProcessPoolExecutor", Pool)
+    wanted = [setting(memory, num_devices=devices) for memory in (2.0, 1.0, 4.0) for devices in (2, 4)]
+    sweep(tmp_path / "madpipe.jsonl", "madpipe", {"net": LAYERS}, wanted, time_limit_seconds=5.0, num_jobs=1)
+    assert {at: set(before) for at, before in begun} == {
+        setting(1.0, num_devices=2): set(),
+        setting(2.0, num_devices=2): {setting(1.0, num_devices=2)},
+        setting(4.0, num_devices=2): {setting(2.0, num_devices=2)},
+        setting(1.0, num_devices=4): {setting(1.0, num_devices=2)},
+        setting(2.0, num_devices=4): {setting(2.0, num_devices=2), setting(1.0, num_devices=4)},
+        setting(4.0, num_devices=4): {setting(4.0, num_devices=2), setting(2.0, num_devices=4)},
+    }
+    assert read(tmp_path / "madpipe.jsonl")[1] == rows
 
 
 def test_other_chains_or_limits_do_not_mix(tmp_path, settings) -> None:

@@ -250,6 +250,22 @@ SHARED = ["--devices", "3", "--memory", "1MB", "--bandwidth", "1000", "--json"]
 """Layers of 6, 2, 6 and 2: the fastest plan has both short ones on one device."""
 
 
+def test_a_plan_is_started_from(tmp_path, capsys):
+    path, before = str(tmp_path / "chain.json"), str(tmp_path / "before.json")
+    chain_of([3, 1, 3, 1], [3, 1, 3, 1], weights=[1] * 4, outputs=[1] * 4).save(path)
+    slower = [*SHARED[:-2], "10"]
+    assert cli.run(["plan", path, *slower, "-o", before]) == 0
+    capsys.readouterr()
+    made = run_json(capsys, "plan", path, *SHARED, "--start", before)
+    assert made["period_seconds"] <= Plan.load(before).period_seconds
+    for wrong in (["--algorithm", "contiguous"], ["--period", "20"], ["--algorithm", "pipedream-replicated"]):
+        assert cli.run(["plan", path, *SHARED, "--start", before, *wrong]) == 2
+        assert "--start" in capsys.readouterr().err
+    chain_of([1] * 3, [1] * 3).save(path)
+    assert cli.run(["plan", path, *SHARED, "--start", before]) == 2
+    assert "the plan to start from cuts 4 layers and 'test' has 3" in capsys.readouterr().err
+
+
 def test_an_interrupt_before_there_is_anything(chain, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

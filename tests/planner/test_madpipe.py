@@ -252,3 +252,40 @@ def test_an_unproved_plan_says_how_far_it_is_from_the_best_of_its_class(tmp_path
     assert "at most 25.0% above the best with one special device" in plan.summary()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_to_start_from_is_not_lost(monkeypatch):
+    """With more of anything, and nothing but the allocation to start from."""
+    started = 0
+    for seed in range(100):
+        made, platform = random_instance(seed, most_layers=5, most_devices=3)
+        try:
+            before = make_plan(made, platform)
+        except InfeasibleError:
+            continue
+        if before.is_contiguous:
+            continue
+        started += 1
+        more = replace(
+            platform,
+            num_devices=platform.num_devices + seed % 2,
+            memory_bytes=platform.memory_bytes + seed % 3,
+            bandwidth=platform.bandwidth * 2,
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(madpipe._Search, "_one_special", lambda _: False)
+            patched.setattr(madpipe._Search, "_several_special", lambda _: False)
+            after = make_plan(made, more, madpipe.MadPipe(start=(before.allocation,)))
+        assert after.period_seconds <= before.period_seconds * (1 + 1e-12)
+    assert started > 5
+
+
+def test_a_plan_to_start_from_suits_the_model_and_may_need_more_devices_than_there_are():
+    case = CASES[0]
+    made, platform = of_case(case, case["P"], case["M"])
+    start = madpipe.MadPipe(start=(make_plan(made, platform).allocation,))
+    fewer = replace(platform, num_devices=2, memory_bytes=10**6)
+    assert make_plan(made, fewer, start).period_seconds == make_plan(made, fewer).period_seconds
+    other = replace(made, layers=made.layers[:-1])
+    with pytest.raises(ValueError, match=f"cuts {made.num_layers} layers and 'test' has {other.num_layers}"):
+        make_plan(other, platform, start)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.solvers import ilp
@@ -56,17 +57,20 @@ class MadPipe:
     """
 
     name: str = "madpipe"
+    start: tuple[Allocation, ...] = ()
+    """Of plans for less memory, bandwidth or devices, or for other times of the same layers: tried first, so that
+    the answer is not worse where those still fit."""
 
     def solve(self, problem: Problem) -> Answer:
         if _only_contiguous(problem):
             return Contiguous(self.name).solve(problem)
         if problem.num_micro_batches is None:
-            return _Search(problem).run()
+            return _Search(problem, self.start).run()
         periodic = replace(problem, num_micro_batches=None)
         if not problem.deadline.passed():
             seconds = problem.deadline.remaining_seconds() * PERIODIC_SHARE
             periodic = replace(periodic, deadline=Deadline(seconds, within=problem.deadline))
-        answer = _Search(periodic).run()
+        answer = _Search(periodic, self.start).run()
         if not answer.cuts and not answer.patterns:
             return answer
         return replace(answer, steps=best_step(problem, next(iter(answer.cuts), None), answer.patterns))
@@ -86,8 +90,9 @@ def _only_contiguous(problem: Problem) -> bool:
 class _Search:
     """What is found and what is proved so far."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, start: Iterable[Allocation] = ()) -> None:
         self.problem = problem
+        self.start = [_placement(problem, allocation) for allocation in start]
         found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
         self.cuts = None if found is None else found[0]
         self.best = None if found is None else found[1]
@@ -101,6 +106,9 @@ class _Search:
         """Every allocation with one special device whose bound is shorter was tried."""
 
     def run(self) -> Answer:
+        for placement in self.start:
+            if len(set(placement.devices)) <= self.problem.platform.num_devices:
+                self._try(placement)
         one = self._one_special()
         class_bound = self._best_or_longest() if one else self._class_bound()
         several = self._several_special()
@@ -252,6 +260,16 @@ class _Search:
                 return
             if not self._try_all(neighbours(self.problem, centre)) or self.best == before:
                 return
+
+
+def _placement(problem: Problem, allocation: Allocation) -> Placement:
+    num_layers = allocation.boundaries[-1]
+    if num_layers != problem.chain.num_layers:
+        raise ValueError(
+            f"the plan to start from cuts {num_layers} layers and {problem.chain.name!r} has "
+            f"{problem.chain.num_layers}: it is of another model"
+        )
+    return Placement.of(allocation.boundaries, [stage.device for stage in allocation.stages])
 
 
 def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | Placement, int]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from importlib.metadata import version
+from itertools import pairwise
 from multiprocessing import get_context
+from operator import attrgetter
 from pathlib import Path
 from platform import machine, python_version
 from typing import Any
@@ -22,8 +25,10 @@ from typing import Any
 from tqdm import tqdm
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan
+from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.files import write_text
+from deepspeed_partition.planner.solvers.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.one_f_one_b import pseudo_stage_loads
 from deepspeed_partition.planner.solvers.paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.problem import Problem
@@ -64,7 +69,17 @@ class Result:
     lower_bound_seconds: float | None = None
     proved_class: str | None = None
     is_contiguous: bool | None = None
+    boundaries: list[int] | None = None
+    devices: list[int] | None = None
+    """Of each stage."""
     planning_seconds: float
+
+    @property
+    def allocation(self) -> Allocation | None:
+        if self.boundaries is None or self.devices is None:
+            return None
+        stages = zip(pairwise(self.boundaries), self.devices, strict=True)
+        return Allocation(tuple(Stage(layers=layers, device=device) for layers, device in stages))
 
 
 Results = Mapping[Setting, Result]
@@ -90,10 +105,20 @@ class _Recorded(PaperMadPipe):
         return ticks, placement
 
 
-def result_of(chain: Chain, platform: Platform, algorithm: str, time_limit_seconds: float) -> Result:
-    """Plan once."""
+def result_of(
+    chain: Chain,
+    platform: Platform,
+    algorithm: str,
+    time_limit_seconds: float,
+    start: tuple[Allocation, ...] = (),
+) -> Result:
+    """Plan once.
+
+    Args:
+        start: what ``madpipe`` tries first.
+    """
     recorded = _Recorded()
-    solver = recorded if algorithm == recorded.name else algorithm
+    solver = {recorded.name: recorded, "madpipe": MadPipe(start=start)}.get(algorithm, algorithm)
     started = time.perf_counter()
     try:
         plan = make_plan(chain, platform, solver, time_limit_seconds=time_limit_seconds)
@@ -111,6 +136,8 @@ def result_of(chain: Chain, platform: Platform, algorithm: str, time_limit_secon
         lower_bound_seconds=plan.lower_bound_seconds,
         proved_class=plan.proved_class if plan.proved else None,
         is_contiguous=plan.is_contiguous,
+        boundaries=plan.boundaries,
+        devices=[stage.device for stage in plan.stages],
         planning_seconds=seconds,
     )
 
@@ -151,23 +178,50 @@ def sweep(
         done = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _line(head))
-    missing = [setting for setting in settings if setting not in done]
+    wanted = list(settings)
+    missing = [setting for setting in wanted if setting not in done]
+    smaller = _smaller({*wanted, *done}) if algorithm == "madpipe" else {}
     # spawn: whoever computed the chains has torch's threads, which a fork does not survive.
     pool = ProcessPoolExecutor(num_jobs, get_context("spawn"))
     try:
         with path.open("a", encoding="utf-8") as file:
-            jobs = {
-                pool.submit(
-                    result_of, counted(chains[setting.network], setting.kept), setting.platform, algorithm,
-                    time_limit_seconds,
-                ): setting
-                for setting in missing
-            }  # fmt: skip
-            for job in tqdm(as_completed(jobs), desc=algorithm, total=len(jobs), disable=None):
-                file.write(_line(asdict(jobs[job]) | asdict(job.result())))
-                file.flush()
+            jobs: dict[Future[Result], Setting] = {}
+            with tqdm(desc=algorithm, total=len(missing), disable=None) as bar:
+                while missing or jobs:
+                    ready = [each for each in missing if all(one in done for one in smaller.get(each, ()))]
+                    for setting in ready:
+                        before_it = (done[one].allocation for one in smaller.get(setting, ()))
+                        start = tuple(allocation for allocation in before_it if allocation is not None)
+                        chain = counted(chains[setting.network], setting.kept)
+                        job = pool.submit(result_of, chain, setting.platform, algorithm, time_limit_seconds, start)
+                        jobs[job] = setting
+                        missing.remove(setting)
+                    for job in wait(jobs, return_when=FIRST_COMPLETED).done:
+                        setting = jobs.pop(job)
+                        done[setting] = job.result()
+                        file.write(_line(asdict(setting) | asdict(done[setting])))
+                        file.flush()
+                        bar.update()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _smaller(settings: set[Setting]) -> dict[Setting, list[Setting]]:
+    """For each setting those with the next smaller memory, bandwidth or number of devices, the rest being equal.
+
+    A plan for one of them is a plan for the setting, too, and the search starts from it: what a search over
+    allocations with several shared devices finds for less is not missed for more.
+    """
+    found: dict[Setting, list[Setting]] = {setting: [] for setting in settings}
+    for resource in ("num_devices", "memory_gb", "bandwidth_gb"):
+        alike: dict[Setting, list[Setting]] = defaultdict(list)
+        for setting in settings:
+            alike[replace(setting, **{resource: 0})].append(setting)
+        for group in alike.values():
+            group.sort(key=attrgetter(resource))
+            for less, more in pairwise(group):
+                found[more].append(less)
+    return found
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[Setting, Result]]:
