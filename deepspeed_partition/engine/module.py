@@ -16,6 +16,7 @@ from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, planning_is_off
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.units import format_bytes
 
 try:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -112,6 +113,12 @@ def check_plan(plan: Plan, num_layers: int, num_stages: int) -> list[int]:
         raise PlanMismatchError(
             f"the plan uses {len(plan.boundaries) - 1} of its {num_stages} devices and each rank of a "
             "pipeline runs one stage: make a plan with one stage per device, or start fewer ranks"
+        )
+    if plan.step is not None and plan.step.blocking_step_seconds is None:
+        raise PlanMismatchError(
+            f"the plan fits into {format_bytes(plan.platform.memory_bytes)} per device with fewer micro-batches "
+            "in flight than DeepSpeed's engine has, one on the last stage and one more on each before it: plan "
+            "with more memory, or let the run make its own plan"
         )
     return list(plan.boundaries)
 

@@ -29,6 +29,7 @@ from deepspeed_partition.planner.errors import (  # noqa: E402
     PlanFormatError,
     PlanMismatchError,
 )
+from tests.planner.instances import chain  # noqa: E402
 
 
 def plan_for(num_layers, num_devices, algorithm="contiguous"):
@@ -101,6 +102,15 @@ def test_a_plan_with_several_stages_on_a_device():
 
     with pytest.raises(PlanMismatchError, match="cannot run"):
         check_plan(Plan.from_dict(data), num_layers=8, num_stages=2)
+
+
+def test_a_plan_that_does_not_fit_at_the_depth_of_deepspeed():
+    layers = chain([1, 1], [2, 2], stash=[10, 10])
+    small, large = (Platform(num_devices=2, memory_bytes=memory, bandwidth=1.0) for memory in (10, 20))
+    with pytest.raises(PlanMismatchError, match="fits into 10 B per device with fewer micro-batches in flight"):
+        check_plan(make_plan(layers, small, [0, 1, 2], num_micro_batches=4), num_layers=2, num_stages=2)
+    plan = make_plan(layers, large, [0, 1, 2], num_micro_batches=4)
+    assert check_plan(plan, num_layers=2, num_stages=2) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["madpipe", None, "uniform", "Parameters", "type:Block"])
