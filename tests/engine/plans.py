@@ -142,6 +142,27 @@ def plan_of(
     return replace(plan, stages=stages)
 
 
+def packed(
+    chain: Chain,
+    platform: Platform,
+    cuts: Sequence[int],
+    devices: Sequence[int],
+    orders: Sequence[Order] | None = None,
+) -> Plan:
+    """A plan of a short period: the first, from the busiest device's up, at which each operation finds a place."""
+    stages = list(zip(itertools.pairwise(cuts), devices, strict=True))
+    busiest = max(
+        sum(layer.compute_seconds for cut, on in stages if on == device for layer in chain.layers[slice(*cut)])
+        for device in set(devices)
+    )
+    for stretch in (1.0, 1.2, 1.5, 2.0, 3.0):
+        try:
+            return plan_of(chain, platform, cuts, devices, busiest * stretch, orders)
+        except ValueError:
+            continue
+    return plan_of(chain, platform, cuts, devices, orders=orders)
+
+
 def gpipe(devices: Sequence[int], num_micro_batches: int) -> list[Order]:
     """All forwards, then all backwards; a device takes its stages one after the other (looped: breadth first)."""
     orders: list[list[tuple[str, int]]] = [[] for _ in range(max(devices) + 1)]
