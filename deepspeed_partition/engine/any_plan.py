@@ -25,8 +25,9 @@ from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.engine import MadPipeEngine, initialize_with
 from deepspeed_partition.engine.lowering import Compute, Message, Program
+from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed
 from deepspeed_partition.engine.stages import StagesModule
-from deepspeed_partition.engine.transfers import Boundary, Shapes, Transfers, tensors_of
+from deepspeed_partition.engine.transfers import Shapes, Transfers
 from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.planner.errors import PlanMismatchError
 
@@ -34,63 +35,6 @@ _ANY = -1
 """In the place of an active stage, between two instructions: this rank is all its stages."""
 _STARTING = -2
 """While DeepSpeed's ``__init__`` tries out transfers between neighbouring ranks, which are its stages to it."""
-
-
-class _Arrival(torch.autograd.Function):
-    """The beginning of a stage's graph: keeps the gradients that come back to it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, arrived: Arrived, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.arrived = arrived
-        ctx.set_materialize_grads(False)
-        # Not the tensors themselves: a layer may change its input in place, which autograd forbids for leaves.
-        outputs = tuple(tensor.detach() for tensor in tensors)
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.arrived.add(gradients)
-        return (None,) * (2 + len(gradients))
-
-
-class Arrived:
-    """A stage's input from the stage before it, in the place of DeepSpeed's leaf tensors.
-
-    DeepSpeed runs a stage on a ``clone()`` of its input and reads gradients from the input, so it keeps both. Here
-    ``clone()`` hands over the tensors themselves, once, and gradients are caught where the graph begins.
-    """
-
-    def __init__(self, boundary: Boundary) -> None:
-        self._boundary: Boundary | None = boundary
-        self._shapes = Shapes.of(boundary)
-        self._device = tensors_of(boundary)[0].device if tensors_of(boundary) else torch.device("cpu")
-        self._gradients: list[torch.Tensor | None] = [None] * len(self._shapes.tensors)
-
-    def clone(self) -> Boundary:
-        boundary, self._boundary = self._boundary, None
-        assert boundary is not None
-        if not torch.is_grad_enabled():
-            return boundary
-        outputs = _Arrival.apply(torch.zeros((), requires_grad=True), self, *tensors_of(boundary))
-        return outputs if isinstance(boundary, tuple) else outputs[0]
-
-    def add(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Once for each tensor that DeepSpeed runs a backward from."""
-        for index, gradient in enumerate(gradients):
-            before = self._gradients[index]
-            if gradient is not None:
-                self._gradients[index] = gradient if before is None else before + gradient
-
-    def gradients(self) -> tuple[torch.Tensor, ...]:
-        """Of each floating tensor; zeros where none came back."""
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=self._device) if gradient is None else gradient
-            for (shape, dtype), gradient in zip(self._shapes.tensors, self._gradients, strict=True)
-            if dtype.is_floating_point
-        )
 
 
 class AnyPlanEngine(MadPipeEngine):
@@ -102,6 +46,7 @@ class AnyPlanEngine(MadPipeEngine):
             in the configuration.
     """
 
+    transfers_class: type[Transfers] = Transfers
     fwd_outputs: list[Any]
     loss: Any
 
@@ -114,13 +59,14 @@ class AnyPlanEngine(MadPipeEngine):
         self.dynamic_shape = self.module.dynamic_shape
         self._between: dict[Message, Boundary] = {}
         self._arrived: dict[int, Arrived] = {}
+        self._departed: dict[int, Departed] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._gradient_shapes: dict[Message, Shapes] = {}
         self._micro_batches: dict[int, Any] = {}
         self._num_read = 0
         self._read_now: Any = None
         pipelines = [[int(rank) for rank in ranks] for ranks in self.grid.pipe_groups]
-        self._transfers = Transfers(pipelines, self.module.device_of_stage, self.device)
+        self._transfers = self.transfers_class(pipelines, self.module.device_of_stage, self.device)
         self._lowered = functools.lru_cache(maxsize=16)(self._lower)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -257,7 +203,7 @@ class AnyPlanEngine(MadPipeEngine):
         self._exec_forward_pass(slot)
         self.pipe_buffers["inputs"][slot] = None
         if not self.is_last_stage():
-            self._leave_output(Message("F", stage, number), self.pipe_buffers["outputs"][slot])
+            self._leave_output(Message("F", stage, number), slot)
         elif torch.is_grad_enabled():
             self._losses[slot] = self.loss
         self.loss = None
@@ -265,17 +211,22 @@ class AnyPlanEngine(MadPipeEngine):
             self._arrived.pop(slot, None)
             self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
 
-    def _leave_output(self, message: Message, outputs: Any) -> None:
+    def _leave_output(self, message: Message, slot: int) -> None:
+        outputs = self.pipe_buffers["outputs"][slot]
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in whole):
+        if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
             raise TypeError(
                 f"stage {message.cut} ends with a layer that returns {type(outputs).__name__}, and only a tensor "
                 "or a tuple of tensors can cross a cut"
             )
         detached = tuple(tensor.detach() for tensor in whole)
         self._between[message] = detached if isinstance(outputs, tuple) else detached[0]
+        if not torch.is_grad_enabled():
+            return
+        departed = self._departed[slot] = Departed(outputs)
+        self.pipe_buffers["outputs"][slot] = departed.root
         devices = self.module.device_of_stage
-        if torch.is_grad_enabled() and devices[message.cut] != devices[message.cut + 1]:
+        if devices[message.cut] != devices[message.cut + 1]:
             floating = tuple(tensor for tensor in detached if tensor.is_floating_point())
             self._gradient_shapes[message._replace(direction="B")] = Shapes.of(floating)
 
@@ -287,10 +238,9 @@ class AnyPlanEngine(MadPipeEngine):
         if self.is_last_stage():
             self.loss = self._losses.pop(slot)
         else:
-            gradients = self._between.pop(Message("B", stage, number))
-            several = isinstance(self.pipe_buffers["outputs"][slot], tuple)
-            self.grad_layer = list(gradients) if several or not gradients else gradients[0]
-            del gradients
+            departed = self._departed.pop(slot)
+            departed.give(self._between.pop(Message("B", stage, number)))
+            self.grad_layer = torch.ones_like(departed.root)
         self._exec_backward_pass(slot)
         self.grad_layer = self.loss = None
         self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None

@@ -30,17 +30,12 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine.lowering import Message
+from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 
-Boundary = torch.Tensor | tuple[torch.Tensor, ...]
-"""What crosses a cut: a tensor, or several."""
 Header = tuple[torch.Tensor, Any]
 """The numbers that will tell shapes, and what to wait for first."""
 HEADER_SIZE = 256
 """Numbers in a header: 40 tensors of four dimensions fit."""
-
-
-def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
-    return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +188,13 @@ class Transfers:
         for tensor in tensors_of(boundary):
             if tensor.numel():
                 contiguous = tensor.contiguous()
-                work = dist.isend(contiguous, self._ranks[peer], group=self._sent_to[peer])
-                self._departures.add(work, contiguous)
+                self._departures.add(self._start_sending(contiguous, peer), contiguous)
+
+    def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
+        return dist.isend(tensor, self._ranks[peer], group=self._sent_to[peer])
+
+    def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
+        return dist.irecv(tensor, self._ranks[peer], group=self._received_from[peer])
 
     def _tell(self, message: Message, peer: int, shapes: Shapes) -> None:
         known = self._shapes_sent.get(message.channel)
@@ -243,11 +243,7 @@ class Transfers:
                 return
             line.popleft()
             boundary = shapes.empty(self._device)
-            works = [
-                dist.irecv(tensor, self._ranks[peer], group=self._received_from[peer])
-                for tensor in tensors_of(boundary)
-                if tensor.numel()
-            ]
+            works = [self._start_receiving(tensor, peer) for tensor in tensors_of(boundary) if tensor.numel()]
             self._posted[message] = boundary, works
             waits = waits and message != until
 
