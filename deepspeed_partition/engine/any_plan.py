@@ -25,7 +25,7 @@ from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.engine import MadPipeEngine, initialize_with
 from deepspeed_partition.engine.lowering import Compute, Message, Program
-from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed
+from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
 from deepspeed_partition.engine.transfers import Shapes, Transfers
 from deepspeed_partition.engine.transplant import trainable_parameters
@@ -155,14 +155,13 @@ class AnyPlanEngine(MadPipeEngine):
         self.fwd_outputs = []
         self._num_read = 0
         self._micro_batches.clear()
-        there = torch.ones((), dtype=torch.int32, device=self.device)
+        has_data = True
         if self.is_first_stage() or self.is_last_stage():
             try:
                 self._read(0)
             except StopIteration:
-                there.zero_()
-        dist.all_reduce(there, op=dist.ReduceOp.MIN, group=self.grid.get_pipe_parallel_group())
-        if not there.item():
+                has_data = False
+        if not self._transfers.agree(has_data):
             raise self._data_ended()
         self._transfers.start(told_each_time=self.dynamic_shape)
 
@@ -239,7 +238,7 @@ class AnyPlanEngine(MadPipeEngine):
             self.loss = self._losses.pop(slot)
         else:
             departed = self._departed.pop(slot)
-            departed.give(self._between.pop(Message("B", stage, number)))
+            departed.give(tensors_of(self._between.pop(Message("B", stage, number))))
             self.grad_layer = torch.ones_like(departed.root)
         self._exec_backward_pass(slot)
         self.grad_layer = self.loss = None

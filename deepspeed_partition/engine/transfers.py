@@ -17,6 +17,7 @@ A sent tensor is kept until it has left. gloo tells that only to who waits for i
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import queue
 import threading
@@ -34,6 +35,8 @@ from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 
 Header = tuple[torch.Tensor, Any]
 """The numbers that will tell shapes, and what to wait for first."""
+PATIENCE_SECONDS = 2.0
+"""With sends that nobody receives, when the process ends."""
 HEADER_SIZE = 256
 """Numbers in a header: 40 tensors of four dimensions fit."""
 
@@ -90,12 +93,14 @@ class _Departures:
     def __init__(self) -> None:
         self._flaw: Exception | None = None
         self._on_device: deque[tuple[Any, torch.Tensor]] = deque()
-        self._on_cpu: queue.SimpleQueue[tuple[Any, torch.Tensor] | threading.Event | None] = queue.SimpleQueue()
-        threading.Thread(target=self._wait_for_all, name="madpipe-departures", daemon=True).start()
+        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait_for_all, name="madpipe-departures", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
-            self._on_cpu.put((work, tensor))
+            self._queue.put((work, tensor))
             return
         self._on_device.append((work, tensor))
         while self._on_device and self._on_device[0][0].is_completed():
@@ -108,7 +113,7 @@ class _Departures:
             Exception: what a send failed with.
         """
         reached = threading.Event()
-        self._on_cpu.put(reached)
+        self._queue.put(reached)
         reached.wait()
         while self._on_device:
             self._on_device.popleft()[0].wait()
@@ -116,10 +121,19 @@ class _Departures:
             raise self._flaw
 
     def close(self) -> None:
-        self._on_cpu.put(None)
+        atexit.unregister(self._at_exit)
+        self._queue.put(None)
+
+    def _at_exit(self) -> None:
+        """A thread that wakes up from a send while Python ends aborts the process: after an error, let it fail."""
+        self._queue.put(None)
+        self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive() and dist.is_initialized():
+            dist.destroy_process_group()
+            self._thread.join(PATIENCE_SECONDS)
 
     def _wait_for_all(self) -> None:
-        while (item := self._on_cpu.get()) is not None:
+        while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
             elif self._flaw is None:
@@ -153,7 +167,7 @@ class Transfers:
         for ranks in pipelines:
             headers = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
-                self._ranks, self._headers = list(ranks), headers
+                self._ranks, self._on_cpu = list(ranks), headers
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
                 if me == ranks[source]:
@@ -168,6 +182,12 @@ class Transfers:
         """By device: receives that are not posted yet."""
         self._headers_posted: set[str] = set()
         self._posted: dict[Message, tuple[Boundary, list[Any]]] = {}
+
+    def agree(self, holds: bool) -> bool:
+        """Whether it holds on every rank of the pipeline."""
+        vote = torch.tensor(int(holds))  # on the CPU: a GPU need not be waited for
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._on_cpu)
+        return bool(vote)
 
     def start(self, *, told_each_time: bool) -> None:
         """Begin a batch."""
@@ -208,7 +228,7 @@ class Transfers:
             return
         self._shapes_sent[message.channel] = shapes
         header = shapes.header()
-        work = dist.isend(header, self._ranks[peer], group=self._headers, tag=message.cut)
+        work = dist.isend(header, self._ranks[peer], group=self._on_cpu, tag=message.cut)
         self._departures.add(work, header)
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
@@ -221,7 +241,7 @@ class Transfers:
         if message.direction == "F" and (self._told_each_time or message.channel not in self._headers_posted):
             self._headers_posted.add(message.channel)
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-            work = dist.irecv(header, self._ranks[peer], group=self._headers, tag=message.cut)
+            work = dist.irecv(header, self._ranks[peer], group=self._on_cpu, tag=message.cut)
             expected = header, work
         self._in_line[peer].append((message, expected))
         self._advance(peer)

@@ -67,11 +67,17 @@ def plan_for(devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: 
     return plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(num_devices), cuts, devices, orders=orders)
 
 
-def begin(specs: list[Any], plan: Plan, config: dict[str, Any] | None = None, **more: Any) -> Any:
+def begin(
+    specs: list[Any],
+    plan: Plan,
+    config: dict[str, Any] | None = None,
+    module_class: Any = StagesModule,
+    **more: Any,
+) -> Any:
     """An engine, its optimizer and its scheduler; started twice as many processes, there are two pipelines."""
     return start(
         specs, None, config, num_stages=plan.platform.num_devices, start_engine=any_plan.initialize,
-        module_class=lambda partition_method, **options: StagesModule(plan=plan, **options), **more,
+        module_class=lambda partition_method, **options: module_class(plan=plan, **options), **more,
     )  # fmt: skip
 
 
@@ -266,6 +272,64 @@ def checkpoints_are_saved_and_loaded(folder: Path) -> None:
             other.load_checkpoint(where)
 
 
+class WithAnotherLoss(StagesModule):
+    def get_additional_losses(self) -> dict[str, torch.Tensor]:
+        return {"another": torch.tensor(float(self.is_asked_where_the_loss_is()))}
+
+    def is_asked_where_the_loss_is(self) -> bool:
+        return self.parts[-1] == self._local_stop
+
+
+def dropout(_: Path) -> None:
+    """Seeded per layer and micro-batch, so that it does not depend on the map."""
+    specs = mlp()
+    specs[3:3] = [LayerSpec(nn.Dropout, 0.5)]
+    specs[6:6] = [LayerSpec(nn.Dropout, 0.5)]
+    data = batches(3)
+    deepspeeds, _, _ = start(specs, [0, 5, 10])
+    expected = train(deepspeeds, data)
+    for devices, cuts in (((0, 1), [0, 5, 10]), ((0, 1, 1, 0), [0, 3, 5, 8, 10]), ((1, 0, 1), [0, 3, 7, 10])):
+        engine, _, _ = begin(specs, plan_for(devices, cuts))
+        same(train(engine, data), expected, digits=1e-6)
+
+
+def what_else_deepspeeds_engine_does(_: Path) -> None:
+    """Compiled layers, frozen layers, additional losses, a data set of its own, a scheduler."""
+    devices, cuts = maps()[-1]
+    plan, data = plan_for(devices, cuts), batches()
+    expected = train_alone(mlp(), data, adam)
+
+    more, _, _ = begin(mlp(), plan, module_class=WithAnotherLoss)
+    same(train(more, data), expected)
+    assert float(more.get_additional_losses()["another"]) == 1.0
+
+    compiled, _, _ = begin(mlp(), plan)
+    compiled.compile(backend="eager")
+    same(train(compiled, data), expected)
+
+    def frozen() -> list[Any]:
+        return [*mlp()[:3], LayerSpec(Frozen, pipelines.WIDTH), *mlp()[3:]]
+
+    kept, _, _ = begin(frozen(), plan_for((0, 1, 1, 0), [0, 3, 4, 5, 9]))
+    same(train(kept, data), train_alone(frozen(), data, adam))
+
+    samples = [(x[row], y[row]) for x, y in (micro_batch(number) for number in range(16)) for row in range(4)]
+    fed, _, _ = begin(mlp(), plan, training_data=samples)
+    same([float(fed.train_batch()) for _ in data], expected)
+
+    def halving(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    scheduled, _, _ = begin(mlp(), plan, optimizer=adam, lr_scheduler=halving)
+    same(train(scheduled, data), train_alone(mlp(), data, adam, make_scheduler=halving))
+
+
+class Frozen(pipelines.Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.requires_grad_(False)
+
+
 class _Counter(torch.autograd.Function):
     """Lives as long as the graph of one micro-batch in one stage."""
 
@@ -374,6 +438,8 @@ CASES_OF_ANY = [
     micro_batches_of_different_shapes,
     data_that_ends_between_two_steps,
     checkpoints_are_saved_and_loaded,
+    dropout,
+    what_else_deepspeeds_engine_does,
     no_more_in_flight_than_planned,
     what_is_refused,
 ]
