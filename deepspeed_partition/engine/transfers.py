@@ -165,15 +165,20 @@ class Transfers:
         directions = sorted(pairs | {(after, before) for before, after in pairs})
         me = dist.get_rank()
         for ranks in pipelines:
-            headers = dist.new_group(list(ranks), backend="gloo")
+            on_cpu = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
-                self._ranks, self._on_cpu = list(ranks), headers
+                self._ranks, self._on_cpu = list(ranks), on_cpu
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
+                # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
+                # the groups in one order, and not in the middle of a step.
+                token = torch.zeros(1, device=device)
                 if me == ranks[source]:
                     self._sent_to[destination] = group
+                    dist.send(token, ranks[destination], group=group)
                 elif me == ranks[destination]:
                     self._received_from[source] = group
+                    dist.recv(token, ranks[source], group=group)
         self._departures = _Departures()
         self._told_each_time = False
         self._shapes_sent: dict[str, Shapes] = {}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_partition import Platform, make_plan
 from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.planner.instances import of_case, solved_cases
 
 pytest.importorskip("torch")
 
@@ -132,6 +133,11 @@ def test_any_plan_runs_as_deep_as_it_says(plan_and_number):
     assert all(evaluation.num_slots(device) <= 1 for device in range(len(program.lists)))
 
 
+def beats_contiguous(case):
+    best, contiguous = case.get("special_best"), case.get("contiguous")
+    return best is not None and (contiguous is None or best < contiguous)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_plans_of_the_planner(seed):
@@ -145,6 +151,20 @@ def test_plans_of_the_planner(seed):
         promised = tuple(stage.in_flight for stage in plan.stages)
         assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
     assert result.in_flight == promised
+
+
+@pytest.mark.parametrize("case", [case for case in solved_cases("plan") if beats_contiguous(case)])
+def test_plans_with_several_stages_on_a_device(case):
+    """Found by the planner where no contiguous plan is as good."""
+    chain, platform = of_case(case, case["P"], case["M"])
+    plan = make_plan(chain, platform)
+    assert not plan.is_contiguous
+    promised = tuple(stage.in_flight for stage in plan.stages)
+    for number in (1, 3, 40):
+        result = dry_run(lower(plan, number))
+        assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
+    assert result.in_flight == promised
+    dry_run(lower_evaluation(plan, 5))
 
 
 def test_the_pattern_sets_the_order():
