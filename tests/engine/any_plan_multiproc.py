@@ -186,6 +186,21 @@ def boundaries_of_all_kinds(_: Path) -> None:
         same(train(engine, data), expected)
 
 
+def a_boundary_without_any_gradient(_: Path) -> None:
+    """The first stage has nothing to learn from its output, alone or in a tuple."""
+    data = batches(2)
+    for wrap in (lambda x: x, lambda x: (x, x > 3)):
+        specs = [
+            LayerSpec(transfers.Numbers), wrap, lambda x: x if torch.is_tensor(x) else x[0],
+            LayerSpec(pipelines.Embedding, pipelines.WORDS, pipelines.WIDTH),
+            LayerSpec(pipelines.Block, pipelines.WIDTH), LayerSpec(nn.Linear, pipelines.WIDTH, 4),
+        ]  # fmt: skip
+        expected = train_alone(specs, data, adam)
+        for devices, cuts in (((0, 1), [0, 2, 6]), ((0, 1, 0), [0, 2, 4, 6]), ((0, 0, 1), [0, 2, 4, 6])):
+            engine, _, _ = begin(specs, plan_for(devices, cuts))
+            same(train(engine, data), expected)
+
+
 def layers_that_work_in_place(_: Path) -> None:
     """The first layer of a stage changes what it is given."""
     data = batches()
@@ -433,6 +448,7 @@ CASES_OF_ANY = [
     tied_layers,
     zero_1_clipping_and_bf16,
     boundaries_of_all_kinds,
+    a_boundary_without_any_gradient,
     layers_that_work_in_place,
     training_and_evaluation_in_turns,
     micro_batches_of_different_shapes,

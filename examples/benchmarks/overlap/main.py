@@ -1,9 +1,11 @@
 """How much faster is a step whose transfers run beside computation, on the same cut as DeepSpeed's?
 
-    torchrun --nproc_per_node=4 examples/benchmarks/overlap/main.py --rounds 5 [--ratio 0.1 0.5] [--save]
+    torchrun --nproc_per_node=4 examples/benchmarks/overlap/main.py --rounds 5 [--save]
+    torchrun --nproc_per_node=4 examples/benchmarks/overlap/main.py --rounds 5 --megabytes 1 4 [--save]
 
 One layer per stage that sleeps for its forward and backward, and links that sleep: no computation, so that every
 stage has a device of its own. The ratio is that of transfers to computation per micro-batch, 2c / (tF + tB).
+With ``--megabytes`` activations of these sizes travel over the machine's loopback instead, at what that takes.
 
 - ``DeepSpeed``: its own engine, whose transfers block.
 - ``same depth``: ours, with DeepSpeed's order of computations.
@@ -19,7 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import date
 from itertools import repeat
@@ -40,9 +42,10 @@ from deepspeed_partition.planner.step import one_f_one_b_order
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from emulation import SlowTransfers, sleeping_layers, slow_blocking_transfers
-from interleaved import engine_for, step_seconds
+from interleaved import engine_for, ratios, step_seconds
 
 FORWARD_SECONDS = 0.02
+RATIOS = [0.05, 0.1, 0.25, 0.5]
 NUMBERS = 1024
 """In each activation: what really travels takes no time worth counting."""
 
@@ -54,7 +57,7 @@ class EmulatedEngine(any_plan.AnyPlanEngine):
 class Within:
     """An engine whose steps run within a context."""
 
-    def __init__(self, engine: Any, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, engine: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
         self.engine, self.context = engine, context
 
     def train_batch(self, data: Iterator[Any]) -> Any:
@@ -62,12 +65,12 @@ class Within:
             return self.engine.train_batch(data)
 
 
-def chain(num_layers: int) -> Chain:
+def chain(num_layers: int, numbers: int) -> Chain:
     layer = LayerProfile(
         name="sleeping", forward_seconds=FORWARD_SECONDS, backward_seconds=2 * FORWARD_SECONDS, weight_bytes=4,
-        output_bytes=4 * NUMBERS, num_trainable_parameters=1,
+        output_bytes=4 * numbers, num_trainable_parameters=1,
     )  # fmt: skip
-    return Chain(name="even", input_bytes=4 * NUMBERS, layers=(layer,) * num_layers)
+    return Chain(name="even", input_bytes=4 * numbers, layers=(layer,) * num_layers)
 
 
 def plan_of_depth(plan: Plan, depths: list[int], micro_batches: int) -> Plan:
@@ -78,56 +81,72 @@ def plan_of_depth(plan: Plan, depths: list[int], micro_batches: int) -> Plan:
     return replace(plan, step=step, stages=stages)
 
 
-def overlapping_engine(plan: Plan, micro_batches: int) -> any_plan.AnyPlanEngine:
-    layers = sleeping_layers(chain(len(plan.stages)))
-    module = StagesModule(layers, plan=plan, loss_fn=lambda outputs, _: outputs.sum())
+def overlapping_engine(engine_class: type, plan: Plan, layers: list[Any], micro_batches: int) -> Any:
+    module = StagesModule(layers, plan=plan, loss_fn=loss)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
     }  # fmt: skip
     parameters = list(module.parameters())
-    return any_plan.initialize_with(EmulatedEngine, model=module, config=config, model_parameters=parameters)[0]
+    return any_plan.initialize_with(engine_class, model=module, config=config, model_parameters=parameters)[0]
+
+
+def loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
+
+
+def engines_for(engine_class: type, numbers: int, num_stages: int, micro_batches: int) -> dict[str, Any]:
+    model = chain(num_stages, numbers)
+    platform = Platform(num_devices=num_stages, memory_bytes=10**12, bandwidth=1e9)
+    plan = make_plan(model, platform, list(range(num_stages + 1)))
+    depths = {
+        "same depth": [num_stages - stage for stage in range(num_stages)],
+        "deep": [2 * (num_stages - stage) - 1 for stage in range(num_stages)],
+    }
+    deepspeeds = engine_for(sleeping_layers(model), plan.boundaries, micro_batches, 1, loss)
+    return {"DeepSpeed": deepspeeds} | {
+        name: overlapping_engine(
+            engine_class, plan_of_depth(plan, each, micro_batches), sleeping_layers(model), micro_batches
+        )
+        for name, each in depths.items()
+    }
+
+
+def measured(engines: dict[str, Any], numbers: int, rounds: int) -> dict[str, dict[str, float]]:
+    micro_batch = (torch.zeros(1, numbers), torch.zeros(1))
+    seconds = step_seconds(engines, lambda: repeat(micro_batch), rounds)
+    gains = ratios(seconds, to="DeepSpeed")
+    return {
+        name: {"seconds": statistics.median(each), "deepspeed_takes": 1 / gains[name]}
+        for name, each in seconds.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ratio", type=float, nargs="+", default=[0.05, 0.1, 0.25, 0.5])
+    parser.add_argument("--megabytes", type=float, nargs="+", help="of activations that travel over loopback")
     parser.add_argument("--save", action="store_true", help="write results/ beside this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed()
     num_stages = dist.get_world_size()
     micro_batches = 4 * num_stages
-    model = chain(num_stages)
-    platform = Platform(num_devices=num_stages, memory_bytes=10**9, bandwidth=1e9)
-    plan = make_plan(model, platform, list(range(num_stages + 1)))
-    depths = {
-        "same depth": [num_stages - stage for stage in range(num_stages)],
-        "deep": [2 * (num_stages - stage) - 1 for stage in range(num_stages)],
-    }
-    ours = {name: overlapping_engine(plan_of_depth(plan, each, micro_batches), micro_batches)
-            for name, each in depths.items()}  # fmt: skip
-    deepspeeds = engine_for(
-        sleeping_layers(model), plan.boundaries, micro_batches, 1, lambda outputs, _: outputs.sum()
-    )
-    micro_batch = (torch.zeros(1, NUMBERS), torch.zeros(1))
-    rows = []
-    for ratio in arguments.ratio:
-        SlowTransfers.seconds = ratio * 3 * FORWARD_SECONDS / 2
-        blocking = Within(deepspeeds, lambda: slow_blocking_transfers(SlowTransfers.seconds, NUMBERS))
-        engines = {"DeepSpeed": blocking, **{name: Within(engine) for name, engine in ours.items()}}
-        seconds = step_seconds(engines, lambda: repeat(micro_batch), arguments.rounds)
-        ideal = (micro_batches + num_stages - 1) * 3 * FORWARD_SECONDS
-        rows.append({"ratio": ratio, "without_transfers_seconds": ideal} | {
-            name: {
-                "seconds": statistics.median(each),
-                "deepspeed_takes": statistics.median(
-                    theirs / mine for theirs, mine in zip(seconds["DeepSpeed"], each, strict=True)
-                ),
-            }
-            for name, each in seconds.items()
-        })  # fmt: skip
+    ideal = {"without_transfers_seconds": (micro_batches + num_stages - 1) * 3 * FORWARD_SECONDS}
+    rows: list[dict[str, Any]] = []
+    if arguments.megabytes:
+        for megabytes in arguments.megabytes:
+            numbers = round(megabytes * 1e6 / 4)
+            engines = engines_for(any_plan.AnyPlanEngine, numbers, num_stages, micro_batches)
+            rows.append({"megabytes": megabytes, **ideal, **measured(engines, numbers, arguments.rounds)})
+    else:
+        engines = engines_for(EmulatedEngine, NUMBERS, num_stages, micro_batches)
+        blocking = engines.pop("DeepSpeed")
+        for ratio in RATIOS:
+            SlowTransfers.seconds = ratio * 3 * FORWARD_SECONDS / 2
+            lasting = Within(blocking, lambda: slow_blocking_transfers(SlowTransfers.seconds, NUMBERS))
+            side_by_side = {"DeepSpeed": lasting, **engines}
+            rows.append({"ratio": ratio, **ideal, **measured(side_by_side, NUMBERS, arguments.rounds)})
     if dist.get_rank() == 0:
         report(rows, num_stages, micro_batches, arguments.save)
     dist.barrier()
@@ -138,16 +157,17 @@ def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, save
     table = Table(
         title=f"{num_stages} stages, {micro_batches} micro-batches: one step over that without transfers"
     )
-    for name in ("transfers / computation", "DeepSpeed", "same depth", "deep", "gain at same depth", "gain, deep"):
+    link = "megabytes" if "megabytes" in rows[0] else "ratio"
+    for name in (link, "DeepSpeed", "same depth", "deep", "gain at same depth", "gain, deep"):
         table.add_column(name, justify="right")
     for row in rows:
         over = [f"{row[name]['seconds'] / row['without_transfers_seconds']:.2f}"
                 for name in ("DeepSpeed", "same depth", "deep")]  # fmt: skip
         gains = [f"{row[name]['deepspeed_takes']:.2f}" for name in ("same depth", "deep")]
-        table.add_row(f"{row['ratio']:g}", *over, *gains)
+        table.add_row(f"{row[link]:g}", *over, *gains)
     Console(width=120).print(table)
     if save:
-        path = Path(__file__).parent / "results" / f"sleeping_{num_stages}_stages_{date.today():%Y%m}.json"
+        path = Path(__file__).parent / "results" / f"{link}_{num_stages}_stages_{date.today():%Y%m}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"saved {path.name}")
