@@ -40,7 +40,6 @@ def test_case(outcomes, num_processes, case):
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("raised", "ArithmeticError: this layer fails"),
         ("killed", "SIGKILL"),
         ("ended", "ended after 2 micro-batches"),
     ],
