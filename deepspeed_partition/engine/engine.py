@@ -463,6 +463,17 @@ def _one_object(old: Any, new: Any) -> Any:
     return old
 
 
+def initialize_with(engine_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with another class for the engine of pipeline modules."""
+    stock = deepspeed.PipelineEngine
+    # deepspeed.initialize looks the class up when it is called, and has no argument for it.
+    deepspeed.PipelineEngine = engine_class
+    try:
+        return deepspeed.initialize(*args, **kwargs)
+    finally:
+        deepspeed.PipelineEngine = stock
+
+
 @functools.wraps(deepspeed.initialize, assigned=())
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with a :class:`MadPipeEngine` for pipeline modules; the same arguments.
@@ -470,10 +481,4 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     Returns:
         The engine, its optimizer, data loader and learning-rate scheduler.
     """
-    stock = deepspeed.PipelineEngine
-    # deepspeed.initialize looks the class up when it is called, and has no argument for it.
-    deepspeed.PipelineEngine = MadPipeEngine
-    try:
-        return deepspeed.initialize(*args, **kwargs)
-    finally:
-        deepspeed.PipelineEngine = stock
+    return initialize_with(MadPipeEngine, *args, **kwargs)

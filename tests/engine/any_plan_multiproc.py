@@ -1,0 +1,458 @@
+"""What must hold of the engine that runs any plan: run by torchrun with 2 and with 3 processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
+
+import boundaries as transfers
+import pipelines
+import plans
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from harness import run_cases
+from pipelines import Counted, Whole, loss_fn, micro_batch, mlp, tied, train_alone
+from running import (
+    NUM_MICRO_BATCHES,
+    adam,
+    all_tensors,
+    batches,
+    mine,
+    raised,
+    recomputes_on_a_cpu,
+    same,
+    start,
+    train,
+    two,
+)  # fmt: skip
+from torch import nn
+
+from deepspeed_partition import Plan
+from deepspeed_partition.engine import any_plan
+from deepspeed_partition.engine.stages import StagesModule
+from deepspeed_partition.planner.errors import PlanMismatchError
+
+MAPS = {
+    2: {
+        (0, 1): [0, 3, 8],
+        (1, 0): [0, 3, 8],
+        (0, 1, 0): [0, 3, 6, 8],
+        (0, 1, 0, 1): [0, 1, 4, 6, 8],
+        (0, 1, 1, 0): [0, 3, 4, 5, 8],
+    },
+    3: {
+        (1, 0, 1, 2, 1): [0, 1, 3, 5, 6, 8],
+        (0, 1, 2, 0, 1, 2): [0, 1, 3, 4, 5, 6, 8],
+        (2, 0, 1): [0, 3, 5, 8],
+    },
+}
+
+
+def maps() -> list[tuple[tuple[int, ...], list[int]]]:
+    return list(MAPS[dist.get_world_size()].items())
+
+
+def plan_for(devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES) -> Plan:
+    """``depth`` micro-batches in flight; None: GPipe."""
+    orders = (
+        plans.gpipe(devices, num_micro_batches)
+        if depth is None
+        else plans.depth_first(devices, num_micro_batches, depth)
+    )
+    num_devices = max(devices) + 1
+    return plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(num_devices), cuts, devices, orders=orders)
+
+
+def begin(
+    specs: list[Any],
+    plan: Plan,
+    config: dict[str, Any] | None = None,
+    module_class: Any = StagesModule,
+    **more: Any,
+) -> Any:
+    """An engine, its optimizer and its scheduler; started twice as many processes, there are two pipelines."""
+    return start(
+        specs, None, config, num_stages=plan.platform.num_devices, start_engine=any_plan.initialize,
+        module_class=lambda partition_method, **options: module_class(plan=plan, **options), **more,
+    )  # fmt: skip
+
+
+def first_gradients(found: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """To be called before each optimizer step."""
+    if not found:
+        found.update({name: weight.grad.clone() for name, weight in model.named_parameters()})
+
+
+def every_map_equals_one_process(_: Path) -> None:
+    """In its losses, and in the gradients of each weight before the first step."""
+    data = batches()
+    wanted: dict[str, torch.Tensor] = {}
+    expected = train_alone(mlp(), data, adam, before_step=lambda model: first_gradients(wanted, model))
+    for devices, cuts in maps():
+        for depth in (3, None):
+            engine, _, _ = begin(mlp(), plan_for(devices, cuts, depth))
+            found: dict[str, torch.Tensor] = {}
+            engine.before_optimizer_step = functools.partial(first_gradients, found, engine.module)
+            same(train(engine, data), expected)
+            assert found and found.keys() <= wanted.keys()
+            for name, gradient in found.items():
+                assert torch.allclose(gradient, wanted[name], rtol=1e-5, atol=1e-7), name
+
+
+def random_maps_equal_one_process(_: Path) -> None:
+    data = batches(2)
+    expected = train_alone(mlp(), data, adam)
+    pick = random.Random(5)
+    for _ in range(8 if two() else 12):
+        num_stages = pick.randint(3, 6)
+        devices = [*range(dist.get_world_size())]
+        devices += [pick.choice(devices) for _ in range(num_stages - len(devices))]
+        pick.shuffle(devices)
+        # The second layer has no parameters, so it is no stage.
+        cuts = [0, *sorted(pick.sample([3, 4, 5, 6, 7], num_stages - 1)), 8]
+        engine, _, _ = begin(mlp(), plan_for(devices, cuts, pick.choice([1, 2, 4, None])))
+        same(train(engine, data), expected)
+
+
+def a_pattern_with_fill_and_drain(_: Path) -> None:
+    """A plan without an order; gradients cross while others are on their way."""
+    data = batches(2)
+    expected = train_alone(mlp(), data, adam)
+    for devices, cuts in maps():
+        plan = plans.packed(plans.chain_of(8), plans.platform_of(max(devices) + 1, comm_buffers=4), cuts, devices)
+        assert max(stage.in_flight for stage in plan.stages) > 1
+        engine, _, _ = begin(mlp(), plan)
+        same(train(engine, data), expected)
+
+
+def tied_layers(_: Path) -> None:
+    """Both ends on one rank or on two; with ZeRO-1, and clipped."""
+    data = batches(tokens=True)
+    for clip, config in ((1.0, {}), (0.05, {"gradient_clipping": 0.05, "zero_optimization": {"stage": 1}})):
+        expected = train_alone(tied(), data, adam, clip=clip)
+        for devices, cuts in maps():
+            engine, _, _ = begin(tied(), plan_for(devices, cuts), config)
+            same(train(engine, data), expected)
+
+
+def zero_1_clipping_and_bf16(_: Path) -> None:
+    data = batches()
+    devices, cuts = maps()[-1 if two() else 0]
+    for clip in (0.0, 0.05):
+        for stage in (0, 1):
+            config = {"gradient_clipping": clip, "zero_optimization": {"stage": stage}}
+            engine, _, _ = begin(mlp(), plan_for(devices, cuts), config)
+            same(train(engine, data), train_alone(mlp(), data, adam, clip=clip))
+    expected = train_alone(mlp(), data, adam)
+    for stage in (0, 1):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        engine, _, _ = begin(mlp(), plan_for(devices, cuts), config)
+        same(train(engine, batches(dtype=torch.bfloat16)), expected, digits=0.03)
+
+
+def boundaries_of_all_kinds(_: Path) -> None:
+    """Booleans, integers and floats, some without a gradient, alone and with layers that are recomputed."""
+    data = batches()
+    expected = train_alone(transfers.carrying(), data, adam)
+    for devices, cuts in maps():
+        engine, _, _ = begin(transfers.carrying(), plan_for(devices, cuts))
+        same(train(engine, data), expected)
+    for reentrant in (True, False) if recomputes_on_a_cpu() else ():
+        options = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Carrying"]}
+        config = {"pipeline": {"use_reentrant": reentrant}}
+        engine, _, _ = begin(transfers.carrying(), plan_for(devices, cuts), config, **options)
+        same(train(engine, data), expected)
+
+
+def a_boundary_without_any_gradient(_: Path) -> None:
+    """The first stage has nothing to learn from its output, alone or in a tuple."""
+    data = batches(2)
+    for wrap in (lambda x: x, lambda x: (x, x > 3)):
+        specs = [
+            LayerSpec(transfers.Numbers), wrap, lambda x: x if torch.is_tensor(x) else x[0],
+            LayerSpec(pipelines.Embedding, pipelines.WORDS, pipelines.WIDTH),
+            LayerSpec(pipelines.Block, pipelines.WIDTH), LayerSpec(nn.Linear, pipelines.WIDTH, 4),
+        ]  # fmt: skip
+        expected = train_alone(specs, data, adam)
+        for devices, cuts in (((0, 1), [0, 2, 6]), ((0, 1, 0), [0, 2, 4, 6]), ((0, 0, 1), [0, 2, 4, 6])):
+            engine, _, _ = begin(specs, plan_for(devices, cuts))
+            same(train(engine, data), expected)
+
+
+def layers_that_work_in_place(_: Path) -> None:
+    """The first layer of a stage changes what it is given."""
+    data = batches()
+    specs = mlp()
+    specs[3:3] = [LayerSpec(nn.ReLU, inplace=True)]
+    specs[5:5] = [LayerSpec(nn.ReLU, inplace=True)]
+    devices, cuts = {2: ((0, 1, 1, 0), [0, 3, 5, 6, 10]), 3: ((1, 0, 0, 2), [0, 3, 5, 6, 10])}[
+        dist.get_world_size()
+    ]
+    engine, _, _ = begin(specs, plan_for(devices, cuts))
+    same(train(engine, data), train_alone(specs, data, adam))
+
+
+def training_and_evaluation_in_turns(_: Path) -> None:
+    """Evaluation with other shapes and another number of micro-batches, and its logits."""
+    data = batches(3)
+    expected = train_alone(mlp(), data, adam)
+    for devices, cuts in maps()[-2:]:
+        engine, _, _ = begin(mlp(), plan_for(devices, cuts))
+        items, losses = mine(engine, data), []
+        for step in range(3):
+            weights = all_tensors(engine)
+            shown = [micro_batch(90 + 10 * step + number, size=2 + step) for number in range(step + 5)]
+            loss, logits = engine.eval_batch(Counted(list(shown)), return_logits=True, num_micro_batches=step + 5)
+            alone = Whole(mlp())
+            alone.load_state_dict(weights, strict=False)
+            with torch.no_grad():
+                outputs = [alone(x) for x, _ in shown]
+                wanted = sum(float(loss_fn(out, y)) for out, (_, y) in zip(outputs, shown, strict=True)) / len(
+                    shown
+                )
+            same([float(loss)], [wanted])
+            if engine.is_last_stage():
+                assert torch.allclose(logits, outputs[-1], atol=1e-6)
+            losses.append(float(engine.train_batch(items)))
+        same(losses, expected)
+        assert items.taken == (12 if engine.is_first_stage() or engine.is_last_stage() else 0)
+
+
+def micro_batches_of_different_shapes(_: Path) -> None:
+    """A batch may always have its own shapes; its micro-batches only where the module says so."""
+    data = [[micro_batch(10 * size + number, size=size) for number in range(4)] for size in (4, 2, 3)]
+    devices, cuts = maps()[-1]
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts))
+    same(train(engine, data), train_alone(mlp(), data, adam))
+    data[1][-1] = micro_batch(77, size=1)
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts), dynamic_shape=True)
+    same(train(engine, data), train_alone(mlp(), data, adam))
+
+
+def data_that_ends_between_two_steps(_: Path) -> None:
+    data = batches(3)
+    devices, cuts = maps()[-1]
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts))
+    losses = train(engine, data[:2])
+    for _ in range(2):
+        with raised(StopIteration, "after 0 micro-batches", "RepeatingLoader"):
+            engine.train_batch(iter([]))
+        with raised(StopIteration, "after 0 micro-batches"):
+            engine.eval_batch(iter([]))
+    same([*losses, *train(engine, data[2:])], train_alone(mlp(), data, adam))
+
+
+def checkpoints_are_saved_and_loaded(folder: Path) -> None:
+    """With DeepSpeed's names for the files of layers, which do not depend on the map."""
+    data = batches(4, tokens=True)
+    expected = train_alone(tied(), data, adam)
+    turned, last = maps()[1 if two() else 2], maps()[-1 if two() else 0]
+    for zero, (devices, cuts), (others, other_cuts) in ((0, turned, last), (1, last, turned)):
+        config = {"zero_optimization": {"stage": zero}}
+        engine, _, _ = begin(tied(), plan_for(devices, cuts), config)
+        losses = train(engine, data[:2])
+        where = str(folder / f"zero{zero}")
+        engine.save_checkpoint(where)
+        dist.barrier()
+        layers = [name for name in os.listdir(f"{where}/global_step2") if name.startswith("layer_")]
+        # A tied layer that a function runs has no state of its own: DeepSpeed saves that of the first one.
+        assert sorted(layers) == [f"layer_{index:02d}-model_states.pt" for index in range(7)], layers
+        again, _, _ = begin(tied(), plan_for(devices, cuts), config)
+        again.load_checkpoint(where)
+        same([*losses, *train(again, data[2:])], expected)
+        other, _, _ = begin(tied(), plan_for(others, other_cuts), config)
+        with raised(PlanMismatchError, "plan of the checkpoint", str(list(devices))):
+            other.load_checkpoint(where)
+
+
+class WithAnotherLoss(StagesModule):
+    def get_additional_losses(self) -> dict[str, torch.Tensor]:
+        return {"another": torch.tensor(float(self.is_asked_where_the_loss_is()))}
+
+    def is_asked_where_the_loss_is(self) -> bool:
+        return self.parts[-1] == self._local_stop
+
+
+def dropout(_: Path) -> None:
+    """Seeded per layer and micro-batch, so that it does not depend on the map."""
+    specs = mlp()
+    specs[3:3] = [LayerSpec(nn.Dropout, 0.5)]
+    specs[6:6] = [LayerSpec(nn.Dropout, 0.5)]
+    data = batches(3)
+    deepspeeds, _, _ = start(specs, [0, 5, 10])
+    expected = train(deepspeeds, data)
+    for devices, cuts in (((0, 1), [0, 5, 10]), ((0, 1, 1, 0), [0, 3, 5, 8, 10]), ((1, 0, 1), [0, 3, 7, 10])):
+        engine, _, _ = begin(specs, plan_for(devices, cuts))
+        same(train(engine, data), expected, digits=1e-6)
+
+
+def what_else_deepspeeds_engine_does(_: Path) -> None:
+    """Compiled layers, frozen layers, additional losses, a data set of its own, a scheduler."""
+    devices, cuts = maps()[-1]
+    plan, data = plan_for(devices, cuts), batches()
+    expected = train_alone(mlp(), data, adam)
+
+    more, _, _ = begin(mlp(), plan, module_class=WithAnotherLoss)
+    same(train(more, data), expected)
+    assert float(more.get_additional_losses()["another"]) == 1.0
+
+    compiled, _, _ = begin(mlp(), plan)
+    compiled.compile(backend="eager")
+    same(train(compiled, data), expected)
+
+    def frozen() -> list[Any]:
+        return [*mlp()[:3], LayerSpec(Frozen, pipelines.WIDTH), *mlp()[3:]]
+
+    kept, _, _ = begin(frozen(), plan_for((0, 1, 1, 0), [0, 3, 4, 5, 9]))
+    same(train(kept, data), train_alone(frozen(), data, adam))
+
+    samples = [(x[row], y[row]) for x, y in (micro_batch(number) for number in range(16)) for row in range(4)]
+    fed, _, _ = begin(mlp(), plan, training_data=samples)
+    same([float(fed.train_batch()) for _ in data], expected)
+
+    def halving(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    scheduled, _, _ = begin(mlp(), plan, optimizer=adam, lr_scheduler=halving)
+    same(train(scheduled, data), train_alone(mlp(), data, adam, make_scheduler=halving))
+
+
+class Frozen(pipelines.Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.requires_grad_(False)
+
+
+class _Counter(torch.autograd.Function):
+    """Lives as long as the graph of one micro-batch in one stage."""
+
+    alive: ClassVar[dict[int, int]] = {}
+    most: ClassVar[dict[int, int]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+        _Counter.alive[index] = _Counter.alive.get(index, 0) + 1
+        _Counter.most[index] = max(_Counter.most.get(index, 0), _Counter.alive[index])
+        kept = torch.ones(4)
+        ctx.save_for_backward(x, kept)
+        ctx.index = index
+        weakref.finalize(ctx, _Counter.gone, index)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+    @staticmethod
+    def gone(index: int) -> None:
+        _Counter.alive[index] -= 1
+
+
+class Watched(pipelines.Block):
+    def __init__(self, width: int, index: int) -> None:
+        super().__init__(width)
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_Counter.apply(x, self.index) if torch.is_grad_enabled() else x)
+
+
+def no_more_in_flight_than_planned(_: Path) -> None:
+    """Counted by the graphs that are alive; nothing is left after a step, of activations and labels neither."""
+    specs = mlp()
+    specs[2:7] = [LayerSpec(Watched, pipelines.WIDTH, index) for index in range(2, 7)]
+    data = batches(2)
+    for devices, cuts in maps():
+        for depth in (2, 3):
+            plan = plan_for(devices, cuts, depth)
+            engine, _, _ = begin(specs, plan)
+            _Counter.alive.clear()
+            _Counter.most.clear()
+            train(engine, data)
+            for stage in plan.stages:
+                for layer in range(max(2, stage.layers[0]), min(7, stage.layers[1])):
+                    most = _Counter.most.get(layer)
+                    assert most == (stage.in_flight if stage.device == engine.stage_id else None), (
+                        devices,
+                        layer,
+                        most,
+                    )
+            assert not any(_Counter.alive.values()), _Counter.alive
+            held = [value for values in engine.pipe_buffers.values() for value in values if value is not None]
+            assert (
+                not held
+                and not engine._between
+                and not engine._arrived
+                and not engine._departed
+                and not engine._losses
+            )
+            assert not engine._micro_batches and not engine._gradient_shapes
+
+
+def what_is_refused(_: Path) -> None:
+    world = dist.get_world_size()
+    devices, cuts = maps()[0]
+    with raised(PlanMismatchError, "cuts 8 layers and this model has 9"):
+        begin([*mlp(), pipelines.doubled], plan_for(devices, cuts))
+    too_many = plans.plan_of(plans.chain_of(8), plans.platform_of(world + 1), cuts, devices)
+    with raised(PlanMismatchError, f"for {world + 1} devices and this pipeline has {world} ranks"):
+        StagesModule(mlp(), plan=too_many, num_stages=world, loss_fn=loss_fn)
+    idle = plans.plan_of(plans.chain_of(8), plans.platform_of(world), [0, 8], [0])
+    with raised(PlanMismatchError, f"leaves {world - 1} of its {world} devices without a stage"):
+        begin(mlp(), idle)
+    untrained = {2: ((0, 1, 0), [0, 1, 2, 8]), 3: ((0, 1, 0, 2), [0, 1, 2, 5, 8])}[world]
+    with raised(ValueError, "leaves device 1 without trainable parameters"):
+        begin(mlp(), plan_for(*untrained))
+    with raised(ValueError, "runs the plan that its module was built with"):
+        begin(mlp(), plan_for(devices, cuts))[0].recut(cuts)
+
+
+def two_pipelines(_: Path) -> None:
+    """Data parallel: gradients are reduced once, at the end; tied weights within each pipeline and among both."""
+    config_of = {0: {}, 1: {"zero_optimization": {"stage": 1}}}
+    for tokens, specs in ((False, mlp), (True, tied)):
+        data = batches(tokens=tokens)
+        expected = train_alone(specs(), data, adam)
+        for stage in (0, 1):
+            for devices, cuts in list(MAPS[2].items())[-2:]:
+                engine, _, _ = begin(specs(), plan_for(devices, cuts, 2, NUM_MICRO_BATCHES // 2), config_of[stage])
+                same(train(engine, data), expected)
+
+
+CASES_OF_ANY = [
+    every_map_equals_one_process,
+    random_maps_equal_one_process,
+    a_pattern_with_fill_and_drain,
+    tied_layers,
+    zero_1_clipping_and_bf16,
+    boundaries_of_all_kinds,
+    a_boundary_without_any_gradient,
+    layers_that_work_in_place,
+    training_and_evaluation_in_turns,
+    micro_batches_of_different_shapes,
+    data_that_ends_between_two_steps,
+    checkpoints_are_saved_and_loaded,
+    dropout,
+    no_more_in_flight_than_planned,
+    what_is_refused,
+    what_else_deepspeeds_engine_does,
+]
+OF_MAPS = [
+    every_map_equals_one_process,
+    random_maps_equal_one_process,
+    tied_layers,
+    no_more_in_flight_than_planned,
+]
+CASES = {
+    2: [case.__name__ for case in CASES_OF_ANY],
+    3: [case.__name__ for case in OF_MAPS],
+    4: [two_pipelines.__name__],
+}
+
+if __name__ == "__main__":
+    run_cases({name: globals()[name] for name in CASES[int(os.environ["WORLD_SIZE"])]})

@@ -1,0 +1,332 @@
+"""Lists of instructions for any plan: complete, as deep as planned, and never waiting in a circle."""
+
+from __future__ import annotations
+
+import ast
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import plans
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_partition import Platform, make_plan
+from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.planner.instances import of_case, solved_cases
+
+pytest.importorskip("torch")
+
+from deepspeed.runtime.pipe import schedule
+
+from deepspeed_partition.engine import lowering
+from deepspeed_partition.engine.dry_run import dry_run
+from deepspeed_partition.engine.lowering import (
+    Compute,
+    DeadlockError,
+    LoweringError,
+    Message,
+    Program,
+    Transfer,
+    lower,
+    lower_evaluation,
+    with_transfers,
+)
+
+MAPS = [(0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 1, 2, 1), (0, 1, 2, 0, 1, 2), (2, 0, 2, 1, 1, 0)]
+
+
+def computations(program, device):
+    return [(str(each).split(".")[0], each.micro_batch) for each in program.lists[device] if is_compute(each)]
+
+
+def is_compute(instruction):
+    return isinstance(instruction, Compute)
+
+
+def test_the_picture_at_the_top_of_the_module():
+    orders = [one_f_one_b_order(0, 2, 2), one_f_one_b_order(1, 1, 2)]
+    program = with_transfers(orders, (0, 1))
+    for line in str(program).splitlines():
+        assert line in lowering.__doc__
+    assert program.num_slots(0) == 2 and program.num_slots(1) == 1
+    assert dry_run(program).in_flight == (2, 1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 8])
+def test_plain_1f1b_is_deepspeeds_schedule(num_stages, num_micro_batches):
+    orders = [one_f_one_b_order(stage, num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+    program = with_transfers(orders, range(num_stages))
+    for stage in range(num_stages):
+        theirs = schedule.TrainSchedule(num_micro_batches, num_stages, stage)
+        kinds = {schedule.ForwardPass: "F", schedule.BackwardPass: "B"}
+        expected = [(kinds[type(each)], each.buffer_id) for step in theirs for each in step if type(each) in kinds]
+        mine = [each for each in program.lists[stage] if is_compute(each)]
+        # DeepSpeed numbers its buffers in a circle of at least two, and so tells its micro-batches apart.
+        found = [(each.kind, each.micro_batch % theirs.num_pipe_buffers()) for each in mine]
+        assert found == expected
+        assert program.num_slots(stage) == min(num_stages - stage, num_micro_batches)
+    assert dry_run(program).in_flight == tuple(min(num_stages - s, num_micro_batches) for s in range(num_stages))
+
+
+@pytest.mark.parametrize("devices", MAPS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_gpipe_and_looped_orders(devices, slots):
+    """Breadth first and depth first, and the order of each device is the one that was given."""
+    for orders in (plans.gpipe(devices, 5), plans.depth_first(devices, 7, 3), plans.depth_first(devices, 4, 1)):
+        program = with_transfers(orders, devices, receive_slots=slots)
+        result = dry_run(program)
+        assert [computations(program, device) for device in range(len(orders))] == [list(each) for each in orders]
+        assert all(count <= slots for count in result.num_posted.values())
+        assert result.num_posted.keys() == {
+            f"{kind}{cut}" for cut in range(len(devices) - 1) for kind in "FB" if devices[cut] != devices[cut + 1]
+        }
+
+
+@st.composite
+def any_plans(draw):
+    """Chains, maps, patterns and orders of all kinds; the replay has counted what is in flight."""
+    pick = random.Random(draw(st.integers(0, 2**32)))
+    num_stages = pick.randint(1, 6)
+    num_devices = pick.randint(1, min(4, num_stages))
+    devices = [*range(num_devices), *(pick.randrange(num_devices) for _ in range(num_stages - num_devices))]
+    pick.shuffle(devices)
+    if pick.random() < 0.3:
+        devices = sorted(devices)
+    chain = plans.chain_of(
+        num_stages,
+        [(pick.randint(1, 6), pick.randint(1, 9)) for _ in range(num_stages)],
+        pick.choice([0, 1, 4, 12]),
+    )
+    platform = plans.platform_of(num_devices, comm_buffers=pick.choice([2, 2, 3, 4, 8]))
+    cuts = range(num_stages + 1)
+    num_micro_batches = pick.choice([1, 2, 3, 5, 9, 17])
+    orders = None
+    if pick.random() < 0.4:
+        orders = plans.depth_first(devices, num_micro_batches, pick.randint(1, 4))
+        if pick.random() < 0.3:
+            orders = plans.gpipe(devices, num_micro_batches)
+    return plans.packed(chain, platform, cuts, devices, orders), num_micro_batches
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_plans())
+def test_any_plan_runs_as_deep_as_it_says(plan_and_number):
+    plan, number = plan_and_number
+    promised = [stage.in_flight for stage in plan.stages]
+    program = lower(plan, number)
+    result = dry_run(program)
+    assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
+    if plan.step is not None:
+        assert [computations(program, d) for d in range(len(program.lists))] == [list(o) for o in plan.step.order]
+        assert result.in_flight == tuple(promised)
+        other = dry_run(lower(plan, number + 2))  # the pattern, within what the step was promised
+        assert all(count <= most for count, most in zip(other.in_flight, promised, strict=True))
+    elif number >= max(promised):
+        assert result.in_flight == tuple(promised)
+    assert all(count <= program.receive_slots for count in result.num_posted.values())
+    evaluation = lower_evaluation(plan, number + 1)
+    dry_run(evaluation)
+    assert evaluation.num_micro_batches == number + 1
+    assert all(evaluation.num_slots(device) <= 1 for device in range(len(program.lists)))
+
+
+def beats_contiguous(case):
+    best, contiguous = case.get("special_best"), case.get("contiguous")
+    return best is not None and (contiguous is None or best < contiguous)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_plans_of_the_planner(seed):
+    pick = random.Random(seed)
+    size = pick.randint(2, 8)
+    chain = plans.chain_of(size, [(pick.randint(1, 6), pick.randint(1, 9)) for _ in range(size)], 2)
+    platform = Platform(num_devices=pick.randint(1, 3), memory_bytes=10**6, bandwidth=1.0)
+    plan = make_plan(chain, platform, algorithm=pick.choice(["contiguous", "uniform"]))
+    for number in (1, 4, 30):
+        result = dry_run(lower(plan, number))
+        promised = tuple(stage.in_flight for stage in plan.stages)
+        assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
+    assert result.in_flight == promised
+
+
+@pytest.mark.parametrize("case", [case for case in solved_cases("plan") if beats_contiguous(case)])
+def test_plans_with_several_stages_on_a_device(case):
+    """Found by the planner where no contiguous plan is as good."""
+    chain, platform = of_case(case, case["P"], case["M"])
+    plan = make_plan(chain, platform)
+    assert not plan.is_contiguous
+    promised = tuple(stage.in_flight for stage in plan.stages)
+    for number in (1, 3, 40):
+        result = dry_run(lower(plan, number))
+        assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
+    assert result.in_flight == promised
+    dry_run(lower_evaluation(plan, 5))
+
+
+def test_the_pattern_sets_the_order():
+    """Stages of three units on two devices, at the shortest period: 1F1B, one deeper at the first."""
+    chain, platform = plans.chain_of(2), plans.platform_of(2, bandwidth=4.0)
+    plan = plans.plan_of(chain, platform, [0, 1, 2], [0, 1], period=3.0)
+    assert [stage.in_flight for stage in plan.stages] == [3, 1]
+    assert "".join(name[0] for name, _ in computations(lower(plan, 5), 0)) == "FFFBFBFBBB"
+    assert [name for name, _ in computations(lower(plan, 5), 1)] == ["F1", "B1"] * 5
+
+
+def test_a_receive_is_posted_before_the_computation_beside_which_it_travels():
+    """With one slot: as soon as the one before was taken. With two: one ahead of that."""
+    orders = [one_f_one_b_order(0, 3, 6), one_f_one_b_order(1, 1, 6)]
+    for slots in (1, 2):
+        names = [str(each) for each in with_transfers(orders, (0, 1), receive_slots=slots).lists[1]]
+        for number in range(6 - slots):
+            assert (
+                names.index(f"WF0.{number}") < names.index(f"RF0.{number + slots}") < names.index(f"F1.{number}")
+            )
+
+
+def test_messages_of_several_cuts_share_one_direction():
+    """Activations over cuts 0 and 2, and gradients over cut 1, all go from device 0 to device 1: in one order."""
+    devices = (0, 1, 0, 1)
+    program = with_transfers(plans.depth_first(devices, 6, 3), devices)
+    sent = [each.message for each in program.lists[0] if isinstance(each, Transfer) and each.kind == "S"]
+    posted = [each.message for each in program.lists[1] if isinstance(each, Transfer) and each.kind == "R"]
+    assert sent == posted and {message.channel for message in sent} == {"F0", "B1", "F2"}
+
+
+# What is refused
+
+
+def test_orders_that_wait_in_a_circle():
+    orders = [(("F0", 0), ("B0", 0), ("F0", 1), ("B0", 1)), (("F1", 1), ("F1", 0), ("B1", 0), ("B1", 1))]
+    with pytest.raises(
+        DeadlockError, match=r"device 0 cannot run B0.0 before B1.0 of device 1, device 1 cannot run"
+    ):
+        with_transfers(orders, (0, 1))
+    with pytest.raises(DeadlockError, match=r"circle: device 0 cannot run B0.0 before F0.0 of device 0$"):
+        with_transfers([(("B0", 0), ("F0", 0))], (0,))
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        ([(("F0", 0), ("B0", 0)), (("F1", 0),)], "B1 of micro-batch 0 is missing"),
+        ([(("F0", 0), ("B0", 0), ("F0", 0)), (("F1", 0), ("B1", 0))], "F0 of micro-batch 0 stands twice"),
+        (
+            [(("F0", 0), ("F1", 0), ("B0", 0)), (("B1", 0),)],
+            "F1 stands in the order of device 0, its stage is on device 1",
+        ),
+        ([(("F0", 0), ("B0", 0)), (("F1", 0), ("B1", 0), ("F2", 0))], "F2 of micro-batch 0 in the orders is no"),
+        ([(("F0", 0), ("B0", 0), ("F1", 0), ("B1", 0))], "orders for 1 devices"),
+    ],
+)
+def test_orders_that_are_not_complete(orders, words):
+    with pytest.raises(LoweringError, match=words):
+        with_transfers(orders, (0, 1))
+
+
+def test_a_batch_without_micro_batches():
+    plan = plans.plan_of(plans.chain_of(2), plans.platform_of(2), [0, 1, 2], [0, 1])
+    for lowered in (lower, lower_evaluation):
+        with pytest.raises(LoweringError, match="at least one"):
+            lowered(plan, 0)
+    without = replace(plan, operations=tuple(each for each in plan.operations if each.operation != "B1"))
+    with pytest.raises(LoweringError, match="no B1"):
+        lower(without, 2)
+
+
+# The dry run finds what lowering must not do: lists that were spoiled by hand
+
+
+def two_devices(**changes):
+    orders = [one_f_one_b_order(0, 2, 3), one_f_one_b_order(1, 1, 3)]
+    program = with_transfers(orders, (0, 1))
+    lists = [list(instructions) for instructions in program.lists]
+    return program, lists
+
+
+def find(instructions, name):
+    return next(index for index, each in enumerate(instructions) if str(each) == name)
+
+
+def spoiled(program, lists):
+    return replace(program, lists=tuple(tuple(instructions) for instructions in lists))
+
+
+def move(instructions, name, before):
+    instruction = instructions.pop(find(instructions, name))
+    instructions.insert(find(instructions, before), instruction)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "before", "error", "words"),
+    [
+        (0, "SF0.0", "F0.0", LoweringError, "SF0.0 comes before its tensor"),
+        (0, "SF0.1", "SF0.0", LoweringError, "SF0.1 comes before its tensor"),
+        (1, "RF0.1", "RF0.0", LoweringError, "is sent as F0.0 and posted as F0.1"),
+        (1, "RF0.1", "WF0.0", LoweringError, "one receive too many: there are 1 slots"),
+        (1, "F1.0", "WF0.0", LoweringError, "F1.0 finds no F0 of micro-batch 0"),
+        (1, "B1.0", "F1.0", LoweringError, "B1.0 finds None in its slot 0"),
+        (1, "WF0.0", "RF0.0", LoweringError, "WF0.0 waits for what was not posted"),
+        (0, "F0.2", "B0.0", LoweringError, "F0.2 finds (0, 0) in its slot 0"),
+    ],
+)
+def test_instructions_out_of_place(device, name, before, error, words):
+    program, lists = two_devices()
+    dry_run(program)
+    move(lists[device], name, before)
+    with pytest.raises(error) as caught:
+        dry_run(spoiled(program, lists))
+    assert words in str(caught.value)
+
+
+def test_devices_that_wait_in_a_circle():
+    """A gradient that is wanted before the activation was sent that it comes from."""
+    program, lists = two_devices()
+    lists[0] = [each for each in lists[0] if str(each) not in ("RB0.0", "WB0.0")]
+    at = find(lists[0], "SF0.0")
+    gradient = Message("B", 0, 0)
+    lists[0][at:at] = [Transfer("R", gradient, 1), Transfer("W", gradient, 1)]
+    with pytest.raises(
+        DeadlockError, match=r"device 0 waits at WB0.0 for device 1, device 1 waits at WF0.0 for dev"
+    ):
+        dry_run(spoiled(program, lists))
+
+
+def test_devices_that_end_too_soon():
+    program, lists = two_devices()
+    lists[0] = lists[0][: find(lists[0], "SF0.2")]
+    with pytest.raises(DeadlockError, match=r"device 1 waits at WF0.2 for device 0, which has ended"):
+        dry_run(spoiled(program, lists))
+    orders = [(("F0", 0),), (("F1", 0),)]
+    program = with_transfers(orders, (0, 1))
+    without = replace(program, lists=(program.lists[0], program.lists[1][:1]))
+    with pytest.raises(LoweringError, match=r"F1.0 is never run"):
+        dry_run(without)
+    more = replace(program, num_micro_batches=2)
+    with pytest.raises(LoweringError, match=r"F0.1 is never run"):
+        dry_run(more)
+
+
+def test_messages_that_nobody_reads():
+    program = with_transfers([(("F0", 0),), (("F1", 0),)], (0, 1))
+    post = Transfer("R", Message("B", 0, 0), 1)
+    lists = ((*program.lists[0], post), program.lists[1])
+    with pytest.raises(LoweringError, match="posts 1 receives"):
+        dry_run(Program(device_of_stage=(0, 1), num_micro_batches=1, receive_slots=1, lists=lists))
+
+
+def test_lowering_needs_neither_torch_nor_a_host():
+    folder = Path(lowering.__file__).parent
+    for name in ("lowering.py", "dry_run.py"):
+        for node in ast.walk(ast.parse((folder / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "deepspeed_partition":
+                assert node.module.startswith(
+                    ("deepspeed_partition.planner", "deepspeed_partition.engine.lowering")
+                )
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) else []
+                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                assert not any(each.startswith(("torch", "deepspeed")) for each in names)
