@@ -12,8 +12,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.schedule import Order
 
 Instruction = tuple[str, int]
+
+
+def one_f_one_b_order(stage: int, depth: int, num_micro_batches: int) -> Order:
+    """Warm up with ``depth`` forwards, then one backward, one forward, then drain.
+
+    ::
+
+        depth 2, 4 micro-batches:   F0 F1 B0 F2 B1 F3 B2 B3
+    """
+    order: list[tuple[str, int]] = []
+    for step in range(num_micro_batches + depth):
+        if step >= depth:
+            order.append((f"B{stage}", step - depth))
+        if step < num_micro_batches:
+            order.append((f"F{stage}", step))
+    # A depth beyond the number of micro-batches leaves nothing between warm-up and drain.
+    return tuple(order)
 
 
 def deepspeed_instructions(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Instruction]:

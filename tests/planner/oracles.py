@@ -291,20 +291,3 @@ def _ways(road: list[tuple[str, int, object]], place: object, period: int) -> ND
         if len(set(moments)) == len(moments):
             found.append(begins)
     return np.array(found, dtype=np.int64).reshape(-1, len(mine))
-
-
-def one_f_one_b_order(stage: int, depth: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
-    """Warm up with ``depth`` forwards, then one backward, one forward, then drain.
-
-    ::
-
-        depth 2, 4 micro-batches:   F0 F1 B0 F2 B1 F3 B2 B3
-    """
-    order: list[tuple[str, int]] = []
-    for step in range(num_micro_batches + depth):
-        if step >= depth:
-            order.append((f"B{stage}", step - depth))
-        if step < num_micro_batches:
-            order.append((f"F{stage}", step))
-    # A depth beyond the number of micro-batches leaves nothing between warm-up and drain.
-    return tuple(order)

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.overlapping import StepEngine, in_order, one_f_one_b
-from deepspeed_partition.planner.step import blocking_step, deepspeed_instructions
+from deepspeed_partition.planner.step import blocking_step, deepspeed_instructions, one_f_one_b_order
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, problem_of, random_instance, solved_cases
 
@@ -46,7 +46,7 @@ def test_a_deep_warm_up_hides_transfers(case):
 
 
 def test_orders_as_pictures():
-    assert " ".join(f"{op}.{mb}" for op, mb in oracles.one_f_one_b_order(0, 2, 4)) == (
+    assert " ".join(f"{op}.{mb}" for op, mb in one_f_one_b_order(0, 2, 4)) == (
         "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"
     )
     assert list(deepspeed_instructions(0, 2, 2)) == [
@@ -75,7 +75,7 @@ def test_instructions_are_deepspeeds(num_stages, num_micro_batches):
             assert [mb for each, mb in ours if each == name] in ([], list(range(num_micro_batches)))
         depth = min(num_stages - stage, num_micro_batches)
         passes = [(f"{name[0]}{stage}", mb) for name, mb in ours if name.endswith("Pass")]
-        assert tuple(passes) == oracles.one_f_one_b_order(stage, depth, num_micro_batches)
+        assert tuple(passes) == one_f_one_b_order(stage, depth, num_micro_batches)
 
 
 @pytest.mark.parametrize("stages", [3, 4, 6])

@@ -21,6 +21,7 @@ from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.steps import LONGEST_RUN
+from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, instances, problem_of, random_instance
 
@@ -93,7 +94,7 @@ def test_never_slower_than_any_cut_under_the_usual_orders(seed: int) -> None:
             P = len(cuts) - 1
             on_cut = make_plan(made, replace(platform, memory_bytes=10**9), cuts)
             for depths in (range(P, 0, -1), range(2 * P - 1, 0, -2), [m] * P, [1] * P):
-                orders = [oracles.one_f_one_b_order(stage, min(m, depth), m) for stage, depth in enumerate(depths)]
+                orders = [one_f_one_b_order(stage, min(m, depth), m) for stage, depth in enumerate(depths)]
                 seconds, num_bytes = run_in(on_cut, made, orders, m)
                 if num_bytes <= platform.memory_bytes:
                     fitted += 1
