@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers import one_f_one_b
 from deepspeed_partition.planner.solvers.compact import estimated_bytes, most_compact
@@ -34,7 +35,7 @@ from deepspeed_partition.planner.solvers.madpipe import (
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, stage_bytes
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch
-from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch
+from deepspeed_partition.planner.solvers.special import SpecialSearch
 
 
 def contiguous_at(problem: Problem, period: int) -> tuple[Cuts, int] | None:

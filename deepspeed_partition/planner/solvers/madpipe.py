@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.bounds import lower_bound
@@ -29,7 +29,7 @@ from deepspeed_partition.planner.solvers.contiguous import Contiguous, best_cut,
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
-from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch, best_special
+from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.steps import best_step
 from deepspeed_partition.planner.units import format_seconds
 
@@ -37,6 +37,8 @@ MOST_LABELS = 1_000_000
 """Partial allocations with one special device that an enumeration holds before it gives up."""
 FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
 """The same with several of them, at one boundary: so few that all are tried, and as many as may be enumerated."""
+SPECIAL_SHARE = 0.5
+"""Of the time that is left, for the allocation that each estimate calls best; the rest is for its schedule."""
 SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
 """Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
 PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
@@ -66,10 +68,7 @@ class MadPipe:
             return Contiguous(self.name).solve(problem)
         if problem.num_micro_batches is None:
             return _Search(problem, self.start).run()
-        periodic = replace(problem, num_micro_batches=None)
-        if not problem.deadline.passed():
-            seconds = problem.deadline.remaining_seconds() * PERIODIC_SHARE
-            periodic = replace(periodic, deadline=Deadline(seconds, within=problem.deadline))
+        periodic = replace(problem, num_micro_batches=None, deadline=problem.deadline.part(PERIODIC_SHARE))
         answer = _Search(periodic, self.start).run()
         if not answer.cuts and not answer.patterns:
             return answer
@@ -131,7 +130,9 @@ class _Search:
         if self._done(self.bound) or problem.platform.num_devices == 1:
             return True
         for estimate in ESTIMATES:
-            found = best_special(problem, estimate, self.best)
+            if problem.deadline.passed():
+                return False
+            found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best)
             if found.placement is not None:
                 self._try(found.placement)
         if found.bound is None:
@@ -149,12 +150,12 @@ class _Search:
         """Better allocations in which several devices have several stages; True where there are no more."""
         if self._done(self.bound) or self.problem.platform.num_devices == 1:
             return True
-        if self.problem.deadline.passed():
+        seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
+        if not seconds:
             return False
         # What lies beyond one special device is rarely proved: it gets a part of the time, and each schedule first
         # a part of that.
-        seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
-        self.problem = replace(self.problem, deadline=Deadline(seconds, within=self.problem.deadline))
+        self.problem = self._with_share(SEVERAL_SHARE)
         self.schedule_seconds = seconds * SCHEDULE_SHARE
         search = SeveralSearch(self.problem)
         few = search.all(self._best_or_longest() - 1, FEW_PLACEMENTS)
@@ -198,6 +199,10 @@ class _Search:
                 return False
             self.tried_below = period + 1
         return True
+
+    def _with_share(self, share: float) -> Problem:
+        """The problem with a part of the time that is left."""
+        return replace(self.problem, deadline=self.problem.deadline.part(share))
 
     def _settled(self) -> bool:
         """Whether no allocation that was tried may have a better schedule than the best one."""
