@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.problem import Problem
-from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road, pattern_of
+from deepspeed_partition.planner.solvers.road import DeviceMemory, Estimate, Pattern, Placement, Road, pattern_of
 
 RESOLUTION = 1e-6
 """Of the memory: a pattern that saves less is not looked for."""
@@ -35,14 +35,19 @@ class Compact:
 NOTHING = Compact(None, None, None)
 
 
-def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "peak") -> int | None:
-    """Of the largest device; by ``"peak"`` no pattern takes less at this period. None: none is that short."""
+def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "pairs") -> int | None:
+    """Of the largest device; but by ``"safe"`` no pattern takes less at this period. None: none is that short."""
     if period < road.busiest:
         return None
     in_flight = road.fewest_in_flight(period)
-    needs = road.bytes_at_least if estimate == "peak" else road.bytes_enough
-    memory_bytes = problem.platform.memory_bytes
-    return max(memory_bytes - device.room + needs(in_flight, device.stages) for device in road.memory)
+
+    def needs(device: DeviceMemory) -> int:
+        if estimate == "safe":
+            return road.bytes_enough(in_flight, device.stages)
+        least = road.bytes_at_least(in_flight, device.stages)
+        return least if estimate == "peak" else max(least, road.bytes_of_pairs(period, device, estimate))
+
+    return max(problem.platform.memory_bytes - device.room + needs(device) for device in road.memory)
 
 
 def bytes_of(problem: Problem, road: Road, pattern: Pattern) -> int:

@@ -56,7 +56,7 @@ def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Schedu
         shorter_than: only patterns of a shorter period are of interest; None: any.
         deadline: where it passes, the answer is the best so far and its bound is weaker.
     """
-    least = road.shortest_that_may_fit("pair")
+    least = road.shortest_that_may_fit("pairs")
     most = (
         road.sequential
         if shorter_than is None

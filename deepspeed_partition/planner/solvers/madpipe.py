@@ -6,7 +6,7 @@ The candidates come in the order of what they may promise:
 2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), each
    with the schedule that an integer linear program finds for it (``ilp.py``);
 3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
-   of that bound, until none is left, which proves the answer, or the time is up;
+   of the "pairs" bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
    best one.
 
@@ -221,10 +221,10 @@ class _Search:
         for placement in placements:
             if placement not in self.bounds:
                 road = Road(self.problem, placement)
-                if not road.may_fit(self._best_or_longest() - 1, "pair"):
+                if not road.may_fit(self._best_or_longest() - 1, "pairs"):
                     self.bounds[placement] = None
                     continue
-                least = road.shortest_that_may_fit("pair")
+                least = road.shortest_that_may_fit("pairs")
                 assert least is not None
                 promises.append((least, placement.cuts, placement.devices, placement))
             if self.problem.deadline.passed():
