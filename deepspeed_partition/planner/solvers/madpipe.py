@@ -45,8 +45,10 @@ PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
 """Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
 PERIODIC_SHARE = 0.2
 """Of the time for a step, for the plan of the shortest period, from which its search begins."""
+PROMISE_STEPS = 8
+"""Of the bisection that tells which of many allocations is tried first; its schedule begins with the rest."""
 ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
-LEVELS = (64, 16, 4, 1)
+LEVELS = (64, 16, 4, 2, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
 
 
@@ -220,13 +222,11 @@ class _Search:
         promises = []
         for placement in placements:
             if placement not in self.bounds:
-                road = Road(self.problem, placement)
-                if not road.may_fit(self._best_or_longest() - 1, "pairs"):
+                least = self._promise(Road(self.problem, placement))
+                if least is None:
                     self.bounds[placement] = None
-                    continue
-                least = road.shortest_that_may_fit("pairs")
-                assert least is not None
-                promises.append((least, placement.cuts, placement.devices, placement))
+                else:
+                    promises.append((least, placement.cuts, placement.devices, placement))
             if self.problem.deadline.passed():
                 return False
         for least, _, _, placement in sorted(promises):
@@ -235,6 +235,19 @@ class _Search:
             if not self._done(least):
                 self._try(placement)
         return True
+
+    def _promise(self, road: Road) -> int | None:
+        """No pattern is shorter, by the "pairs" bound; None: none is shorter than the best."""
+        least, most = max(road.busiest, self.bound), self._best_or_longest() - 1
+        if not road.may_fit(most, "pairs"):
+            return None
+        for _ in range(PROMISE_STEPS):
+            middle = (least + most) // 2
+            if road.may_fit(middle, "pairs"):
+                most = middle
+            else:
+                least = middle + 1
+        return least
 
     def _try(self, placement: Placement) -> None:
         """Schedule an allocation."""
