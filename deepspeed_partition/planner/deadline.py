@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable
 
 
+class DeadlinePassed(Exception):
+    """Nothing is decided."""
+
+
 class Deadline:
     """Ends after some seconds, when it is stopped, or with the deadline that it is part of.
 
@@ -67,3 +71,18 @@ class Deadline:
 
     def passed(self) -> bool:
         return self.remaining_seconds() == 0.0
+
+    def part(self, share: float) -> Deadline:
+        """Ends with this one, or after a share of what is left of it."""
+        part = Deadline(within=self)
+        part._end = time.monotonic() + self.remaining_seconds() * share
+        return part
+
+    def check(self) -> None:
+        """For steps deep within a search, which has to catch it and to return the best it has.
+
+        Raises:
+            DeadlinePassed: it has passed.
+        """
+        if self.passed():
+            raise DeadlinePassed

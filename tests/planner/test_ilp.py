@@ -110,7 +110,7 @@ def test_tensors_that_wait_beyond_their_buffers_have_room_where_the_replay_finds
     for late in range(len(best.begins)):
         begins = (*best.begins[:late], *(begin + 2 * best.period for begin in best.begins[late:]))
         pattern = replace(best, begins=begins if late else best.begins)
-        replayed = planning._assemble(problem, MadPipe(), Answer(()), pattern)[1]
+        replayed = planning._assemble(problem, MadPipe(), Answer(()), pattern, None)[1]
         needed = max(use.total for use in replayed.memory)
         assert Road(problem.with_memory(needed), placement).fits_with_waiting(pattern)
         assert not Road(problem.with_memory(needed - 1), placement).fits_with_waiting(pattern)

@@ -10,6 +10,7 @@ import pytest
 from deepspeed_partition import Platform
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers import ilp
+from deepspeed_partition.planner.solvers.compact import estimated_bytes, most_compact
 from deepspeed_partition.planner.solvers.road import Placement, Road
 from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
 from tests.planner import oracles
@@ -33,18 +34,36 @@ def shared_instance(seed):
 
 
 def test_no_schedule_is_shorter_and_often_one_is_as_short(monkeypatch):
-    better = reached = 0
+    better = best = reached = 0
     for seed in range(100):
         made, platform, placement = shared_instance(seed)
         road = Road(problem_of(made, platform), placement)
-        peak, pair = road.shortest_that_may_fit("peak"), road.shortest_that_may_fit("pair")
+        peak, pair, pairs = (road.shortest_that_may_fit(estimate) for estimate in ("peak", "pair", "pairs"))
         with monkeypatch.context() as patched:  # an integer program that is not told of pairs
             patched.setattr(Road, "_pairs_may_fit", lambda *_: True)
             found = ilp.schedule(road, None, Deadline())
-        assert peak <= pair <= found.pattern.period * (1 + 2 * ilp.RESOLUTION)
+        assert peak <= pair <= pairs <= found.pattern.period * (1 + 2 * ilp.RESOLUTION)
         better += pair > peak
-        reached += pair > peak and pair >= found.bound * (1 - 2 * ilp.RESOLUTION)
-    assert better > 20 and reached > better / 2
+        best += pairs > pair
+        reached += pairs > peak and pairs >= found.bound * (1 - 2 * ilp.RESOLUTION)
+    assert better > 20 and best > 0 and reached > better / 2
+
+
+def test_no_pattern_of_a_period_takes_less_and_often_one_takes_that(monkeypatch):
+    better = reached = 0
+    for seed in range(60):
+        made, platform, placement = shared_instance(seed)
+        problem = problem_of(made, platform)
+        road = Road(problem, placement)
+        period = road.shortest_that_may_fit("peak")
+        peak, pairs = (estimated_bytes(problem, road, period, estimate) for estimate in ("peak", "pairs"))
+        with monkeypatch.context() as patched:
+            patched.setattr(Road, "bytes_of_pairs", lambda *_: 0)
+            found = most_compact(problem, placement, period, 10**6)
+        assert peak <= pairs <= found.num_bytes
+        better += pairs > peak
+        reached += pairs > peak and pairs == found.bound
+    assert better > 10 and reached > better / 2
 
 
 @pytest.mark.parametrize("seed", range(100))

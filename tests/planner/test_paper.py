@@ -17,11 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks" / "
 from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers import paper
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.paper import NOTHING, Grid, PaperMadPipe
-from deepspeed_partition.planner.solvers.special import DeadlinePassed
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 

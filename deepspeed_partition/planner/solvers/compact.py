@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.problem import Problem
-from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road, pattern_of
+from deepspeed_partition.planner.solvers.road import DeviceMemory, Estimate, Pattern, Placement, Road, pattern_of
 
 RESOLUTION = 1e-6
 """Of the memory: a pattern that saves less is not looked for."""
@@ -34,14 +35,19 @@ class Compact:
 NOTHING = Compact(None, None, None)
 
 
-def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "peak") -> int | None:
-    """Of the largest device; by ``"peak"`` no pattern takes less at this period. None: none is that short."""
+def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "pairs") -> int | None:
+    """Of the largest device; but by ``"safe"`` no pattern takes less at this period. None: none is that short."""
     if period < road.busiest:
         return None
     in_flight = road.fewest_in_flight(period)
-    needs = road.bytes_at_least if estimate == "peak" else road.bytes_enough
-    memory_bytes = problem.platform.memory_bytes
-    return max(memory_bytes - device.room + needs(in_flight, device.stages) for device in road.memory)
+
+    def needs(device: DeviceMemory) -> int:
+        if estimate == "safe":
+            return road.bytes_enough(in_flight, device.stages)
+        least = road.bytes_at_least(in_flight, device.stages)
+        return least if estimate == "peak" else max(least, road.bytes_of_pairs(period, device, estimate))
+
+    return max(problem.platform.memory_bytes - device.room + needs(device) for device in road.memory)
 
 
 def bytes_of(problem: Problem, road: Road, pattern: Pattern) -> int:
@@ -84,7 +90,12 @@ def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slot
         return unknown
     import pulp  # here: importing the planner stays cheap
 
-    model = _Model(pulp, road, period, least, problem.platform.memory_bytes, single_slots=single_slots)
+    try:
+        model = _Model(
+            pulp, road, period, least, problem.platform.memory_bytes, problem.deadline, single_slots=single_slots
+        )
+    except DeadlinePassed:
+        return unknown
     model.problem.solve(ilp._solver(pulp, problem.deadline))
     status = model.problem.sol_status
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -116,15 +127,22 @@ class _Model(ilp._Model):
     """The integer linear program of a road at one period, for the least bytes of the largest device."""
 
     def __init__(
-        self, pulp: Any, road: Road, period: int, least: int, memory_bytes: int, *, single_slots: bool
+        self,
+        pulp: Any,
+        road: Road,
+        period: int,
+        least: int,
+        memory_bytes: int,
+        deadline: Deadline,
+        *,
+        single_slots: bool,
     ) -> None:
         self.least, self.memory_bytes = max(1, least), memory_bytes
         self.peak = pulp.LpVariable("peak", least / self.least, max(1, memory_bytes) / self.least)
         """In units of the least that there may be, so that the solver's tolerances are a part of the answer."""
-        super().__init__(pulp, road, period, period, single_slots=single_slots)
+        super().__init__(pulp, road, period, period, deadline, single_slots=single_slots)
         self.problem.setObjective(-self.peak)
 
     def _fit(self, stages: tuple[int, ...], event: int, room: int) -> None:
         fixed = (self.memory_bytes - room) / self.least
-        kept = [self.road.stash[stage] / self.least * self._in_flight(stage, event) for stage in stages]
-        self.problem += fixed + sum(kept) <= self.peak
+        self.problem += fixed + self._kept(stages, event, self.least) <= self.peak

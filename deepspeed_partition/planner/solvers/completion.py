@@ -46,6 +46,7 @@ class Completion:
         self.normal, self.either = np.full(shape, np.inf), np.full(shape, np.inf)
         self.normal[:, :, 0] = self.either[:, :, 0] = 0.0
         for k in range(1, size + 1):
+            search.problem.deadline.check()
             if self.least[k] < UNREACHED and search.transfer[k] <= period:
                 self._reach(k)
 

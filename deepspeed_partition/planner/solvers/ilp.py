@@ -25,9 +25,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.road import Pattern, Resource, Road, pattern_of
 
 RESOLUTION = 1e-6
@@ -55,7 +56,7 @@ def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Schedu
         shorter_than: only patterns of a shorter period are of interest; None: any.
         deadline: where it passes, the answer is the best so far and its bound is weaker.
     """
-    least = road.shortest_that_may_fit("pair")
+    least = road.shortest_that_may_fit("pairs")
     most = (
         road.sequential
         if shorter_than is None
@@ -94,7 +95,10 @@ def _solve(road: Road, least: int, most: int, deadline: Deadline, *, single_slot
         return _Solution()
     import pulp  # here: importing the planner stays cheap
 
-    model = _Model(pulp, road, least, most, single_slots=single_slots)
+    try:
+        model = _Model(pulp, road, least, most, deadline, single_slots=single_slots)
+    except DeadlinePassed:
+        return _Solution()
     model.problem.solve(_solver(pulp, deadline))
     status = model.problem.sol_status  # not .status: that is Optimal at the time limit, too
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -131,8 +135,10 @@ def _solver(pulp: Any, deadline: Deadline) -> Any:
 class _Model:
     """The integer linear program of a road, with periods from ``least`` to ``most``."""
 
-    def __init__(self, pulp: Any, road: Road, least: int, most: int, *, single_slots: bool) -> None:
-        self.road = road
+    def __init__(
+        self, pulp: Any, road: Road, least: int, most: int, deadline: Deadline, *, single_slots: bool
+    ) -> None:
+        self.road, self.deadline, self.sum = road, deadline, pulp.lpSum
         self.problem = problem = pulp.LpProblem("schedule", pulp.LpMaximize)
         self.tau = pulp.LpVariable("tau", least / most, 1)
         problem += self.tau
@@ -140,10 +146,9 @@ class _Model:
         self.length = [operation.ticks / least * self.tau for operation in road.operations]
         self.instant = [0, *(pulp.LpVariable(f"t_{name}", 0, 1) for name in names[1:])]
         carry = [pulp.LpVariable(f"d_{name}", 0, 2, pulp.LpInteger) for name in names[1:]]
-        self.shift: list[Any] = [0]
+        self.carry: list[Any] = [0, *carry]
         for index, periods in enumerate(carry, start=1):
             before = index - 1
-            self.shift.append(self.shift[before] + periods)
             wait = self.instant[index] + periods - self.instant[before] - self.length[before]
             problem += wait >= 0
             problem += wait <= 1
@@ -158,6 +163,7 @@ class _Model:
 
     def _exclude(self, pulp: Any, one: int, other: int) -> None:
         """Two operations of one resource never overlap, over the end of the period either."""
+        self.deadline.check()
         names = [self.road.operations[index].name for index in (one, other)]
         # F0 begins every period.
         y = 1 if one == 0 else pulp.LpVariable(f"y_{names[0]}_{names[1]}", cat=pulp.LpBinary)
@@ -171,7 +177,11 @@ class _Model:
         forward, backward = self.road.position[f"F{stage}"], self.road.position[f"B{stage}"]
         begun = 1 if at == forward else self.first[forward, at]
         ended = 0 if at == backward else self.first[backward, at]
-        return self.shift[backward] - self.shift[forward] + begun - ended
+        return self._periods(forward, backward) + begun - ended
+
+    def _periods(self, one: int, other: int) -> Any:
+        """From the period of an operation to that of a later one on the road."""
+        return self.sum(self.carry[one + 1 : other + 1])
 
     def _memory(self, most: int) -> None:
         road = self.road
@@ -191,22 +201,26 @@ class _Model:
         largest = max(stash[stage] for stage in stages)
         # No stage has more in flight than the road has operations, since no wait is longer than a period.
         if room < sum(stash[stage] for stage in stages) * 2 * len(self.road.operations):
-            kept = [stash[stage] / largest * self._in_flight(stage, event) for stage in stages]
-            self.problem += sum(kept) <= room / largest
+            self.problem += self._kept(stages, event, largest) <= room / largest
+
+    def _kept(self, stages: tuple[int, ...], event: int, unit: int) -> Any:
+        """Stashes on a device when an operation starts there."""
+        self.deadline.check()
+        return self.sum(self.road.stash[stage] / unit * self._in_flight(stage, event) for stage in stages)
 
     def _slots(self) -> None:
         """A tensor leaves the sender within a period of its coming, and so it does the receiver."""
         for index, operation in enumerate(self.road.operations):
             if operation.name.startswith("S"):
                 producer, consumer = index - 1, index + 1
-                sent = self.instant[index] + self.shift[index]
-                ready = self.instant[producer] + self.shift[producer] + self.length[producer]
-                self.problem += sent + self.length[index] <= ready + 1
-                self.problem += self.instant[consumer] + self.shift[consumer] <= sent + 1
+                sent, taken = self.instant[index], self.instant[consumer] + self.carry[consumer]
+                ready = self.instant[producer] + self.length[producer]
+                self.problem += sent + self.carry[index] + self.length[index] <= ready + 1
+                self.problem += taken <= sent + 1
 
     def orders_and_shifts(self) -> tuple[dict[Resource, list[int]], list[int]]:
         """What the solver's answer is trusted for."""
-        shifts = [round(_value(shift)) for shift in self.shift]
+        shifts = list(accumulate(round(_value(periods)) for periods in self.carry))
         orders = {
             resource: sorted(
                 users,

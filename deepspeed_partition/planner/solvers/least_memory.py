@@ -5,10 +5,10 @@ and a decision at a period and a memory is what the solvers are made of. So this
 with the two exchanged, over bytes of the largest device instead of ticks:
 
 1. the contiguous cut that needs least, exactly, by bisection over the memory;
-2. the best allocation with one special device by the "safe" and by the "peak" estimate, each with the pattern that
+2. the best allocation with one special device by the "safe" and by the "pair" estimate, each with the pattern that
    needs least memory at the period (``compact.py``);
-3. every other allocation with one special device whose "peak" bound is below the least so far, in the order of
-   that bound, until none is left, which proves the answer, or the time is up;
+3. every other allocation with one special device whose "pair" bound is below the least so far, in the order of
+   the "pairs" bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else a good few.
 
 A pattern of a shorter period can be slowed down and needs no more then, so the chosen period itself is the best.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers import one_f_one_b
 from deepspeed_partition.planner.solvers.compact import estimated_bytes, most_compact
@@ -34,7 +35,7 @@ from deepspeed_partition.planner.solvers.madpipe import (
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, stage_bytes
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch
-from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch
+from deepspeed_partition.planner.solvers.special import SpecialSearch
 
 
 def contiguous_at(problem: Problem, period: int) -> tuple[Cuts, int] | None:
@@ -105,7 +106,7 @@ class _Search:
                     self._try(found)
         except DeadlinePassed:
             return False
-        return self._enumerate(lambda problem: SpecialSearch(problem, "peak").all(self.period, MOST_LABELS), bound)
+        return self._enumerate(lambda problem: SpecialSearch(problem, "pair").all(self.period, MOST_LABELS), bound)
 
     def _best_special(self, estimate: Estimate) -> tuple[Placement | None, int]:
         """The allocation with one special device that needs least by an estimate, and how much."""

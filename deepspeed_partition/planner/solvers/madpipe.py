@@ -6,7 +6,7 @@ The candidates come in the order of what they may promise:
 2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), each
    with the schedule that an integer linear program finds for it (``ilp.py``);
 3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
-   of that bound, until none is left, which proves the answer, or the time is up;
+   of the "pairs" bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
    best one.
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.bounds import lower_bound
@@ -29,7 +29,7 @@ from deepspeed_partition.planner.solvers.contiguous import Contiguous, best_cut,
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
-from deepspeed_partition.planner.solvers.special import DeadlinePassed, SpecialSearch, best_special
+from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.steps import best_step
 from deepspeed_partition.planner.units import format_seconds
 
@@ -37,14 +37,18 @@ MOST_LABELS = 1_000_000
 """Partial allocations with one special device that an enumeration holds before it gives up."""
 FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
 """The same with several of them, at one boundary: so few that all are tried, and as many as may be enumerated."""
+SPECIAL_SHARE = 0.5
+"""Of the time that is left, for the allocation that each estimate calls best; the rest is for its schedule."""
 SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
 """Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
 PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
 """Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
 PERIODIC_SHARE = 0.2
 """Of the time for a step, for the plan of the shortest period, from which its search begins."""
+PROMISE_STEPS = 8
+"""Of the bisection that tells which of many allocations is tried first; its schedule begins with the rest."""
 ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
-LEVELS = (64, 16, 4, 1)
+LEVELS = (64, 16, 4, 2, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
 
 
@@ -66,10 +70,7 @@ class MadPipe:
             return Contiguous(self.name).solve(problem)
         if problem.num_micro_batches is None:
             return _Search(problem, self.start).run()
-        periodic = replace(problem, num_micro_batches=None)
-        if not problem.deadline.passed():
-            seconds = problem.deadline.remaining_seconds() * PERIODIC_SHARE
-            periodic = replace(periodic, deadline=Deadline(seconds, within=problem.deadline))
+        periodic = replace(problem, num_micro_batches=None, deadline=problem.deadline.part(PERIODIC_SHARE))
         answer = _Search(periodic, self.start).run()
         if not answer.cuts and not answer.patterns:
             return answer
@@ -131,7 +132,9 @@ class _Search:
         if self._done(self.bound) or problem.platform.num_devices == 1:
             return True
         for estimate in ESTIMATES:
-            found = best_special(problem, estimate, self.best)
+            if problem.deadline.passed():
+                return False
+            found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best)
             if found.placement is not None:
                 self._try(found.placement)
         if found.bound is None:
@@ -149,12 +152,12 @@ class _Search:
         """Better allocations in which several devices have several stages; True where there are no more."""
         if self._done(self.bound) or self.problem.platform.num_devices == 1:
             return True
-        if self.problem.deadline.passed():
+        seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
+        if not seconds:
             return False
         # What lies beyond one special device is rarely proved: it gets a part of the time, and each schedule first
         # a part of that.
-        seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
-        self.problem = replace(self.problem, deadline=Deadline(seconds, within=self.problem.deadline))
+        self.problem = self._with_share(SEVERAL_SHARE)
         self.schedule_seconds = seconds * SCHEDULE_SHARE
         search = SeveralSearch(self.problem)
         few = search.all(self._best_or_longest() - 1, FEW_PLACEMENTS)
@@ -199,6 +202,10 @@ class _Search:
             self.tried_below = period + 1
         return True
 
+    def _with_share(self, share: float) -> Problem:
+        """The problem with a part of the time that is left."""
+        return replace(self.problem, deadline=self.problem.deadline.part(share))
+
     def _settled(self) -> bool:
         """Whether no allocation that was tried may have a better schedule than the best one."""
         return all(least is None or self._done(least) for least in self.bounds.values())
@@ -215,13 +222,11 @@ class _Search:
         promises = []
         for placement in placements:
             if placement not in self.bounds:
-                road = Road(self.problem, placement)
-                if not road.may_fit(self._best_or_longest() - 1, "pair"):
+                least = self._promise(Road(self.problem, placement))
+                if least is None:
                     self.bounds[placement] = None
-                    continue
-                least = road.shortest_that_may_fit("pair")
-                assert least is not None
-                promises.append((least, placement.cuts, placement.devices, placement))
+                else:
+                    promises.append((least, placement.cuts, placement.devices, placement))
             if self.problem.deadline.passed():
                 return False
         for least, _, _, placement in sorted(promises):
@@ -230,6 +235,19 @@ class _Search:
             if not self._done(least):
                 self._try(placement)
         return True
+
+    def _promise(self, road: Road) -> int | None:
+        """No pattern is shorter, by the "pairs" bound; None: none is shorter than the best."""
+        least, most = max(road.busiest, self.bound), self._best_or_longest() - 1
+        if not road.may_fit(most, "pairs"):
+            return None
+        for _ in range(PROMISE_STEPS):
+            middle = (least + most) // 2
+            if road.may_fit(middle, "pairs"):
+                most = middle
+            else:
+                least = middle + 1
+        return least
 
     def _try(self, placement: Placement) -> None:
         """Schedule an allocation."""

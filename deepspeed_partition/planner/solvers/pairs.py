@@ -59,48 +59,43 @@ def may_share(period: int, room: Integers, i: Side, j: Side, ahead: Integers, ba
         ahead: ticks from the start of i's forward to the start of j's, at the least.
         back: ticks from the end of j's backward to the end of i's, at the least.
     """
-    crossing = i.stash + j.stash + np.maximum(i.transient, j.transient)
-    found: NDArray[np.bool_] = crossing <= room
+    found: NDArray[np.bool_] = i.stash + j.stash + np.maximum(i.transient, j.transient) <= room
     open_ = np.flatnonzero(~found)
     if len(open_):
-        found[open_] = _without_crossing(
-            period,
-            np.broadcast_to(room, found.shape)[open_],
-            i.pick(open_),
-            j.pick(open_),
-            ahead[open_],
-            back[open_],
-        )
+        least = least_room(period, i.pick(open_), j.pick(open_), ahead[open_], back[open_])
+        found[open_] = least <= np.broadcast_to(room, found.shape)[open_]
     return found
 
 
-def _without_crossing(
-    period: int, room: Integers, i: Side, j: Side, ahead: Integers, back: Integers
-) -> NDArray[np.bool_]:
+def least_room(period: int, i: Side, j: Side, ahead: Integers, back: Integers) -> Integers:
+    """The least room with which ``may_share`` is true, of each pair; in bytes."""
     one_i, one_j = i.stash + i.transient, j.stash + j.transient
     apart = np.maximum(one_i, one_j)
     j_in_i = np.maximum(one_i, i.stash + one_j)
     i_in_j = np.maximum(one_j, j.stash + one_i)
     crossing = np.maximum(j_in_i, i_in_j)
-    found: NDArray[np.bool_] = apart + (MOST_EXTRA + 1) * np.minimum(i.stash, j.stash) <= room
+    least: Integers = np.minimum(crossing, apart + (MOST_EXTRA + 1) * np.minimum(i.stash, j.stash))
+
+    def allow(num_bytes: Integers, possible: NDArray[np.bool_]) -> None:
+        np.minimum(least, num_bytes, out=least, where=possible)
+
     for extra_j in range(MOST_EXTRA + 1):
         j_fill = j.forward + j.backward if extra_j else j.fill
         for extra_i in range(MOST_EXTRA + 1):
             i_fill = i.forward + i.backward if extra_i else i.fill
-            left = room - extra_i * i.stash - extra_j * j.stash
-            found |= crossing <= left
+            kept = extra_i * i.stash + extra_j * j.stash
             # Periods that i's delay has beyond j's: h of them go before j, the rest after it.
             more = i.group + extra_i - j.group - extra_j
 
             h = np.maximum(0, -(-(ahead + j_fill - period) // period))
-            found |= (apart <= left) & (i_fill + j_fill <= period) & ((more - h) * period >= back + j_fill)
+            allow(apart + kept, (i_fill + j_fill <= period) & ((more - h) * period >= back + j_fill))
 
             h = np.maximum(0, -(-(ahead + j.forward) // period) - 1)
             fits = i_fill + j.forward + j.backward <= period
-            found |= (i_in_j <= left) & fits & ((more - h - 1) * period >= back + j.backward)
+            allow(i_in_j + kept, fits & ((more - h - 1) * period >= back + j.backward))
 
             for periods in range(int(more.max(initial=-1)) + 1):
                 begin = np.maximum(i.forward, ahead - periods * period)
                 fits = (periods <= more) & (begin + j_fill + i.backward <= period)
-                found |= (j_in_i <= left) & fits & ((more - periods + 1) * period >= begin + j_fill + back)
-    return found
+                allow(j_in_i + kept, fits & ((more - periods + 1) * period >= begin + j_fill + back))
+    return least

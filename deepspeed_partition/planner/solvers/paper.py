@@ -41,13 +41,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, fits
 from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road, pattern_of
-from deepspeed_partition.planner.solvers.special import DeadlinePassed
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 Rounding = Literal["nearest", "up", "down"]
@@ -246,8 +245,7 @@ class Grid:
         for boundary in range(self.num_layers - 1, 0, -1):
             least.fill(NOTHING)
             for stop, states in known.items():
-                if self.problem.deadline.passed():
-                    raise DeadlinePassed
+                self.problem.deadline.check()
                 for _, _, codes, costs in self._moves(states, stages[stop], boundary, stop):
                     np.minimum.at(least, codes, costs)
             codes = np.flatnonzero(least < NOTHING)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Literal
 
 import numpy as np
@@ -22,13 +22,14 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
 from deepspeed_partition.planner.solvers import one_f_one_b
-from deepspeed_partition.planner.solvers.pairs import Side, may_share
+from deepspeed_partition.planner.solvers.pairs import Integers, Side, least_room, may_share
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem
 
 Resource = int | tuple[int, int]
 """A device, or the link between two of them, the lower one first."""
-Estimate = Literal["peak", "pair", "safe"]
-"""Of the memory of a device with several stages: a lower bound, a better one, or what is easy to schedule."""
+Estimate = Literal["peak", "pair", "pairs", "safe"]
+"""Of the memory of a device with several stages: a lower bound, a better one (every two stages that follow one
+another there), the best one (every two stages), or what is easy to schedule."""
 Shifts = Sequence[int]
 Orders = Mapping[Resource, Sequence[int]]
 """Positions on the road of what each resource does in one period, in order."""
@@ -183,7 +184,9 @@ class Road:
         needs = self.bytes_enough if estimate == "safe" else self.bytes_at_least
         if any(needs(in_flight, device.stages) > device.room for device in self.memory):
             return False
-        return estimate != "pair" or all(self._pairs_may_fit(period, device) for device in self.memory)
+        if estimate in ("peak", "safe"):
+            return True
+        return all(self._pairs_may_fit(period, device, estimate) for device in self.memory)
 
     def shortest_that_may_fit(self, estimate: Estimate = "peak") -> int | None:
         """The first period for which the estimate has room; None where there is none.
@@ -196,27 +199,44 @@ class Road:
         def fits(period: int) -> bool:
             return self.may_fit(period, estimate)
 
-        if estimate == "pair":
+        if estimate in ("pair", "pairs"):
             least = self.shortest_that_may_fit("peak")
             assert least is not None
             return bisect_left(range(least, self.sequential), True, key=fits) + least
         return one_f_one_b.shortest_that(fits, self.loads, self.busiest)
 
-    def _pairs_may_fit(self, period: int, device: DeviceMemory) -> bool:
-        """Whether stages of a device have room that follow one another there (``pairs.py``)."""
+    def _pairs_may_fit(self, period: int, device: DeviceMemory, estimate: Estimate) -> bool:
+        """Whether every two stages of a device that the estimate looks at have room together (``pairs.py``)."""
         if len(device.stages) == 1:
             return True
+        kept, upper, lower, ahead, back = self._pairs(period, device, estimate)
+        return bool(may_share(period, np.array(device.room - kept), upper, lower, ahead, back).all())
+
+    def bytes_of_pairs(self, period: int, device: DeviceMemory, estimate: Estimate) -> int:
+        """Stash and transient bytes that a device needs at least for any two of its stages."""
+        if len(device.stages) == 1:
+            return 0
+        kept, upper, lower, ahead, back = self._pairs(period, device, estimate)
+        return kept + int(least_room(period, upper, lower, ahead, back).max())
+
+    def _pairs(
+        self, period: int, device: DeviceMemory, estimate: Estimate
+    ) -> tuple[int, Side, Side, Integers, Integers]:
+        """The bytes of what is in flight beside the pairs, and the pairs as ``may_share`` has them."""
         delays = one_f_one_b.delays(self.loads, period)[::2]
-        room = device.room - sum((delays[stage][0] - 1) * self.stash[stage] for stage in device.stages)
-        sides, ahead, back = [], [], []
+        kept = sum((delays[stage][0] - 1) * self.stash[stage] for stage in device.stages)
+        sides, begins, ends = [], [], []
         for stage in device.stages:
             forward, backward = self.position[f"F{stage}"], self.position[f"B{stage}"]
             durations = self.operations[forward].ticks, self.operations[backward].ticks
             sides.append((*delays[stage], *durations, self.stash[stage], self.transient[stage]))
-            ahead.append(sum(operation.ticks for operation in self.operations[:forward]))
-            back.append(sum(operation.ticks for operation in self.operations[backward + 1 :]))
-        upper, lower = (Side(*np.array(part, dtype=np.int64).T) for part in (sides[:-1], sides[1:]))
-        return bool(may_share(period, np.array(room), upper, lower, np.diff(ahead), np.diff(back)).all())
+            begins.append(sum(operation.ticks for operation in self.operations[:forward]))
+            ends.append(sum(operation.ticks for operation in self.operations[backward + 1 :]))
+        numbers = range(len(sides))
+        pairs = pairwise(numbers) if estimate == "pair" else combinations(numbers, 2)
+        i, j = np.array(list(pairs)).T
+        values, ahead, back = (np.array(each, dtype=np.int64) for each in (sides, begins, ends))
+        return kept, Side(*values[i].T), Side(*values[j].T), ahead[j] - ahead[i], back[j] - back[i]
 
     def fits(self, pattern: Pattern) -> bool:
         """Whether the stash and transient bytes of a pattern have room."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Placement
 
@@ -75,11 +76,17 @@ class SeveralSearch:
 
     def all(self, period: int, limit: int) -> list[Placement] | None:
         """Every allocation that may fit; None where more than ``limit`` labels meet, or the deadline passes."""
-        return self._lay(period, limit, exact=True)
+        try:
+            return self._lay(period, limit, exact=True)
+        except DeadlinePassed:
+            return None
 
     def some(self, period: int, width: int) -> list[Placement]:
         """Allocations that may fit, the most promising first, from ``width`` labels at each boundary."""
-        return self._lay(period, width, exact=False) or []
+        try:
+            return self._lay(period, width, exact=False) or []
+        except DeadlinePassed:
+            return []
 
     def _lay(self, period: int, width: int, *, exact: bool) -> list[Placement] | None:
         known = {self.num_layers: self._start()}
@@ -89,8 +96,6 @@ class SeveralSearch:
                 if stop not in waiting or self.transfer[stop] > period:
                     continue
                 known[stop] = _Labels.joined(waiting.pop(stop))
-            if self.problem.deadline.passed():
-                return None
             starts = np.flatnonzero(self.compute[stop] - self.compute[:stop] <= period)
             count = len(known[stop].group)
             if exact and (count > width or count * len(starts) * self.num_devices > MOST_CHILDREN):
@@ -98,6 +103,7 @@ class SeveralSearch:
             if count > width:
                 known[stop] = self._most_promising(known[stop], stop, period, width)
             for start in starts.tolist():
+                self.problem.deadline.check()
                 made = self._extended(known[stop], start, stop, period)
                 if len(made.group):
                     parts = waiting.setdefault(start, [])
@@ -108,8 +114,13 @@ class SeveralSearch:
             return []
         known[0] = _Labels.joined(waiting[0])
         order = np.argsort(self._promise(known[0], 0, period), kind="stable")
-        found = (self._trace(known, place) for place in order.tolist())
-        return [placement for placement in found if placement.num_shared > 1]
+        found = []
+        for place in order.tolist():
+            self.problem.deadline.check()
+            placement = self._trace(known, place)
+            if placement.num_shared > 1:
+                found.append(placement)
+        return found
 
     def _start(self) -> _Labels:
         def of_devices(*shape: int) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.completion import MOST_STEPS, MOST_STEPS_OF_ALL, Completion
 from deepspeed_partition.planner.solvers.contiguous import lower_bound_ticks, narrow
 from deepspeed_partition.planner.solvers.pairs import Side, may_share
@@ -75,10 +76,6 @@ def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None)
         return Special(*narrow(search.decide, search.snap, first, search.snap(first, most), bound))
     except DeadlinePassed:
         return Special(search.best, max(bound, search.bound))
-
-
-class DeadlinePassed(Exception):
-    """Nothing is decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +153,17 @@ class SpecialSearch:
         """Every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
         try:
             boundaries = self._labels(period, everything=limit)
+            if boundaries is None:
+                return []
+            if not boundaries:
+                return None
+            found = []
+            for place in range(boundaries[0].size):
+                self.problem.deadline.check()
+                found.append(self._trace(boundaries, place))
+            return found
         except DeadlinePassed:
             return None
-        if boundaries is None:
-            return []
-        if not boundaries:
-            return None
-        return [self._trace(boundaries, place) for place in range(boundaries[0].size)]
 
     def _trace(self, boundaries: dict[int, _Labels], place: int) -> Placement:
         cuts, devices, boundary = [0], [], 0
@@ -174,7 +175,7 @@ class SpecialSearch:
 
     def _labels(self, period: int, everything: int | None) -> dict[int, _Labels] | None:
         """The labels of each boundary; None where none reaches the beginning, empty where they are too many."""
-        size = self.num_layers
+        size, deadline = self.num_layers, self.problem.deadline
         base = period + 1
         completion = Completion(self, period, MOST_STEPS if everything is None else MOST_STEPS_OF_ALL)
         start = np.zeros((NUM_COLUMNS, 1), dtype=np.int64)
@@ -188,7 +189,9 @@ class SpecialSearch:
                 if not arrived or self.transfer[stop] > period:
                     continue
                 labels = _joined(arrived)
-                known[stop] = labels if everything is not None else labels.pick(_undominated(labels.values, base))
+                if everything is None:
+                    labels = labels.pick(_undominated(labels.values, base, deadline))
+                known[stop] = labels
             for made in self._in_parts(known[stop], stop, period, completion):
                 if not made.size:
                     continue
@@ -216,8 +219,7 @@ class SpecialSearch:
             for made in self._extended(part, stop, period, completion):
                 made.came_from[1] += begin
                 yield made
-            if self.problem.deadline.passed():
-                raise DeadlinePassed
+            self.problem.deadline.check()
 
     def _extended(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
         """The labels with one more stage, on a normal device or on the special one, that may be completed.
@@ -325,7 +327,7 @@ def _joined(parts: list[_Labels]) -> _Labels:
     )
 
 
-def _undominated(values: NDArray[np.int64], base: int) -> NDArray[np.intp]:
+def _undominated(values: NDArray[np.int64], base: int, deadline: Deadline) -> NDArray[np.intp]:
     """The labels to keep: none of them is at least as good as another one in everything.
 
     A group that may still grow counts only against labels of the same group: one that is a group behind pays
@@ -345,6 +347,7 @@ def _undominated(values: NDArray[np.int64], base: int) -> NDArray[np.intp]:
         others = np.concatenate([others, values[[STASH, TRANSIENT]], sums])
     for one in range(values.shape[1]):
         if kept[one]:
+            deadline.check()
             worse = (others[:, one, None] <= others[:, one + 1 :]).all(axis=0)
             worse &= (group[one] < group[one + 1 :]) | (values[CURRENT, one] <= values[CURRENT, one + 1 :])
             if last_group[one]:
