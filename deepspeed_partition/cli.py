@@ -35,6 +35,7 @@ from deepspeed_partition.cli_options import (
     platform_options,
 )
 from deepspeed_partition.planner import draw, units
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.comparison import COMPARED, compare
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
@@ -176,7 +177,7 @@ def plan(
     _refuse(no_effect, f"has an effect with --algorithm {REPLICATED} alone")
     solver: str | MadPipe = algorithm
     if algorithm.strip() == "madpipe" and period is None:
-        solver = MadPipe(start=tuple(Plan.load(path).allocation for path in starts))
+        solver = MadPipe(start=tuple(_start(path, layers) for path in starts))
     elif starts:
         raise click.UsageError("--start is for madpipe without --period alone", click.get_current_context())
     with _watched_search() as deadline:
@@ -353,6 +354,17 @@ def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, we
         latency_seconds=latency,
         weight_copies=weight_copies,
     )
+
+
+def _start(path: str, chain: Chain) -> Allocation:
+    made = Plan.load(path)
+    names = [name for stage in made.stages for name in stage.layer_names]
+    if made.chain.num_layers != chain.num_layers or (names and names != [layer.name for layer in chain.layers]):
+        raise click.BadParameter(
+            f"{path} is for the layers of {made.chain.name!r}, which are not those of {chain.name!r}",
+            param_hint="--start",
+        )
+    return made.allocation
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -81,7 +81,7 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
             click.option("--micro-batches", type=click.IntRange(min=1),
                          help="Of one synchronous step, after which the pipeline drains."),
             click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
-                         help="For searches that prove nothing."),
+                         help="For searches that may end without a proof."),
         )):  # fmt: skip
             command = option(command)
         return command

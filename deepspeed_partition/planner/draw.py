@@ -124,7 +124,7 @@ def comparison_table(comparison: Comparison) -> Table:
             *([format_seconds(contender.seconds)] if steps else []),
             f"{comparison.ratio_to_best(contender):.3f}",
             f"{plan.gap:.1%}",
-            "yes" if plan.proved else "no",
+            "-" if steps else "yes" if plan.proved else "no",  # a proof is of the period
             _sent(comparison, contender),
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
             cut(plan),
@@ -144,7 +144,7 @@ def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
     if found is None:
         return [REPLICATED_ROW, *["-"] * (6 if steps else 5), "refused", f"takes {MOST_REPLICAS} devices at most"]
     period, most = found.pipeline.period_seconds, max(found.fewest_bytes)
-    best = min((each.plan.period_seconds for each in comparison.fitting if each.plan is not None), default=period)
+    best = min((each.seconds for each in comparison.fitting), default=period)
     over = most > comparison.platform.memory_bytes
     return [
         REPLICATED_ROW,
@@ -152,8 +152,10 @@ def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
         *(["-"] if steps else []),
         "-" if steps else f"{period / best:.3f}",
         "-",
-        "no",
-        _share(
+        "-" if steps else "no",
+        "-"
+        if steps
+        else _share(
             found.pipeline.bytes_per_micro_batch,
             bytes_sent_without_pipeline(comparison.chain, comparison.platform.num_devices, per_step=False),
         ),
@@ -236,7 +238,7 @@ def frontier_words(frontier: Frontier) -> str:
     if bargain is not None:
         saved_bytes = format_bytes(frontier.memory_bytes(first) - frontier.memory_bytes(bargain))
         saved = f"{frontier.slowdown(bargain):.1%} slower saves {saved_bytes} per device."
-    return saved + ("" if frontier.complete else " The time was up: less memory may do, too.") + "\n"
+    return saved + ("" if frontier.complete else " Less memory may do, too: the search was cut short.") + "\n"
 
 
 def _sent(comparison: Comparison, contender: Contender) -> str:

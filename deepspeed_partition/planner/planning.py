@@ -50,6 +50,7 @@ MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
 """The planner looks at every pair of layers: this many take a gigabyte."""
 DEFAULT_TIME_LIMIT_SECONDS = 60.0
+LONGEST_PERIOD_SECONDS = 1e15
 SHORTEST_TIME_LIMIT_SECONDS = 1e-3
 """What is left to a search when the time is up: a deadline is more than 0 seconds away."""
 
@@ -122,7 +123,12 @@ def make_plan(
         of_memory = (refusal for refusal in reversed(refusals) if isinstance(refusal, InfeasibleError))
         raise next(of_memory, refusals[-1])
     in_deepspeed = num_stages is not None or every_stage_trains
-    best = min(reversed(plans), key=lambda plan: seconds_of(plan, in_deepspeed=in_deepspeed))
+
+    def order(plan: Plan) -> tuple[float, float]:
+        wanted = 0 if period_seconds is None else max(plan.peak_memory_bytes)
+        return wanted, seconds_of(plan, in_deepspeed=in_deepspeed)
+
+    best = min(reversed(plans), key=order)
     return replace(best, planning_seconds=time.perf_counter() - started)
 
 
@@ -161,8 +167,13 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
             f"period_seconds is {period_seconds}: a period is of the steady state, and num_micro_batches asks for "
             "a step that drains; leave one of them out"
         )
-    if isinstance(period_seconds, bool) or not isinstance(period_seconds, int | float) or not period_seconds > 0:
-        raise ValueError(f"period_seconds is {period_seconds!r}: it is more than 0")
+    if isinstance(period_seconds, bool) or not isinstance(period_seconds, int | float):
+        raise ValueError(f"period_seconds is {period_seconds!r}: it is a number")
+    if not 0 < period_seconds <= LONGEST_PERIOD_SECONDS:
+        raise ValueError(
+            f"period_seconds is {shown(str(period_seconds))}: it is more than 0, and {LONGEST_PERIOD_SECONDS:.0g} "
+            "at the most"
+        )
     if isinstance(solver, PaperMadPipe):
         raise ValueError(
             f"{solver.name} looks for the shortest period alone: leave period_seconds out, or use madpipe"
@@ -179,7 +190,7 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
     found = every[0] if every else None
     if found is None:
-        best = make_plan(problem.chain, roomy.platform, solver, deadline=problem.deadline)
+        best = _solve(roomy, solver)
         raise InfeasibleError(
             f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
             f"shortest {'found is' if problem.deadline.passed() else 'is'} {format_seconds(best.period_seconds)}"
@@ -311,6 +322,8 @@ def problem_of(
 def _time_limit(seconds: float | None) -> float:
     if seconds is None:
         return DEFAULT_TIME_LIMIT_SECONDS
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise ValueError(f"time_limit_seconds is {seconds!r}: it is a number")
     if not seconds > 0:
         raise ValueError(f"time_limit_seconds is {seconds}: it is more than 0")
     return seconds

@@ -1,6 +1,6 @@
 """The run of one step for the independent replay (``simulate.py``): orders in, instants out.
 
-Written from the rules of a step alone; the planner's own simulation (``step.py``) is another program.
+Written from the rules of a step alone; the planner's own simulation (``overlapping.py``) is another program.
 """
 
 from __future__ import annotations

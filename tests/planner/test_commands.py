@@ -263,7 +263,7 @@ def test_a_plan_is_started_from(tmp_path, capsys):
         assert "--start" in capsys.readouterr().err
     chain_of([1] * 3, [1] * 3).save(path)
     assert cli.run(["plan", path, *SHARED, "--start", before]) == 2
-    assert "the plan to start from cuts 4 layers and 'test' has 3" in capsys.readouterr().err
+    assert "is for the layers of 'test', which are not those of 'test'" in capsys.readouterr().err
 
 
 def test_an_interrupt_before_there_is_anything(chain, capsys, monkeypatch):

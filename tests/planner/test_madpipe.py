@@ -135,8 +135,8 @@ def test_more_of_anything_is_never_slower(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_says_the_smallest_memory(seed):
-    """With one special device: that much does, one byte less does not."""
-    made, platform = random_instance(seed, most_layers=4, most_devices=2)
+    """That much does, one byte less does not: on so small chains over all allocations."""
+    made, platform = random_instance(seed, most_layers=5, most_devices=3)
     with pytest.raises(InfeasibleError) as raised:
         make_plan(made, replace(platform, memory_bytes=1))
         pytest.skip("fits into a byte")
@@ -145,9 +145,8 @@ def test_says_the_smallest_memory(seed):
     assert raised.value.short_bytes > 0
     needed = []
     for placed in oracles.all_placements(made.num_layers, platform.num_devices):
-        if oracles.num_shared(placed) <= 1:
-            road = Road(problem_of(made, platform), Placement(*placed))
-            needed.append(max(device.bytes_for_one for device in road.memory))
+        road = Road(problem_of(made, platform), Placement(*placed))
+        needed.append(max(device.bytes_for_one for device in road.memory))
     assert smallest == min(needed)
     assert period_of(made, replace(platform, memory_bytes=smallest)) < math.inf
 
@@ -162,6 +161,21 @@ def test_an_allocation_that_is_not_contiguous_fits_where_no_contiguous_one_does(
     assert plan.peak_memory_bytes == (30, 29)
     with pytest.raises(InfeasibleError, match="layers 0 to 1 and 2 to 3 on one device need 30 B, 1 byte more"):
         make_plan(made, replace(platform, memory_bytes=29))
+
+
+def test_what_fits_fits_when_the_time_is_up():
+    """One micro-batch after the other, where the time was too short for any other schedule."""
+    shared = 0
+    for seed in range(250):
+        made, platform = random_instance(seed, most_layers=5, most_devices=3)
+        try:
+            make_plan(made, replace(platform, memory_bytes=1))
+        except InfeasibleError as error:
+            least = replace(platform, memory_bytes=error.smallest_memory_bytes)
+            plan = make_plan(made, least, time_limit_seconds=1e-9)
+            assert replay(plan, made).violations == ()
+            shared += not plan.is_contiguous
+    assert shared > 1
 
 
 def test_hosts_get_one_stage_per_rank():

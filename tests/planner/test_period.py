@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -170,3 +171,33 @@ def test_command_line(tmp_path) -> None:
     arguments = ["plan", str(tmp_path / "chain.json"), "--devices", "2", "--memory", "1MB", "--bandwidth", "20B/s"]
     result = CliRunner().invoke(cli, [*arguments, "--period", "8s"])
     assert result.exit_code == 0 and "period 8 s per micro-batch" in result.output
+
+
+def test_several_pipelines_need_as_little_as_the_best_number_of_them() -> None:
+    platform = Platform(num_devices=4, memory_bytes=ROOM, bandwidth=20.0)
+    best = make_plan(LAYERS, platform, data_parallel="auto", period_seconds=12)
+    for degree in (1, 2, 4):
+        plan = make_plan(LAYERS, platform, data_parallel=degree, period_seconds=12)
+        assert max(best.peak_memory_bytes) <= max(plan.peak_memory_bytes)
+    assert best.data_parallel == 1
+
+
+def test_what_takes_no_memory() -> None:
+    light = chain([1] * 4, [2] * 4)
+    platform = Platform(num_devices=2, memory_bytes=ROOM, bandwidth=20.0)
+    assert make_plan(light, platform, period_seconds=12).peak_memory_bytes == (0, 0)
+
+
+def test_the_shortest_period_is_that_of_as_many_stages() -> None:
+    platform = Platform(num_devices=4, memory_bytes=ROOM, bandwidth=20.0)
+    with pytest.raises(InfeasibleError, match="the shortest is 6 s"):
+        make_plan(LAYERS, platform, "contiguous", num_stages=2, period_seconds=4)
+
+
+@pytest.mark.parametrize("options", [
+    {"period_seconds": math.inf}, {"period_seconds": 10**400}, {"period_seconds": math.nan},
+    {"time_limit_seconds": "3"}, {"time_limit_seconds": True},
+])  # fmt: skip
+def test_numbers_that_are_none(options: dict) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} is"):
+        make_plan(LAYERS, Platform(num_devices=2, memory_bytes=ROOM, bandwidth=20.0), **options)

@@ -119,7 +119,7 @@ class _Search:
             assert least is not None, "an allocation that a decision found is too slow"
             return min(least, memory_bytes)  # its rounded weights may take a byte more
 
-        first = decide(self.best - 1)
+        first = decide(self.best - 1) if self.best > 1 else None
         if first is None:
             return None, self.best
         return narrow(decide, need, first, need(first, self.best - 1), 1)
@@ -130,6 +130,8 @@ class _Search:
             return True
         bound = 1
         for _ in range(PROBES):
+            if self.best <= bound:
+                break
             memory_bytes = (bound + self.best - 1) // 2
             search = SeveralSearch(self.problem.with_memory(memory_bytes))
             if not self._try_all(search.some(self.period, BEAM_WIDTH)[:MOST_TRIED]):

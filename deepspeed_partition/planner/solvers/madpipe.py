@@ -27,7 +27,7 @@ from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous, best_cut, narrow
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
-from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road, one_by_one
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.steps import best_step
@@ -47,6 +47,8 @@ PERIODIC_SHARE = 0.2
 """Of the time for a step, for the plan of the shortest period, from which its search begins."""
 PROMISE_STEPS = 8
 """Of the bisection that tells which of many allocations is tried first; its schedule begins with the rest."""
+LAST_SECONDS = 2.0
+"""For what would do, where nothing was found."""
 ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
 LEVELS = (64, 16, 4, 2, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
@@ -69,12 +71,22 @@ class MadPipe:
         if _only_contiguous(problem):
             return Contiguous(self.name).solve(problem)
         if problem.num_micro_batches is None:
-            return _Search(problem, self.start).run()
+            return self._periodic(problem)
         periodic = replace(problem, num_micro_batches=None, deadline=problem.deadline.part(PERIODIC_SHARE))
-        answer = _Search(periodic, self.start).run()
+        answer = self._periodic(periodic)
         if not answer.cuts and not answer.patterns:
             return answer
         return replace(answer, steps=best_step(problem, next(iter(answer.cuts), None), answer.patterns))
+
+    def _periodic(self, problem: Problem) -> Answer:
+        answer = _Search(problem, self.start).run()
+        if answer.cuts or answer.patterns:
+            return answer
+        # Where the time was too short for any schedule, one micro-batch after the other may fit.
+        found = self.smallest_memory(problem)
+        if found is None or not isinstance(found[0], Placement) or found[1] > problem.platform.memory_bytes:
+            return answer
+        return replace(answer, patterns=(one_by_one(Road(problem, found[0])),), best_period=None)
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
         found = Contiguous(self.name).smallest_memory(problem)
@@ -291,16 +303,31 @@ def _placement(problem: Problem, allocation: Allocation) -> Placement:
 
 
 def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | Placement, int]:
-    """The allocation with one special device that needs least memory, one micro-batch in flight, and how much."""
+    """The allocation that needs least memory, one micro-batch in flight, and how much.
 
-    def decide(memory_bytes: int) -> Placement | None:
+    The least with one special device, and with several of them the least that is found in a moment; that is worth
+    a moment more where the time is up.
+    """
+
+    def special(memory_bytes: int) -> Placement | None:
         return SpecialSearch(problem.with_memory(memory_bytes), "peak").decide(problem.longest_period)
+
+    def several(memory_bytes: int) -> Placement | None:
+        search = SeveralSearch(problem.with_memory(memory_bytes))
+        found = search.all(problem.longest_period, FEW_PLACEMENTS)
+        if found is None:
+            found = search.some(problem.longest_period, BEAM_WIDTH)
+        return next(iter(found), None)
 
     def need(placement: Placement, _: int) -> int:
         return max(device.bytes_for_one for device in Road(problem, placement).memory)
 
+    if not problem.deadline.stopped:
+        problem = replace(problem, deadline=Deadline(max(problem.deadline.remaining_seconds(), LAST_SECONDS)))
     try:
-        placement, smallest = narrow(decide, need, Placement.contiguous(cuts), enough, 1)
+        placement, smallest = narrow(special, need, Placement.contiguous(cuts), enough, 1)
+        problem = replace(problem, deadline=Deadline(LAST_SECONDS, within=problem.deadline))
+        placement, smallest = narrow(several, need, placement, smallest, 1)
     except DeadlinePassed:
         return cuts, enough
     return (cuts if placement.is_contiguous else placement), smallest

@@ -46,7 +46,7 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.contiguous import Contiguous
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, fits
-from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road, pattern_of
+from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road, one_by_one
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 Rounding = Literal["nearest", "up", "down"]
@@ -172,11 +172,7 @@ class PaperMadPipe:
 def _scheduled(problem: Problem, road: Road) -> Pattern:
     """That of the integer program; where the time is up before it has any, one micro-batch after the other."""
     found = ilp.schedule(road, None, Deadline(SCHEDULE_SECONDS, within=problem.deadline)).pattern
-    if found is not None:
-        return found
-    one_by_one = pattern_of(road, road.users, [0] * len(road.operations), single_slots=True)
-    assert one_by_one is not None and road.fits(one_by_one), "one micro-batch at a time fits by its bytes"
-    return one_by_one
+    return one_by_one(road) if found is None else found
 
 
 @dataclass(frozen=True, slots=True)

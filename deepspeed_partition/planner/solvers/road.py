@@ -368,6 +368,16 @@ def pattern_of(road: Road, orders: Orders, shifts: Shifts, *, single_slots: bool
         period = -(-ticks // periods)
 
 
+def one_by_one(road: Road) -> Pattern:
+    """One micro-batch after the other: the least memory that an allocation takes, and its longest period.
+
+    The road must have room for one.
+    """
+    pattern = pattern_of(road, road.users, [0] * len(road.operations), single_slots=True)
+    assert pattern is not None and road.fits(pattern), "one micro-batch at a time fits by its bytes"
+    return pattern
+
+
 def _order_edges(road: Road, orders: Orders, shifts: Shifts) -> list[_Edge]:
     ticks = [operation.ticks for operation in road.operations]
     edges = [_Edge(before, before + 1, ticks[before], 0) for before in range(len(ticks) - 1)]

@@ -11,8 +11,10 @@ by a bound that no order of an allocation beats. The candidates:
 3. allocations with several stages on a device: those of the periodic search, in the order of their pattern and
    in eager orders with a limit on the micro-batches in flight of each stage, and what lies around the best one.
 
-Nothing is proved, but the answer is never slower than any of the candidates: not than the periodic plan in its own
-order, nor than DeepSpeed's 1F1B, deep 1F1B or GPipe's flush on any of those cuts where they fit.
+Nothing is proved, but the answer is never slower than any of the candidates: not than the periodic plan in its
+own order, nor than DeepSpeed's 1F1B, deep 1F1B or GPipe's flush on any of those cuts where they fit. Steps that
+are too long to be simulated so often are compared by the rhythm of their beginning; in full the last few and the
+periodic plans.
 """
 
 from __future__ import annotations
