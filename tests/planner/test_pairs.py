@@ -70,13 +70,16 @@ def test_no_pattern_of_a_period_takes_less_and_often_one_takes_that(monkeypatch)
 def test_the_search_equals_exhaustive_search(seed):
     made, platform = random_instance(seed, most_layers=6)
     problem = problem_of(made, platform)
-    periods = []
+    periods, periods_of_two = [], []
     for placed in oracles.all_placements(made.num_layers, platform.num_devices):
         if oracles.num_shared(placed) <= 1:
             least = Road(problem, Placement(*placed)).shortest_that_may_fit("pair")
             if least is not None:
                 periods.append(least)
+                if max(placed[1].count(device) for device in placed[1]) <= 2:
+                    periods_of_two.append(least)
     found = best_special(problem, "pair", None)
     assert found.bound == min(periods, default=None)
+    assert best_special(problem, "pair", None, 2).bound == min(periods_of_two, default=None)
     if periods and found.bound > 1:
         assert SpecialSearch(problem, "pair").decide(found.bound - 1) is None

@@ -5,8 +5,8 @@ and a decision at a period and a memory is what the solvers are made of. So this
 with the two exchanged, over bytes of the largest device instead of ticks:
 
 1. the contiguous cut that needs least, exactly, by bisection over the memory;
-2. the best allocation with one special device by the "safe" and by the "pair" estimate, each with the pattern that
-   needs least memory at the period (``compact.py``);
+2. the best allocation with one special device by the "safe" and by the "pair" estimate, by this one also with two
+   special stages alone, each with the pattern that needs least memory at the period (``compact.py``);
 3. every other allocation with one special device whose "pair" bound is below the least so far, in the order of
    the "pairs" bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else a good few.
@@ -100,19 +100,20 @@ class _Search:
         if self.problem.platform.num_devices == 1:
             return True
         try:
-            for estimate in ESTIMATES:
-                found, bound = self._best_special(estimate)
+            for estimate, most_specials in ESTIMATES:
+                found, bound = self._best_special(estimate, most_specials)
                 if found is not None:
                     self._try(found)
         except DeadlinePassed:
             return False
         return self._enumerate(lambda problem: SpecialSearch(problem, "pair").all(self.period, MOST_LABELS), bound)
 
-    def _best_special(self, estimate: Estimate) -> tuple[Placement | None, int]:
+    def _best_special(self, estimate: Estimate, most_specials: int | None) -> tuple[Placement | None, int]:
         """The allocation with one special device that needs least by an estimate, and how much."""
 
         def decide(memory_bytes: int) -> Placement | None:
-            return SpecialSearch(self.problem.with_memory(memory_bytes), estimate).decide(self.period)
+            problem = self.problem.with_memory(memory_bytes)
+            return SpecialSearch(problem, estimate, most_specials).decide(self.period)
 
         def need(placement: Placement, memory_bytes: int) -> int:
             least = estimated_bytes(self.problem, Road(self.problem, placement), self.period, estimate)

@@ -3,8 +3,9 @@
 The candidates come in the order of what they may promise:
 
 1. the best contiguous cut, exactly (``contiguous.py``);
-2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), each
-   with the schedule that an integer linear program finds for it (``ilp.py``);
+2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), by this
+   one also with two special stages alone, of which it is mostly right, each with the schedule that an integer
+   linear program finds for it (``ilp.py``);
 3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
    of the "pairs" bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
@@ -49,7 +50,8 @@ PROMISE_STEPS = 8
 """Of the bisection that tells which of many allocations is tried first; its schedule begins with the rest."""
 LAST_SECONDS = 2.0
 """For what would do, where nothing was found."""
-ESTIMATES: tuple[Estimate, ...] = ("safe", "pair")
+ESTIMATES: tuple[tuple[Estimate, int | None], ...] = (("safe", None), ("pair", 2), ("pair", None))
+"""And the most stages of the special device. The last one bounds all of them."""
 LEVELS = (64, 16, 4, 2, 1)
 """An enumeration first looks at this part of what lies between its bound and the best period."""
 
@@ -143,10 +145,10 @@ class _Search:
         problem = self.problem
         if self._done(self.bound) or problem.platform.num_devices == 1:
             return True
-        for estimate in ESTIMATES:
+        for estimate, most_specials in ESTIMATES:
             if problem.deadline.passed():
                 return False
-            found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best)
+            found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best, most_specials)
             if found.placement is not None:
                 self._try(found.placement)
         if found.bound is None:

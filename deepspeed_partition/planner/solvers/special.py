@@ -44,7 +44,9 @@ GROUP, FILL, FORWARD, BACKWARD, STASH, TRANSIENT, AHEAD, BACK = range(7, 15)
 """For ``"pair"``: the special stage laid last, as a ``Side``, and the ticks from the label's boundary to its
 forward and from its backward to the boundary; all 0 where there is none."""
 SIDE = slice(GROUP, AHEAD)
-NUM_COLUMNS = 15
+SPECIALS = 15
+"""Special stages laid, counted where they are limited."""
+NUM_COLUMNS = 16
 MOST_PAIRS = 500_000
 """Of a label and where its next stage begins, looked at together."""
 
@@ -58,13 +60,16 @@ class Special:
     """Ticks: the estimate allows no shorter period. None: none that was asked for."""
 
 
-def best_special(problem: Problem, estimate: Estimate, shorter_than: int | None) -> Special:
+def best_special(
+    problem: Problem, estimate: Estimate, shorter_than: int | None, most_specials: int | None = None
+) -> Special:
     """The allocation that the estimate calls best among those with a period below ``shorter_than``.
 
-    But under ``"safe"`` the bound holds for every schedule of every allocation with one special device. Where the
-    deadline passes, the placement is the best so far.
+    But under ``"safe"`` the bound holds for every schedule of every allocation with one special device, or, where
+    ``most_specials`` is given, of those with no more stages there. Where the deadline passes, the placement is the
+    best so far.
     """
-    search = SpecialSearch(problem, estimate)
+    search = SpecialSearch(problem, estimate, most_specials)
     most = problem.longest_period if shorter_than is None else shorter_than - 1
     bound = lower_bound_ticks(problem.times, problem.platform.num_devices)
     if most < bound:
@@ -97,8 +102,9 @@ class _Labels:
 class SpecialSearch:
     """Decides whether some allocation with one special device fits at a period, by one of the estimates."""
 
-    def __init__(self, problem: Problem, estimate: Estimate) -> None:
+    def __init__(self, problem: Problem, estimate: Estimate, most_specials: int | None = None) -> None:
         self.problem = problem
+        self.most_specials = most_specials
         self.estimate: Estimate = estimate
         self.counts_peak = estimate != "safe"
         self.best: Placement | None = None
@@ -266,6 +272,10 @@ class SpecialSearch:
             + self.fixed[:stop, stop]
             + np.where(special, counted, 0) * self.stash[:stop, stop]
         )
+        specials = values[SPECIALS]
+        if self.most_specials is not None:
+            special &= (specials < self.most_specials)[:, None]
+            specials = specials + 1
         transient = self.transient[:stop, stop][None, :]
         if self.counts_peak:
             current = self.stash[:stop, stop] + np.maximum(current, transient)
@@ -276,7 +286,8 @@ class SpecialSearch:
         made = self._made(
             labels, stop, special,
             {DELAY: delay, LOAD: special_load, KEPT: kept, PEAK: peak, CURRENT: current,
-             LINK: np.full((1, 1), period + 1), AHEAD: ahead, BACK: back}, special=True,
+             LINK: np.full((1, 1), period + 1), AHEAD: ahead, BACK: back, SPECIALS: specials[:, None]},
+            special=True,
         )  # fmt: skip
         made = self._completable(made, completion)
         yield self._paired(made, stop, period) if self.estimate == "pair" else made
@@ -338,7 +349,7 @@ def _undominated(values: NDArray[np.int64], base: int, deadline: Deadline) -> ND
     values = values[:, order]
     group, last_group = values[DELAY] // base, values[GROUP]
     kept = np.ones(values.shape[1], dtype=bool)
-    others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK]]
+    others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK, SPECIALS]]
     if last_group.any():
         fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
         both = forward + backward
