@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -82,7 +81,9 @@ def one(what: str, num_layers: int, num_devices: int, time_limit: float) -> dict
     elif what != "nothing":
         gap = make_plan(chain, devices, what, time_limit_seconds=time_limit).gap
     seconds = time.process_time() - start
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
+    # Not ru_maxrss: that is no less than what the process that started this one had.
+    status = Path("/proc/self/status").read_text()
+    kilobytes = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
     return {
         "what": what, "layers": num_layers, "devices": num_devices, "seconds": seconds, "gap": gap,
         "peak_bytes": 1024 * kilobytes,
