@@ -169,8 +169,9 @@ def _every_device_trains(plan: Plan) -> bool:
 
 
 def on_ranks_with_data(plan: Plan) -> Plan:
-    """The same plan, as devices are alike, with its first stage on the first rank, and its last one there or on the
-    last rank: scripts give data to these two.
+    """The same plan with its first stage on the first rank, and its last one there or on the last rank.
+
+    Scripts give data to these two; devices are alike.
     """
     devices = list(dict.fromkeys(stage.device for stage in plan.stages))
     last = plan.stages[-1].device

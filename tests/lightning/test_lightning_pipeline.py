@@ -228,7 +228,7 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("fp16", "needs a device that DeepSpeed trains on in fp16"),
         ("stages", "num_stages=3 does not divide the 2 processes"),
         ("no tensors", "holds no tensor whose dimension 0 counts its samples"),
-        ("data", "stages 0 and 1 of a pipeline read different batches"),
+        ("data", "ranks 0 and 1 of a pipeline read different batches"),
         ("memory", "InfeasibleError"),
     ],
 )
