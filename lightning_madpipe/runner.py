@@ -119,7 +119,6 @@ class BatchRunner:
         engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
         engine.around_measurements = lambda: self._measurement(in_order)
         with self._announced_shapes(in_order):
-            self._remember()
             engine.train_batch(self._feed(in_order))
         result = self._results[-1]
         self._last_loss = torch.tensor(result.loss, device=self._device)
@@ -137,7 +136,6 @@ class BatchRunner:
         # In inference mode, which Lightning may have entered, the engine would allocate buffers that
         # training cannot use.
         with torch.inference_mode(False), torch.no_grad(), self._announced_shapes(micro_batches):
-            self._remember()
             self._engine.eval_batch(
                 self._feed(micro_batches),
                 compute_loss=True,
@@ -195,6 +193,8 @@ class BatchRunner:
     def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
         """What the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
         is_first, is_last = self._engine.is_first_stage(), self._engine.is_last_stage()
+        if is_last:
+            self._remember()
         for micro_batch in micro_batches:
             yield self.steps.inputs(micro_batch, is_last_stage=is_last) if is_first else None, micro_batch
 
@@ -235,11 +235,11 @@ class BatchRunner:
         self._read[step] = reads
 
     def _check_same_batch(self, everyone: Sequence[Any]) -> None:
-        for stage, tensors in enumerate(everyone[1:], start=1):
+        for rank, tensors in enumerate(everyone[1:], start=1):
             same_shapes = [shape for shape, _ in tensors] == [shape for shape, _ in everyone[0]]
             if not same_shapes or (tensors and not set(tensors) & set(everyone[0])):
                 raise self._refusal(
-                    f"stages 0 and {stage} of a pipeline read different batches: use the Trainer's own "
+                    f"ranks 0 and {rank} of a pipeline read different batches: use the Trainer's own "
                     "distributed sampler (use_distributed_sampler=True), or one that is seeded alike on all ranks"
                 )
 
@@ -258,9 +258,8 @@ class BatchRunner:
     # What comes of a batch
 
     def _remember(self) -> None:
-        """On the rank that runs whole steps, what the module is before them."""
-        sends = self._engine.is_last_stage() and self._pipeline.num_stages > 1
-        self._before = self.steps.leftovers() if sends else None
+        """On the rank that runs whole steps, once that is known, what the module is before them."""
+        self._before = self.steps.leftovers() if self._pipeline.num_stages > 1 else None
 
     def _share(self, window: Sequence[Sequence[MicroBatch]]) -> list[StepResult]:
         """The results of the window's batches; with them go to every rank of the pipeline all other traces.
@@ -272,7 +271,7 @@ class BatchRunner:
         outcome = self._outcome(window, step) if self._engine.is_last_stage() else None
         if self._pipeline.num_stages > 1:
             grid = self._pipeline.mpu()
-            last = grid.stage_to_global(self._pipeline.num_stages - 1)
+            last = grid.stage_to_global(self._pipeline.stage_owner(self._pipeline._num_layers - 1))
             box = [b""]
             if outcome is not None:
                 outcome, box[0] = self._with_parcel(outcome, step)

@@ -14,22 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine import checkpoints, lowering
-from deepspeed_partition.engine.collectives import from_rank_0
+from deepspeed_partition.engine import lowering
+from deepspeed_partition.engine.collectives import gather_objects, portable
 from deepspeed_partition.engine.dry_run import dry_run
-from deepspeed_partition.engine.engine import MadPipeEngine, initialize_with
+from deepspeed_partition.engine.instructions import AnyBoundaryEngine
 from deepspeed_partition.engine.lowering import Compute, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
 from deepspeed_partition.engine.transfers import Shapes, Transfers
-from deepspeed_partition.engine.transplant import trainable_parameters
-from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.step import one_f_one_b_order
 
 _ANY = -1
 """In the place of an active stage, between two instructions: this rank is all its stages."""
@@ -37,26 +34,18 @@ _STARTING = -2
 """While DeepSpeed's ``__init__`` tries out transfers between neighbouring ranks, which are its stages to it."""
 
 
-class AnyPlanEngine(MadPipeEngine):
-    """``MadPipeEngine`` for a :class:`StagesModule`.
-
-    Raises:
-        TypeError: another module.
-        ValueError: tensor parallelism; a GPU without NCCL; a device without trainable parameters; other boundaries
-            in the configuration.
-    """
+class AnyPlanEngine(AnyBoundaryEngine):
+    """Runs lists of instructions where the module is a :class:`StagesModule`, else DeepSpeed's own schedule."""
 
     transfers_class: type[Transfers] = Transfers
     fwd_outputs: list[Any]
     loss: Any
+    _active = _ANY
 
     def __init__(self, **kwargs: Any) -> None:
         self._active = _STARTING
-        _refuse_what_is_not_supported(type(self).__name__, kwargs["model"])
         super().__init__(**kwargs)
         self._active = _ANY
-        # What the user said: this engine tells shapes once per batch, unless the module asks for more.
-        self.dynamic_shape = self.module.dynamic_shape
         self._between: dict[Message, Boundary] = {}
         self._arrived: dict[int, Arrived] = {}
         self._departed: dict[int, Departed] = {}
@@ -65,47 +54,39 @@ class AnyPlanEngine(MadPipeEngine):
         self._micro_batches: dict[int, Any] = {}
         self._num_read = 0
         self._read_now: Any = None
-        pipelines = [[int(rank) for rank in ranks] for ranks in self.grid.pipe_groups]
-        self._transfers = self.transfers_class(pipelines, self.module.device_of_stage, self.device)
         self._lowered = functools.lru_cache(maxsize=16)(self._lower)
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        counts = trainable_parameters(self.module)
-        trained = {self.module.stage_owner(layer) for layer, count in enumerate(counts) if count}
-        untrained = sorted(set(self.module.device_of_stage) - trained)
-        if untrained:
-            raise ValueError(
-                f"the plan leaves device {untrained[0]} without trainable parameters, and DeepSpeed's optimizer "
-                "cannot start without: make a plan with more layers on it"
-            )
-        super()._configure_optimizer(client_optimizer, model_parameters)
+    @property
+    def runs_lists(self) -> bool:
+        """Whether batches are lists of instructions; otherwise they are DeepSpeed's own schedule."""
+        return isinstance(self.module, StagesModule)
 
-    def recut(self, plan: Any) -> None:
-        raise ValueError(
-            f"this engine runs the plan that its module was built with, whose boundaries are {self.module.parts}: "
-            "build another module for another plan"
-        )
+    @functools.cached_property
+    def _transfers(self) -> Transfers:
+        """Made when the first batch begins, on all ranks: on the cut that is measured there is none."""
+        pipelines = [[int(rank) for rank in ranks] for ranks in self.grid.pipe_groups]
+        return self.transfers_class(pipelines, self.module.device_of_stage, self.device)
 
     def destroy(self) -> None:
         super().destroy()
-        if hasattr(self, "_transfers"):
-            self._transfers.close()
+        if "_transfers" in self.__dict__:
+            self.__dict__.pop("_transfers").close()
 
     # Who this rank is
 
     def is_first_stage(self) -> bool:
-        if self._active == _STARTING:
+        if self._active == _STARTING or not self.runs_lists:
             return super().is_first_stage()
         return 0 in self.module.own_stages if self._active == _ANY else self._active == 0
 
     def is_last_stage(self) -> bool:
-        if self._active == _STARTING:
+        if self._active == _STARTING or not self.runs_lists:
             return super().is_last_stage()
         last = len(self.module.device_of_stage) - 1
         return last in self.module.own_stages if self._active == _ANY else self._active == last
 
     def _loss_stage_global_rank(self) -> int:
-        return self.grid.stage_to_global(self.module.device_of_stage[-1])
+        return self.grid.stage_to_global(self.module.stage_owner(self.module._num_layers - 1))
 
     @contextmanager
     def _as_stage(self, stage: int) -> Iterator[None]:
@@ -116,21 +97,64 @@ class AnyPlanEngine(MadPipeEngine):
         finally:
             self._active = _ANY
 
+    # Data. Any rank may come to read it when the layers move, so all keep what they are given.
+
+    def set_dataloader(self, loader: Any) -> None:
+        if self.runs_lists:
+            self.training_dataloader, self.data_iterator = loader, iter(loader)
+        else:
+            super().set_dataloader(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        if self.runs_lists:
+            self.training_dataloader, self.data_iterator = None, iterator
+        else:
+            super().set_dataiterator(iterator)
+
+    def _next_batch(self) -> Any:
+        return super()._next_batch() if self._active < 0 else self._read_now
+
+    def _read(self, number: int) -> Any:
+        """The micro-batch of this number; those before it are kept until they are asked for."""
+        while self._num_read <= number:
+            self._micro_batches[self._num_read] = super()._next_batch()
+            self._num_read += 1
+        return self._micro_batches[number]
+
+    def _flaw_of_data(self) -> Exception | None:
+        """What keeps this rank from reading the first micro-batch of a batch, if it is to read."""
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return None
+        if self.data_iterator is None and self.batch_fn is None:
+            return ValueError(
+                f"rank {self.global_rank} runs the first or the last stage of its pipeline and was given no data: "
+                "give every rank an iterator, or those on which engine.is_first_stage() or is_last_stage() holds"
+            )
+        try:
+            self._read(0)
+        except StopIteration:
+            return self._data_ended()
+        except Exception as flaw:  # of the user's data; every rank must hear of it
+            return portable(flaw)
+        return None
+
     # A batch
 
     def _lower(self, num_micro_batches: int, trains: bool) -> Program:
-        lower = lowering.lower if trains else lowering.lower_evaluation
-        program = lower(self.module.madpipe_cut.plan, num_micro_batches)
-        dry_run(program)
-        return program
+        return program_of(self.module.madpipe_cut.plan, self.num_stages, num_micro_batches, trains=trains)
 
-    def _train_schedule(self) -> Program:
-        return self._lowered(self.micro_batches, trains=True)
+    def _train_schedule(self) -> Any:
+        return self._lowered(self.micro_batches, trains=True) if self.runs_lists else super()._train_schedule()
 
-    def _inference_schedule(self, micro_batches: int) -> Program:
+    def _inference_schedule(self, micro_batches: int) -> Any:
+        if not self.runs_lists:
+            return super()._inference_schedule(micro_batches)
         return self._lowered(micro_batches, trains=False)
 
-    def _exec_schedule(self, program: Program) -> None:
+    def _exec_schedule(self, program: Any) -> None:
+        if not self.runs_lists:
+            super()._exec_schedule(program)
+            return
         self._begin_batch()
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
         for instruction in program.lists[self.stage_id]:
@@ -153,27 +177,13 @@ class AnyPlanEngine(MadPipeEngine):
     def _begin_batch(self) -> None:
         """All ranks of a pipeline begin, or none: only the first and the last stage know whether there is data."""
         self.fwd_outputs = []
-        self._num_read = 0
+        self._num_read = self._num_loaded = 0
         self._micro_batches.clear()
-        has_data = True
-        if self.is_first_stage() or self.is_last_stage():
-            try:
-                self._read(0)
-            except StopIteration:
-                has_data = False
-        if not self._transfers.agree(has_data):
-            raise self._data_ended()
+        flaw = self._flaw_of_data()
+        if not self._transfers.agree(flaw is None):
+            flaws = gather_objects(flaw, self.grid.get_pipe_parallel_group())
+            raise next(theirs for theirs in flaws if theirs is not None)
         self._transfers.start(told_each_time=self.dynamic_shape)
-
-    def _read(self, number: int) -> Any:
-        """The micro-batch of this number; those before it are kept until they are asked for."""
-        while self._num_read <= number:
-            self._micro_batches[self._num_read] = super()._next_batch()
-            self._num_read += 1
-        return self._micro_batches[number]
-
-    def _next_batch(self) -> Any:
-        return self._read_now
 
     def _load(self, number: int, slot: int) -> None:
         """The active stage's inputs, labels, or both of a micro-batch."""
@@ -246,39 +256,26 @@ class AnyPlanEngine(MadPipeEngine):
         if stage > 0:
             self._between[Message("B", stage - 1, number)] = self._arrived.pop(slot).gradients()
 
-    # Checkpoints
 
-    def _adopt_cut_of(self, load_dir: str, tag: str | None) -> None:
-        folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
-        saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
-        if saved is None:
-            return
-        devices = list(range(len(saved.boundaries) - 1))
-        if saved.plan is not None:
-            devices = [stage.device for stage in saved.plan.stages]
-        if (saved.boundaries, devices) != (self.module.parts, self.module.device_of_stage):
-            raise PlanMismatchError(
-                f"the checkpoint in {folder} was written with the boundaries {saved.boundaries} on the devices "
-                f"{devices} and this run has {self.module.parts} on {self.module.device_of_stage}: build the "
-                "module with the plan of the checkpoint"
-            )
+def program_of(plan: Plan | None, num_ranks: int, num_micro_batches: int, *, trains: bool) -> Program:
+    """The lists of one batch, tried out.
 
+    A cut without a plan has one stage per rank and runs as DeepSpeed would run it, with as many micro-batches in
+    flight.
 
-def _refuse_what_is_not_supported(engine: str, model: Any) -> None:
-    if not isinstance(model, StagesModule):
-        raise TypeError(f"{engine} runs a StagesModule, not a {type(model).__name__}")
-    if model.mpu().model_parallel_size > 1:
-        raise ValueError(f"{engine} does not run layers that are sliced over ranks: use model=1 in the topology")
-    device = get_accelerator().device_name()
-    if device != "cpu" and dist.get_backend() == "gloo":
-        raise ValueError(f"gloo sends no tensors of a {device}: use init_distributed(dist_backend='nccl')")
-
-
-@functools.wraps(deepspeed.initialize, assigned=())
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with an :class:`AnyPlanEngine`; the same arguments.
-
-    Returns:
-        The engine, its optimizer, data loader and learning-rate scheduler.
+    Raises:
+        LoweringError: the plan's order cannot be run.
     """
-    return initialize_with(AnyPlanEngine, *args, **kwargs)
+    if plan is not None:
+        lower = lowering.lower if trains else lowering.lower_evaluation
+        program = lower(plan, num_micro_batches)
+    else:
+        orders = [
+            one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
+            if trains
+            else tuple((f"F{stage}", number) for number in range(num_micro_batches))
+            for stage in range(num_ranks)
+        ]
+        program = lowering.with_transfers(orders, range(num_ranks))
+    dry_run(program)
+    return program

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_partition.engine.stages import allocation_of
 from deepspeed_partition.planner import files
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.plan import PLAN_FORMAT, Plan
 
@@ -23,6 +25,16 @@ class SavedCut:
 
     boundaries: list[int]
     plan: Plan | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a pipeline."""
+        return len(self.boundaries) - 1 if self.plan is None else self.plan.platform.num_devices
+
+    @property
+    def allocation(self) -> Allocation:
+        """Where the layers were."""
+        return Allocation.contiguous(self.boundaries) if self.plan is None else allocation_of(self.plan)
 
 
 def save_cut(folder: str | os.PathLike[str], boundaries: Sequence[int], plan: Plan | None) -> None:

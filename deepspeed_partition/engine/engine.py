@@ -8,19 +8,18 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
-from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine import checkpoints
+from deepspeed_partition.engine.any_plan import program_of
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
-from deepspeed_partition.engine.instructions import AnyBoundaryEngine
 from deepspeed_partition.engine.module import (
     Cut,
     asks_for_plan,
@@ -29,35 +28,27 @@ from deepspeed_partition.engine.module import (
     check_plan,
     check_same_model,
     load_plan,
+    why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
-from deepspeed_partition.engine.repairs import (
-    clip_by_global_norm,
-    let_stages_differ,
-    link_states_of_all_groups,
-    prefer_torch_adam,
-    warn_of_clipping,
-)
-from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
+from deepspeed_partition.engine.moving import MovingEngine
+from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
+from deepspeed_partition.engine.stages import allocation_of, hold_built_stages
+from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
-OUTLIVES_A_RECUT = (
-    "batch_fn", "client_lr_scheduler", "client_optimizer", "data_iterator", "dynamic_shape", "has_attention_mask",
-    "micro_batches", "monitor", "training_data", "training_dataloader",
-)  # fmt: skip
-"""Attributes that DeepSpeed's ``__init__`` sets and that a user, or a batch already read, may have changed."""
 
-
-class MadPipeEngine(AnyBoundaryEngine):
+class MadPipeEngine(MovingEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
 
     Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
     its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step.
-    A module that DeepSpeed cut is trained as DeepSpeed does. Made by :func:`initialize`, or by DeepSpeed's own
-    ``initialize`` after :func:`install`.
+    Cuts that are MadPipe's, or given as a plan or boundaries, run as lists of instructions wherever that is
+    possible (``runs_lists``). A module that DeepSpeed cut is trained as DeepSpeed does. Made by
+    :func:`initialize`, or by DeepSpeed's own ``initialize`` after :func:`install`.
 
     Raises:
         ValueError: an unknown or malformed key of ``madpipe`` in the configuration.
@@ -74,24 +65,13 @@ class MadPipeEngine(AnyBoundaryEngine):
     """Entered on every rank while the layers and the loss function run to be measured."""
     options: Options
 
-    # DeepSpeed's, without types there.
-    basic_optimizer: Any
-    data_iterator: Any
-    lr_scheduler: Any
-    optimizer: Any
-
     def __init__(self, **kwargs: Any) -> None:
-        self._groups: ParameterGroups | None = None
-        self._every_group: EveryGroup | None = None
         self._peeked: Iterator[Any] | None = None
-        self._users_scheduler: Any = kwargs.get("lr_scheduler")
-        self._compile_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._waits_for_plan = False
         super().__init__(**kwargs)
-        given_anew = ("model", "optimizer", "lr_scheduler", "model_parameters", "training_data")
-        self._init_arguments = {key: value for key, value in kwargs.items() if key not in given_anew}
         self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         self._cut_as_configured()
+        self._announce_schedule()
         if self.owns_cut and self.device.type == "cpu":
             # On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond.
             self.dynamic_shape = True
@@ -116,15 +96,17 @@ class MadPipeEngine(AnyBoundaryEngine):
             if planning_is_off():
                 announce(f"MADPIPE=0: no planning, the layers stay cut at {self.module.parts}")
                 return
+            self._own_cut()
             cut = self.module.madpipe_cut = Cut("trial")
         if cut is None or cut.origin in ("boundaries", "default"):
             return
         if cut.plan is not None:
+            self._check(cut.plan)
             check_same_model(cut.plan, trainable_parameters(self.module))
             self.plan = cut.plan
         elif self.options.plan is not None:
             plan = load_plan(self.options.plan)
-            check_plan(plan, self.module._num_layers, self.num_stages)
+            self._check(plan)
             check_same_model(plan, trainable_parameters(self.module))
             self.recut(plan)
         else:
@@ -137,6 +119,26 @@ class MadPipeEngine(AnyBoundaryEngine):
                 f"plan is made before the first optimizer step (warmup_steps: {self.options.warmup_steps})"
             )
 
+    def _own_cut(self) -> None:
+        """Let a module that DeepSpeed cut hold stages, where lists can run."""
+        if not self.runs_lists and why_deepspeeds_schedule(self.module) is None:
+            hold_built_stages(self.module)
+
+    def _announce_schedule(self) -> None:
+        if not self.owns_cut or self.num_stages == 1:
+            return
+        if self.runs_lists:
+            announce("MadPipe's own lists of instructions run here, with transfers beside computation")
+        else:
+            reason = why_deepspeeds_schedule(self.module) or "MADPIPE=0 asks for it"
+            announce(f"DeepSpeed's own schedule runs here, one stage per rank, because {reason}")
+
+    def _check(self, plan: Plan) -> None:
+        reason = why_deepspeeds_schedule(self.module)
+        check_plan(plan, self.module._num_layers, self.num_stages, one_stage_each=reason)
+        if reason is None:
+            program_of(plan, self.num_stages, self.micro_batches, trains=True)
+
     def recut(self, plan: Plan | str | os.PathLike[str] | Sequence[int]) -> None:
         """Move the layers to the stages of ``plan``, before the first optimizer step. Collective.
 
@@ -147,165 +149,39 @@ class MadPipeEngine(AnyBoundaryEngine):
             plan: a plan, the path of one, or boundaries such as ``[0, 3, 8]``.
 
         Raises:
-            PlanMismatchError: a plan for another model or another number of ranks.
-            ValueError: boundaries that do not fit the layers and the ranks, or leave a stage without trainable
+            PlanMismatchError: a plan for another model or another number of ranks, or that this pipeline cannot
+                run.
+            LoweringError: a plan whose order cannot be run.
+            ValueError: boundaries that do not fit the layers and the ranks, or leave a rank without trainable
                 parameters.
             RuntimeError: an optimizer step was made.
         """
-        num_layers, num_stages = self.module._num_layers, self.num_stages
         if isinstance(plan, Plan | str | os.PathLike):
             plan = load_plan(plan)
-            boundaries = check_plan(plan, num_layers, num_stages)
-            cut = Cut("plan", plan)
+            self._check(plan)
+            cut, allocation = Cut("plan", plan), allocation_of(plan)
         else:
-            boundaries = check_boundaries(plan, num_layers, num_stages)
-            cut = Cut("boundaries")
+            boundaries = check_boundaries(plan, self.module._num_layers, self.num_stages)
+            cut, allocation = Cut("boundaries"), Allocation.contiguous(boundaries)
         if self.global_steps:
             raise RuntimeError(
-                f"the engine has made {self.global_steps} optimizer steps on the cut {self.module.parts}, and "
+                f"the engine has made {self.global_steps} optimizer steps on the cut {self._cut_in_words()}, and "
                 "this version moves layers only before the first one: build a new engine to train on "
-                f"{boundaries}"
+                f"{_in_words(allocation)}"
             )
-        if boundaries != self.module.parts:
-            self._check_every_stage_trains(boundaries)
-            self._move_to(boundaries)
-        self.module.madpipe_cut = cut
-        self.plan = cut.plan
+        self._own_cut()
+        if allocation != allocation_of(self.module):
+            self.move_to(allocation)
+        self._adopt(cut)
+
+    def _adopt(self, cut: Cut) -> None:
+        """Run ``cut``, whose layers are in their places."""
+        self.module.madpipe_cut, self.plan = cut, cut.plan
         self._waits_for_plan = False
+        self._lowered.cache_clear()
 
-    def _check_every_stage_trains(self, boundaries: list[int]) -> None:
-        """Refuse, while everything still stands, what the optimizer of a stage could not start on."""
-        if self.basic_optimizer is None:
-            return
-        counts = trainable_parameters(self.module)
-        for stage, (start, stop) in enumerate(itertools.pairwise(boundaries)):
-            if not any(counts[start:stop]):
-                raise ValueError(
-                    f"the boundaries {boundaries} leave stage {stage}, layers {start} to {stop}, without "
-                    "trainable parameters, and DeepSpeed's optimizer cannot start without: move a boundary"
-                )
-
-    def _move_to(self, boundaries: list[int]) -> None:
-        """Move the layers, and start the engine again on the same objects."""
-        optimizer, groups, scheduler = self.optimizer, self._groups, None
-        with preserved_random_state():
-            if groups is not None:
-                groups.gather(self.basic_optimizer, self.grid.get_pipe_parallel_group())
-                groups_before = list(self.basic_optimizer.param_groups)
-            self._release_parameters()
-            move_layers(self.module, boundaries)
-            if groups is not None:
-                groups.assign(self.basic_optimizer, self.module)
-                wrapped = optimizer is not self.basic_optimizer
-                scheduler = self._scheduler_to_keep(groups_before, groups.live(wrapped=wrapped))
-            self._start_again(scheduler)
-        self.optimizer = _one_object(optimizer, self.optimizer)
-
-    def _release_parameters(self) -> None:
-        """Take DeepSpeed's hooks and flat buffers off the parameters."""
-        self.destroy()
-        self.module_forward_pre_hook.remove()
-        self.module_forward_post_hook.remove()
-        for parameter in self.module.parameters():
-            parameter.grad = None
-            # A view of a flat buffer keeps all of it alive.
-            parameter.data = parameter.data.clone()
-        if self.optimizer is not self.basic_optimizer:
-            vars(self.optimizer).clear()
-
-    def _scheduler_to_keep(self, groups_before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
-        """The scheduler that goes on; None where DeepSpeed must make one anew.
-
-        A scheduler that DeepSpeed made knows the groups that this rank's optimizer had, by their order.
-        """
-        made_by_user = self.lr_scheduler is self.client_lr_scheduler
-        if made_by_user or [id(group) for group in groups] == [id(group) for group in groups_before]:
-            return self.lr_scheduler
-        for group in groups:  # schedulers multiply the rate that they find
-            group["lr"] = group.get("initial_lr", group["lr"])
-        return None
-
-    def _start_again(self, scheduler: Any) -> None:
-        """DeepSpeed's ``__init__`` on this object, around the moved layers."""
-        kept = {name: getattr(self, name) for name in OUTLIVES_A_RECUT}
-        old_scheduler = self.lr_scheduler
-        collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
-        with self._monitors_opened_once():
-            super().__init__(
-                model=self.module,
-                optimizer=self.basic_optimizer,
-                model_parameters=list(self.module.parameters()),
-                lr_scheduler=self.client_lr_scheduler if scheduler is None else scheduler,
-                training_data=None,
-                **self._init_arguments,
-            )
-        self.__dict__.update(kept)
-        self.lr_scheduler = _one_object(old_scheduler, self.lr_scheduler)
-        if collects_garbage_late:
-            self._configure_python_gc()
-        if self._compile_arguments is not None:
-            args, kwargs = self._compile_arguments
-            super().compile(*args, **kwargs)
-
-    @contextmanager
-    def _monitors_opened_once(self) -> Iterator[None]:
-        """TensorBoard and the others stay open; started again, DeepSpeed would open a second one of each."""
-        config, monitors = self._config, self._config.monitor_config
-        config.monitor_config = type(monitors)()
-        try:
-            yield
-        finally:
-            config.monitor_config = monitors
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        super().compile(*args, **kwargs)
-        self._compile_arguments = (args, kwargs)
-
-    def _configure_basic_optimizer(self, model_parameters):
-        if (self.owns_cut or self._config.pipeline.get("partition_method")) and not self.zero_use_cpu_optimizer():
-            prefer_torch_adam(self._config)
-        optimizer = super()._configure_basic_optimizer(model_parameters)
-        self._groups = ParameterGroups(optimizer, self.module)
-        return optimizer
-
-    def _configure_optimizer(self, client_optimizer, model_parameters):
-        if isinstance(client_optimizer, torch.optim.Optimizer):
-            self._groups = ParameterGroups(client_optimizer, self.module)
-        elif client_optimizer is not None:
-            make_optimizer = client_optimizer
-
-            def client_optimizer(parameters):
-                optimizer = make_optimizer(parameters)
-                self._groups = ParameterGroups(optimizer, self.module)
-                return optimizer
-
-        super()._configure_optimizer(client_optimizer, model_parameters)
-        let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
-        if self.owns_cut and self._groups is not None and self.optimizer is self.basic_optimizer:
-            # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
-            # them, schedulers see the same groups on every rank.
-            self.basic_optimizer.param_groups[:] = self._groups.groups
-        if self._groups is not None:
-            if self._every_group is None:
-                self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
-            else:
-                self._every_group.follow(self._groups.groups)
-
-    def _configure_lr_scheduler(self):
-        super()._configure_lr_scheduler()
-        dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
-        # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
-        if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
-            self.show_every_group(self._users_scheduler)
-
-    def show_every_group(self, scheduler: Any) -> None:
-        """Let ``scheduler``, which the user made for all groups of the optimizer, have all of them.
-
-        Those without parameters on this rank are dropped by DeepSpeed's wrapping optimizers.
-        """
-        wrapped = self.optimizer is not self.basic_optimizer
-        if self._every_group is not None and wrapped and scheduler.optimizer is self.basic_optimizer:
-            self._every_group.show_to(scheduler)
+    def _cut_in_words(self) -> str:
+        return _in_words(allocation_of(self.module))
 
     # Training
 
@@ -344,9 +220,9 @@ class MadPipeEngine(AnyBoundaryEngine):
 
         with self.around_measurements():
             plan, self.chain = plan_first_step(self)
-        before = self.module.parts
+        before = self._cut_in_words()
         self.recut(plan)
-        announce(f"the layers are cut at {self.module.parts} as planned (until now: {before})")
+        announce(f"the layers are cut at {self._cut_in_words()} as planned (until now: {before})")
 
     def peek_micro_batch(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch, on the device; the data iterator will give it again.
@@ -390,7 +266,7 @@ class MadPipeEngine(AnyBoundaryEngine):
 
     # DeepSpeed calls instructions through this map, which does not see overriding methods.
     _INSTRUCTION_MAP: ClassVar = {
-        **AnyBoundaryEngine._INSTRUCTION_MAP,
+        **MovingEngine._INSTRUCTION_MAP,
         schedule.OptimizerStep: _exec_optimizer_step,
     }
 
@@ -438,29 +314,23 @@ class MadPipeEngine(AnyBoundaryEngine):
         saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
         if saved is None:
             return
-        num_stages, num_layers = len(saved.boundaries) - 1, saved.boundaries[-1]
-        if (num_stages, num_layers) != (self.num_stages, self.module._num_layers):
+        num_ranks, num_layers = saved.num_ranks, saved.boundaries[-1]
+        if (num_ranks, num_layers) != (self.num_stages, self.module._num_layers):
             raise PlanMismatchError(
-                f"the checkpoint in {folder} has {num_layers} layers on {num_stages} stages and this run "
-                f"{self.module._num_layers} layers on {self.num_stages}: start it with {num_stages} stages"
+                f"the checkpoint in {folder} has {num_layers} layers on {num_ranks} stages and this run "
+                f"{self.module._num_layers} layers on {self.num_stages}: start it with {num_ranks} stages"
             )
-        if saved.boundaries != self.module.parts:
-            announce(f"the checkpoint was written at the cut {saved.boundaries}: the layers move to it")
-            self.recut(saved.boundaries)
-        self.plan = saved.plan
-        self.module.madpipe_cut = Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan)
-        self._waits_for_plan = False
+        if saved.allocation != allocation_of(self.module):
+            announce(f"the checkpoint was written at the cut {_in_words(saved.allocation)}: the layers move to it")
+            self.recut(saved.boundaries if saved.plan is None else saved.plan)
+        else:
+            self._adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
 
 
-def _one_object(old: Any, new: Any) -> Any:
-    """Let ``old``, which the user holds, be ``new``, which DeepSpeed made in its place and refers to.
-
-    Both names then share one state.
-    """
-    if type(old) is not type(new) or old is new or old is None:
-        return new
-    old.__dict__ = new.__dict__
-    return old
+def _in_words(allocation: Allocation) -> str:
+    if allocation.is_contiguous:
+        return str(list(allocation.boundaries))
+    return f"{list(allocation.boundaries)} on the ranks {[stage.device for stage in allocation.stages]}"
 
 
 def initialize_with(engine_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_partition.engine.engine import MadPipeEngine
 from deepspeed_partition.engine.environment import announce, prepare_cpu
 from deepspeed_partition.engine.module import Cut, partition_layers
+from deepspeed_partition.engine.stages import allocation_of
 
 
 def install() -> None:
@@ -43,10 +44,18 @@ def _new_engine(cls: type, *_: Any, **arguments: Any) -> Any:
     if cls is PipelineEngine:
         cls = MadPipeEngine
     module: Any = arguments.get("model")
-    if not issubclass(cls, MadPipeEngine) and getattr(module, "madpipe_cut", None) == Cut("trial"):
+    derive = "derive it from deepspeed_partition.engine.MadPipeEngine"
+    if issubclass(cls, MadPipeEngine) or getattr(module, "madpipe_cut", None) is None:
+        return object.__new__(cls)
+    if not allocation_of(module).is_contiguous:
+        raise ValueError(
+            f"{cls.__name__} is an engine of your own, and DeepSpeed's schedule does not run a plan with several "
+            f"stages on a rank, or stages out of order: {derive}"
+        )
+    if module.madpipe_cut == Cut("trial"):
         announce(
             f"{cls.__name__} is an engine of your own and does not plan, so the layers stay cut at "
-            f"{module.parts}: derive it from deepspeed_partition.engine.MadPipeEngine",
+            f"{module.parts}: {derive}",
             logging.WARNING,
         )
     return object.__new__(cls)

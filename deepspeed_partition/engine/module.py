@@ -1,4 +1,4 @@
-"""The boundaries that a pipeline module is built on."""
+"""The cut that a pipeline module is built on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import deepspeed.pipe
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
 
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, planning_is_off
+from deepspeed_partition.engine.stages import allocation_of, hold_stages, owner
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.units import format_bytes
@@ -87,40 +91,71 @@ def check_boundaries(boundaries: Iterable[Any], num_layers: int, num_stages: int
     return cuts
 
 
-def check_plan(plan: Plan, num_layers: int, num_stages: int) -> list[int]:
-    """The boundaries of a plan for a module of ``num_layers`` layers on ``num_stages`` ranks.
+def check_plan(plan: Plan, num_layers: int, num_ranks: int, *, one_stage_each: str | None = None) -> None:
+    """Refuse a plan that a pipeline of ``num_layers`` layers on ``num_ranks`` ranks cannot run.
+
+    Args:
+        one_stage_each: why DeepSpeed's own schedule runs here, which has one stage per rank; None where lists of
+            instructions do.
 
     Raises:
-        PlanMismatchError: the plan is for another model or another number of ranks, or needs an engine
-            that runs several stages on a device.
+        PlanMismatchError: the plan is for another model or another number of ranks; a rank without a stage;
+            recomputed layers; what DeepSpeed's schedule cannot do, where that runs.
     """
     if plan.chain.num_layers != num_layers:
         raise PlanMismatchError(
             f"the plan for {plan.chain.name!r} cuts {plan.chain.num_layers} layers and this model has "
             f"{num_layers}: make a plan for this model"
         )
-    if plan.platform.num_devices != num_stages:
+    if plan.platform.num_devices != num_ranks:
         raise PlanMismatchError(
-            f"the plan is for {plan.platform.num_devices} devices and this pipeline has {num_stages} ranks: "
-            f"make a plan for {num_stages} devices, or start {plan.platform.num_devices} ranks per pipeline"
+            f"the plan is for {plan.platform.num_devices} devices and this pipeline has {num_ranks} ranks: "
+            f"make a plan for {num_ranks} devices, or start {plan.platform.num_devices} ranks per pipeline"
         )
+    num_used = len({stage.device for stage in plan.stages})
+    if num_used < num_ranks:
+        raise PlanMismatchError(
+            f"the plan uses {num_used} of its {num_ranks} devices, and DeepSpeed's optimizer cannot start on a "
+            "rank without parameters: make a plan that uses all of them, or start fewer ranks and plan for those"
+        )
+    recomputed = [index for index, stage in enumerate(plan.stages) if stage.blocks]
+    if recomputed:
+        raise PlanMismatchError(
+            f"the plan recomputes layers of stage {recomputed[0]}, which this version cannot run: use "
+            "activation_checkpoint_interval, or make a plan without recomputation"
+        )
+    if one_stage_each is None:
+        return
     if not plan.is_contiguous:
         raise PlanMismatchError(
-            "the plan puts several stages on a device, or stages out of order, which this version cannot run: "
-            "make a plan with the algorithm 'contiguous'"
-        )
-    if len(plan.boundaries) != num_stages + 1:
-        raise PlanMismatchError(
-            f"the plan uses {len(plan.boundaries) - 1} of its {num_stages} devices and each rank of a "
-            "pipeline runs one stage: make a plan with one stage per device, or start fewer ranks"
+            f"the plan puts several stages on a device, or stages out of order, and DeepSpeed's own schedule runs "
+            f"here, because {one_stage_each}: make a plan with the algorithm 'contiguous'"
         )
     if plan.step is not None and plan.step.blocking_step_seconds is None:
         raise PlanMismatchError(
             f"the plan fits into {format_bytes(plan.platform.memory_bytes)} per device with fewer micro-batches "
-            "in flight than DeepSpeed's engine has, one on the last stage and one more on each before it: plan "
-            "with more memory, or let the run make its own plan"
+            "in flight than DeepSpeed's own schedule has, one on the last stage and one more on each before it, "
+            f"which runs here, because {one_stage_each}: plan with more memory, or let the run make its own plan"
         )
-    return list(plan.boundaries)
+
+
+def check_every_rank_trains(allocation: Allocation, num_trainable_parameters: Sequence[int]) -> None:
+    """Refuse what the optimizer of a rank could not start on.
+
+    Raises:
+        ValueError: a rank without trainable parameters.
+    """
+    trains = {owner(allocation, layer) for layer, count in enumerate(num_trainable_parameters) if count}
+    for device in sorted({stage.device for stage in allocation.stages} - trains):
+        layers = ", ".join(
+            f"{start} to {stop}"
+            for start, stop in (stage.layers for stage in allocation.stages if stage.device == device)
+        )
+        place = f"stage {device}" if allocation.is_contiguous else f"rank {device}"
+        raise ValueError(
+            f"the boundaries {list(allocation.boundaries)} leave {place}, layers {layers}, without trainable "
+            "parameters, and DeepSpeed's optimizer cannot start without: move a boundary, or make another plan"
+        )
 
 
 def check_same_model(plan: Plan, num_trainable_parameters: Sequence[int]) -> None:
@@ -169,11 +204,30 @@ def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -
 
 
 def set_boundaries(module: deepspeed.pipe.PipelineModule, boundaries: Sequence[int]) -> None:
-    """Tell ``module`` which layers this rank builds."""
+    """Tell ``module``, whose ranks have one stage each, which layers this rank builds."""
     stage = module._topo.get_coord(module.global_rank).pipe
     # DeepSpeed's numpy integers break ``seed_layers`` on Python 3.11 and later.
     module.parts = [int(cut) for cut in boundaries]
     module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+
+
+def why_deepspeeds_schedule(module: deepspeed.pipe.PipelineModule) -> str | None:
+    """Why DeepSpeed's own schedule must run a cut of ours; None where lists of instructions can."""
+    num_slices = module.mpu().model_parallel_size
+    if num_slices > 1:
+        return f"each layer is sliced over {num_slices} ranks"
+    device = get_accelerator().device_name()
+    if device != "cpu" and dist.get_backend() == "gloo":
+        return f"gloo sends no tensors of a {device} (init_distributed(dist_backend='nccl') does)"
+    return None
+
+
+def place_layers(module: deepspeed.pipe.PipelineModule, allocation: Allocation) -> None:
+    """Tell ``module`` which layers this rank builds, before it builds them."""
+    if why_deepspeeds_schedule(module) is None:
+        hold_stages(module, allocation)
+    else:
+        set_boundaries(module, allocation.boundaries)
 
 
 def partition_layers(
@@ -210,13 +264,15 @@ def partition_layers(
         set_boundaries(module, module.parts)
         module.madpipe_cut = Cut("default")
     elif isinstance(method, Plan):
-        set_boundaries(module, check_plan(method, num_layers, num_stages))
+        check_plan(method, num_layers, num_stages, one_stage_each=why_deepspeeds_schedule(module))
+        place_layers(module, allocation_of(method))
         module.madpipe_cut = Cut("plan", method)
     elif asks_for_plan(method):
-        set_boundaries(module, trial_boundaries(module._count_layer_params(), num_stages))
+        boundaries = trial_boundaries(module._count_layer_params(), num_stages)
+        place_layers(module, Allocation.contiguous(boundaries))
         module.madpipe_cut = Cut("trial")
     elif isinstance(method, list | tuple):
-        set_boundaries(module, check_boundaries(method, num_layers, num_stages))
+        place_layers(module, Allocation.contiguous(check_boundaries(method, num_layers, num_stages)))
         module.madpipe_cut = Cut("boundaries")
     else:
         raise ValueError(f"partition_method is {method!r}: it is {KNOWN_METHODS}")
@@ -230,7 +286,7 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
     Args:
         partition_method: ``"madpipe"`` (the default) measures the layers on the first micro-batch and plans;
             a list of boundaries such as ``[0, 3, 8]`` is taken as it is; DeepSpeed's own methods work too.
-        plan: a plan, or the path of one, that is run as it is, without measuring.
+        plan: a plan, or the path of one, that is run as it is, without measuring. A rank may have several stages.
 
     Raises:
         ValueError: fewer layers than stages, or boundaries that do not fit the layers.

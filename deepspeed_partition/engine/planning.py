@@ -5,6 +5,7 @@ The one place where the engine knows the profiler; imported when a plan is to be
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from deepspeed_partition.options import Options
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.renumbering import renumbered
 from deepspeed_partition.profiling import Link, layer_profiles, measure_links, measure_stage, suspicious
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, tensors_of, to_device
 from deepspeed_partition.profiling.devices import hardware_name
@@ -140,22 +142,44 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
     )
     for sentence in suspicious(chain):
         announce(sentence, logging.WARNING)
-    plan = make_plan(
+    plan_for = functools.partial(
+        make_plan,
         chain,
         _platform(options, reports, link),
         algorithm=options.algorithm,
         num_micro_batches=engine.micro_batches,
-        num_stages=engine.num_stages,
-        every_stage_trains=True,
         time_limit_seconds=options.time_limit_seconds,
     )
+    plan = plan_for() if engine.runs_lists else None
+    if plan is None or not _every_device_trains(plan):
+        plan = plan_for(num_stages=engine.num_stages, every_stage_trains=True)
+    plan = on_ranks_with_data(plan)
     announce(plan.summary())
-    if plan.algorithm == "madpipe":
+    if plan.algorithm == "madpipe" and not engine.runs_lists:
         announce("each rank runs one stage: this is the best plan of those that are contiguous")
     if options.save_plan is not None:
         plan.save(options.save_plan)
         announce(f"the plan is saved in {options.save_plan}")
     return plan, chain
+
+
+def _every_device_trains(plan: Plan) -> bool:
+    trains = {stage.device for stage in plan.stages if stage.num_trainable_parameters}
+    return len(trains) == plan.platform.num_devices
+
+
+def on_ranks_with_data(plan: Plan) -> Plan:
+    """The same plan with its first stage on the first rank, and its last one there or on the last rank.
+
+    Scripts give data to these two; devices are alike.
+    """
+    devices = list(dict.fromkeys(stage.device for stage in plan.stages))
+    last = plan.stages[-1].device
+    if last != devices[0]:
+        devices.remove(last)
+        devices.append(last)
+    devices += [device for device in range(plan.platform.num_devices) if device not in devices]
+    return plan if devices == sorted(devices) else renumbered(plan, devices)
 
 
 def _platform(options: Options, reports: list[StageReport], link: Link | None) -> Platform:

@@ -1,9 +1,10 @@
-"""A pipeline module whose ranks hold the stages that a plan gives them: several, in any order."""
+"""Pipeline modules whose ranks hold the stages that an allocation gives them: several, in any order."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+import functools
+import types
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,111 +12,64 @@ import deepspeed.pipe
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
-from deepspeed_partition.engine.module import Cut, load_plan
-from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
 
 
-def check_plan_for(plan: Plan, num_layers: int, num_ranks: int) -> None:
-    """Refuse a plan that this pipeline cannot run.
-
-    Raises:
-        PlanMismatchError: for another number of layers or ranks; a rank without a stage; recomputed layers.
-    """
-    if plan.chain.num_layers != num_layers:
-        raise PlanMismatchError(
-            f"the plan for {plan.chain.name!r} cuts {plan.chain.num_layers} layers and this model has "
-            f"{num_layers}: make a plan for this model"
-        )
-    if plan.platform.num_devices != num_ranks:
-        raise PlanMismatchError(
-            f"the plan is for {plan.platform.num_devices} devices and this pipeline has {num_ranks} ranks: "
-            f"make a plan for {num_ranks} devices, or start {plan.platform.num_devices} ranks per pipeline"
-        )
-    idle = sorted(set(range(num_ranks)) - {stage.device for stage in plan.stages})
-    if idle:
-        raise PlanMismatchError(
-            f"the plan leaves {len(idle)} of its {num_ranks} devices without a stage, and DeepSpeed's optimizer "
-            "cannot start without parameters: start fewer ranks"
-        )
-    recomputed = [index for index, stage in enumerate(plan.stages) if stage.blocks]
-    if recomputed:
-        raise PlanMismatchError(
-            f"the plan recomputes layers of stage {recomputed[0]}, which this engine does not do: use "
-            "activation_checkpoint_interval, or make a plan without recomputation"
-        )
-
-
 class StagesModule(deepspeed.pipe.PipelineModule):
-    """DeepSpeed's ``PipelineModule`` with the stages of any plan; parameters have the same names on any map.
+    """DeepSpeed's ``PipelineModule`` with any number of stages on a rank.
 
-    Only one stage is active at a time: ``forward`` runs its layers, and it alone is saved or loaded by DeepSpeed's
-    code, which knows of one stage per rank.
-
-    Args:
-        layers: as for DeepSpeed.
-        plan: a plan, or the path of one. Its devices are the ranks of a pipeline.
-        deepspeeds_arguments: those of DeepSpeed's ``PipelineModule``, without ``partition_method``.
-
-    Raises:
-        PlanMismatchError: a plan for another model or another number of ranks.
-        PlanFormatError: a file that is no plan.
+    Parameters have the same names on any map. Only one stage is active at a time: ``forward`` runs its layers, and
+    it alone is saved or loaded by DeepSpeed's code, which knows of one stage per rank. Nobody builds this class:
+    :func:`hold_stages` puts it in front of the class of a module, DeepSpeed's or one derived from it, so that
+    the methods of that class stay.
     """
 
+    allocation: Allocation
+    own_stages: list[int]
+    """Those of this rank, in the order of the chain."""
+    device_of_stage: list[int]
+    """The pipeline's ranks are its devices."""
     forward_funcs: list[Any]
+    micro_offset: int
+    _is_active = False
     _loads_stages = False
 
-    def __init__(
-        self,
-        layers: Iterable[Any],
-        *,
-        plan: Plan | str | os.PathLike[str],
-        num_stages: int | None = None,
-        topology: Any = None,
-        **deepspeeds_arguments: Any,
-    ) -> None:
-        loaded = load_plan(plan)
-        if num_stages is None and topology is None:
-            num_stages = loaded.platform.num_devices
-        super().__init__(
-            layers=layers,
-            num_stages=num_stages,
-            topology=topology,
-            partition_method=loaded,
-            **deepspeeds_arguments,
-        )
-
-    def _partition_layers(self, method: Any = None) -> None:
-        check_plan_for(method, self._num_layers, self.num_stages)
-        self.madpipe_cut = Cut("plan", method)
-        self.parts = method.boundaries
-        self.device_of_stage = [stage.device for stage in method.stages]
-        self.layers_of_stage = [stage.layers for stage in method.stages]
+    def place(self, allocation: Allocation) -> None:
+        """Say which stages this rank is to build."""
+        self.allocation = allocation
+        self.parts = list(allocation.boundaries)
+        self.device_of_stage = [stage.device for stage in allocation.stages]
         self.own_stages = [stage for stage, device in enumerate(self.device_of_stage) if device == self.stage_id]
-        self._set_bounds(*self.layers_of_stage[self.own_stages[0]])
+        self._set_bounds(*allocation.stages[self.own_stages[0]].layers)
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that runs a layer."""
-        for (start, stop), device in zip(self.layers_of_stage, self.device_of_stage, strict=True):
-            if start <= layer_idx < stop:
-                return device
-        raise RuntimeError(f"layer {layer_idx} is not in the stages {self.layers_of_stage}")
+        return owner(self.allocation, layer_idx)
 
     def _build(self) -> None:
         self._functions: dict[int, list[Any]] = {}
         self._checkpointable: dict[int, list[bool]] = {stage: [] for stage in self.own_stages}
-        self._num_forwards = dict.fromkeys(self.own_stages, 0)
+        # Between two batches all stages have run equally often, also those that come from other ranks.
+        self._num_forwards = dict.fromkeys(self.own_stages, self.micro_offset)
         for stage in self.own_stages:
-            self._set_bounds(*self.layers_of_stage[stage])
+            self._set_bounds(*self.allocation.stages[stage].layers)
             self.forward_funcs = []
             super()._build()
             self._functions[stage] = self.forward_funcs
         self._show(self.own_stages[0])
 
+    def take_over(self) -> None:
+        """Go on with the one stage that DeepSpeed has built."""
+        [stage] = self.own_stages
+        self._functions = {stage: self.forward_funcs}
+        self._checkpointable = {stage: self.is_checkpointable_results}
+        self._num_forwards = {stage: self.micro_offset}
+
     def _show(self, stage: int) -> None:
         self.forward_funcs = self._functions[stage]
         self.is_checkpointable_results = self._checkpointable[stage]
-        self._set_bounds(*self.layers_of_stage[stage])
+        self._set_bounds(*self.allocation.stages[stage].layers)
         # What ``seed_layers`` counts micro-batches by.
         self.micro_offset = self._num_forwards[stage]
 
@@ -123,10 +77,21 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def active(self, stage: int) -> Iterator[None]:
         """Let this module be one of its stages."""
         self._show(stage)
+        self._is_active = True
         try:
             yield
         finally:
+            self._is_active = False
             self._num_forwards[stage] = self.micro_offset
+
+    def forward(self, forward_input: Any) -> Any:
+        if not self._is_active and not self.allocation.is_contiguous:
+            raise RuntimeError(
+                f"the stages of this module are on the ranks {self.device_of_stage}, which DeepSpeed's own engine "
+                "cannot run: call deepspeed_partition.install() first, or start the engine by "
+                "deepspeed_partition.engine.initialize"
+            )
+        return super().forward(forward_input)
 
     # DeepSpeed's methods for one stage, on each
 
@@ -170,3 +135,36 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         for stage in self.own_stages:
             self._show(stage)
             super().compile(*args, **kwargs)
+
+
+@functools.cache
+def _with_stages(module_class: Any) -> type:
+    """DeepSpeed knows some modules by the names of their classes, so the name stays."""
+    kept = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (StagesModule, module_class)
+    return types.new_class(module_class.__name__, bases, exec_body=lambda namespace: namespace.update(kept))
+
+
+def hold_stages(module: deepspeed.pipe.PipelineModule, allocation: Allocation) -> None:
+    """Make ``module`` a :class:`StagesModule`, in place, whose layers are still to be built."""
+    if not isinstance(module, StagesModule):
+        module.__class__ = _with_stages(type(module))  # type: ignore[arg-type]
+    module.place(allocation)
+
+
+def hold_built_stages(module: deepspeed.pipe.PipelineModule) -> None:
+    """Make a module that DeepSpeed has cut and built a :class:`StagesModule`, in place."""
+    hold_stages(module, Allocation.contiguous([int(cut) for cut in module.parts]))
+    module.take_over()
+
+
+def owner(allocation: Allocation, layer: int) -> int:
+    """The device of a layer."""
+    return next(stage.device for stage in allocation.stages if layer < stage.layers[1])
+
+
+def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:
+    """Where the layers of a plan or of a module are, and nothing else, so that two can be compared."""
+    if isinstance(source, Plan):
+        return Allocation(tuple(Stage(layers=stage.layers, device=stage.device) for stage in source.stages))
+    return source.allocation if isinstance(source, StagesModule) else Allocation.contiguous(source.parts)

@@ -23,6 +23,7 @@ import queue
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,7 @@ class Transfers:
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
     ) -> None:
         self._device = device
+        self._groups: list[dist.ProcessGroup] = []
         self._sent_to: dict[int, dist.ProcessGroup] = {}
         self._received_from: dict[int, dist.ProcessGroup] = {}
         pairs = {pair for pair in itertools.pairwise(device_of_stage) if pair[0] != pair[1]}
@@ -168,11 +170,14 @@ class Transfers:
             on_cpu = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
                 self._ranks, self._on_cpu = list(ranks), on_cpu
+                self._groups.append(on_cpu)
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
                 # the groups in one order, and not in the middle of a step.
                 token = torch.zeros(1, device=device)
+                if me in (ranks[source], ranks[destination]):
+                    self._groups.append(group)
                 if me == ranks[source]:
                     self._sent_to[destination] = group
                     dist.send(token, ranks[destination], group=group)
@@ -285,5 +290,9 @@ class Transfers:
         self._departures.finish()
 
     def close(self) -> None:
-        """End what runs beside the engine."""
+        """End what runs beside the engine, and the connections. On all ranks of the job, in the same order."""
         self._departures.close()
+        for group in self._groups:
+            with suppress(ValueError):  # it has ended with all groups, as at the end of a program
+                dist.destroy_process_group(group)
+        self._groups.clear()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +14,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
-from deepspeed_partition.engine.module import set_boundaries
+from deepspeed_partition.engine.module import place_layers
+from deepspeed_partition.engine.stages import allocation_of, owner
+from deepspeed_partition.planner.allocation import Allocation
 
 
 @contextmanager
@@ -44,9 +45,9 @@ class Part:
     """The layers that run it; several where it is tied."""
     spec: LayerSpec | nn.Module
 
-    def stages(self, boundaries: Sequence[int]) -> list[int]:
-        """The stages that hold it, in order."""
-        return sorted({bisect_right(boundaries, layer) - 1 for layer in self.layers})
+    def owners(self, allocation: Allocation) -> list[int]:
+        """The ranks of the pipeline that hold it, in order."""
+        return sorted({owner(allocation, layer) for layer in self.layers})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +98,41 @@ def trainable_parameters(module: PipelineModule) -> list[int]:
     return [counts.get(layer, 0) for layer in range(len(module._layer_specs))]
 
 
-def move_layers(module: PipelineModule, boundaries: Sequence[int]) -> None:
+def move_layers(module: PipelineModule, allocation: Allocation) -> None:
     """Re-cut ``module``: move the layers whose rank changes, with their weights, and rebuild it in place.
 
     Collective over each pipeline; a data-parallel replica moves its own copies. The module keeps its
     process groups, and layers that stay keep their modules and ``Parameter`` objects.
     """
     held = held_modules(module)
-    _exchange(module, held, boundaries)
-    _rebuild(module, held, boundaries)
+    _exchange(module, held, allocation)
+    _rebuild(module, held, allocation)
 
 
-def _exchange(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
-    """Bring ``held`` from the current boundaries to the new ones, one part after the other.
+def _exchange(module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation) -> None:
+    """Bring ``held`` from the current allocation to the new one, one part after the other.
 
     All ranks go through the moves in the same order, so that the blocking transfers cannot deadlock.
     """
-    grid = module.mpu()
-    stage = grid.get_stage_id()
+    grid, current = module.mpu(), allocation_of(module)
+    rank = grid.get_stage_id()
     moves = []
     for part in parts_of(module):
-        before, after = part.stages(module.parts), part.stages(boundaries)
+        before, after = part.owners(current), part.owners(allocation)
         receivers = [destination for destination in after if destination not in before]
-        moves.append((part, before[0], receivers, stage not in after))
-    sent = {part.name: _describe(held[part.name]) for part, source, to, _ in moves if to and source == stage}
+        moves.append((part, before[0], receivers, rank not in after))
+    sent = {part.name: _describe(held[part.name]) for part, source, to, _ in moves if to and source == rank}
     described: dict[str, list[TensorInfo]] = {}
     for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
         described.update(descriptions)
     for part, source, receivers, leaves in moves:
         for destination in receivers:
-            if stage == source:
+            if rank == source:
                 for tensor in _tensors(held[part.name]).values():
                     send_bytes(tensor, grid.stage_to_global(stage_id=destination))
-            elif stage == destination:
-                rank = grid.stage_to_global(stage_id=source)
-                held[part.name] = _receive(part, described[part.name], rank)
+            elif rank == destination:
+                sender = grid.stage_to_global(stage_id=source)
+                held[part.name] = _receive(part, described[part.name], sender)
         if leaves and part.name in held:
             gone = held.pop(part.name)
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
@@ -167,18 +168,19 @@ def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
     return built
 
 
-def _rebuild(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
-    """Give ``module`` the layers of its new range, built by DeepSpeed around the modules in ``held``."""
+def _rebuild(module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation) -> None:
+    """Give ``module`` the layers of its new stages, built by DeepSpeed around the modules in ``held``."""
     for name in [name for name in module._modules if name.isdigit()]:
         delattr(module, name)
-    set_boundaries(module, boundaries)
+    place_layers(module, allocation)
     module.forward_funcs = []
     module.fwd_map = {}
     module.tied_modules = nn.ModuleDict()
     module.tied_weight_attrs = {}
     specs = module._layer_specs
-    for spec in specs[module._local_start : module._local_stop]:
-        if isinstance(spec, TiedLayerSpec) and spec.key not in module.tied_modules:
+    for layer, spec in enumerate(specs):
+        here = owner(allocation, layer) == module.stage_id
+        if here and isinstance(spec, TiedLayerSpec) and spec.key not in module.tied_modules:
             module.tied_modules[spec.key] = held[f"tied_modules.{spec.key}"]
             module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
     # DeepSpeed registers a module that stands in the place of its specification as it is.

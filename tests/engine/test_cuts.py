@@ -6,6 +6,7 @@ import logging
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import deepspeed  # noqa: E402
 import deepspeed.pipe  # noqa: E402
+import plans  # noqa: E402
 
 from deepspeed_partition import Chain, LayerProfile, Platform, engine, make_plan  # noqa: E402
 from deepspeed_partition.engine import checkpoints, environment, parameter_groups  # noqa: E402
@@ -20,10 +22,12 @@ from deepspeed_partition.engine.collectives import portable  # noqa: E402
 from deepspeed_partition.engine.module import (  # noqa: E402
     asks_for_plan,
     check_boundaries,
+    check_every_rank_trains,
     check_method_name,
     check_plan,
     trial_boundaries,
 )
+from deepspeed_partition.planner.allocation import Allocation  # noqa: E402
 from deepspeed_partition.planner.errors import (  # noqa: E402
     InfeasibleError,
     PlanFormatError,
@@ -81,36 +85,47 @@ def test_wrong_boundaries(boundaries, words):
 
 def test_plans_for_others():
     plan = plan_for(8, 2)
-    assert check_plan(plan, num_layers=8, num_stages=2) == plan.boundaries
-    with pytest.raises(PlanMismatchError, match="8 layers and this model has 9"):
-        check_plan(plan, num_layers=9, num_stages=2)
-    with pytest.raises(PlanMismatchError, match="for 2 devices and this pipeline has 4 ranks"):
-        check_plan(plan, num_layers=8, num_stages=4)
-    with pytest.raises(PlanMismatchError, match="uses 2 of its 3 devices"):
-        check_plan(plan_for(8, 3, algorithm=[0, 4, 8]), num_layers=8, num_stages=3)
+    for reason in (None, "somebody says so"):
+        check_plan(plan, num_layers=8, num_ranks=2, one_stage_each=reason)
+        with pytest.raises(PlanMismatchError, match="8 layers and this model has 9"):
+            check_plan(plan, num_layers=9, num_ranks=2, one_stage_each=reason)
+        with pytest.raises(PlanMismatchError, match="for 2 devices and this pipeline has 4 ranks"):
+            check_plan(plan, num_layers=8, num_ranks=4, one_stage_each=reason)
+        with pytest.raises(PlanMismatchError, match="uses 2 of its 3 devices"):
+            check_plan(plan_for(8, 3, algorithm=[0, 4, 8]), num_layers=8, num_ranks=3, one_stage_each=reason)
+        recomputing = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], rematerialize=True)))
+        with pytest.raises(PlanMismatchError, match="recomputes layers of stage 1"):
+            check_plan(recomputing, num_layers=8, num_ranks=2, one_stage_each=reason)
 
 
-def test_a_plan_with_several_stages_on_a_device():
-    data = plan_for(8, 2).to_dict()
-    data["stages"][0]["device"], data["stages"][1]["device"] = 1, 0
-    for operation in data["operations"]:
-        if "device" in operation:
-            operation["device"] = 1 - operation["device"]
-        else:
-            operation["link"].reverse()
-    from deepspeed_partition import Plan
+@pytest.mark.parametrize(("devices", "cuts"), [((1, 0), [0, 4, 8]), ((0, 1, 0), [0, 3, 6, 8])])
+def test_a_plan_with_several_stages_on_a_device_or_out_of_order(devices, cuts):
+    plan = plans.plan_of(plans.chain_of(8), plans.platform_of(2), cuts, devices)
+    check_plan(plan, num_layers=8, num_ranks=2)
+    with pytest.raises(PlanMismatchError, match="DeepSpeed's own schedule runs here, because layers are sliced"):
+        check_plan(plan, num_layers=8, num_ranks=2, one_stage_each="layers are sliced")
 
-    with pytest.raises(PlanMismatchError, match="cannot run"):
-        check_plan(Plan.from_dict(data), num_layers=8, num_stages=2)
+
+def test_every_rank_has_something_to_train():
+    looped = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 2, 4, 8], [0, 1, 0]).allocation
+    check_every_rank_trains(looped, [0, 0, 0, 1, 0, 0, 0, 1])
+    with pytest.raises(ValueError, match="leave rank 1, layers 2 to 4, without trainable"):
+        check_every_rank_trains(looped, [1, 1, 0, 0, 1, 1, 1, 1])
+    with pytest.raises(ValueError, match="leave rank 0, layers 0 to 2, 4 to 8, without trainable"):
+        check_every_rank_trains(looped, [0, 0, 1, 1, 0, 0, 0, 0])
+    with pytest.raises(ValueError, match="leave stage 0, layers 0 to 4, without trainable"):
+        check_every_rank_trains(Allocation.contiguous([0, 4, 8]), [0] * 4 + [1] * 4)
 
 
 def test_a_plan_that_does_not_fit_at_the_depth_of_deepspeed():
     layers = chain([1, 1], [2, 2], stash=[10, 10])
     small, large = (Platform(num_devices=2, memory_bytes=memory, bandwidth=1.0) for memory in (10, 20))
+    tight = make_plan(layers, small, [0, 1, 2], num_micro_batches=4)
+    check_plan(tight, num_layers=2, num_ranks=2)
     with pytest.raises(PlanMismatchError, match="fits into 10 B per device with fewer micro-batches in flight"):
-        check_plan(make_plan(layers, small, [0, 1, 2], num_micro_batches=4), num_layers=2, num_stages=2)
-    plan = make_plan(layers, large, [0, 1, 2], num_micro_batches=4)
-    assert check_plan(plan, num_layers=2, num_stages=2) == [0, 1, 2]
+        check_plan(tight, num_layers=2, num_ranks=2, one_stage_each="layers are sliced")
+    roomy = make_plan(layers, large, [0, 1, 2], num_micro_batches=4)
+    check_plan(roomy, num_layers=2, num_ranks=2, one_stage_each="layers are sliced")
 
 
 @pytest.mark.parametrize("name", ["madpipe", None, "uniform", "Parameters", "type:Block"])
@@ -208,6 +223,11 @@ def test_cuts_of_checkpoints(tmp_path):
     plan = plan_for(8, 2)
     checkpoints.save_cut(tmp_path, plan.boundaries, plan)
     assert checkpoints.read_cut(tmp_path) == checkpoints.SavedCut(plan.boundaries, plan)
+    looped = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 2, 4, 8], [0, 1, 0])
+    checkpoints.save_cut(tmp_path, looped.boundaries, looped)
+    found = checkpoints.read_cut(tmp_path)
+    assert found.plan == looped and found.num_ranks == 2
+    assert [stage.device for stage in found.allocation.stages] == [0, 1, 0]
     for damaged in ("", "[]", '{"format": "madpipe-boundaries/2", "boundaries": [0, 1]}'):
         (tmp_path / checkpoints.FILE_NAME).write_text(damaged)
         with pytest.raises(PlanFormatError, match=checkpoints.FILE_NAME):

@@ -97,6 +97,25 @@ def assert_same(actual: Any, expected: Any, path: str = "", tolerance: float = 1
         assert actual == expected, path
 
 
+@pytest.mark.parametrize("case", ["several_stages", "several_stages_in_all_forms"])
+def test_several_stages_on_a_rank_train_like_one_process(two: Records, case: str) -> None:
+    record, reference = two.of(case), two.reference[case]
+    for found, expected in zip(record["records"], reference["records"], strict=True):
+        assert_same(found, expected)
+
+
+def test_a_resumed_run_of_several_stages_on_a_rank_is_the_uninterrupted_one(two: Records) -> None:
+    both = zip(two.of("several_stages_resumed")["records"], two.reference["several_stages_resumed"]["records"])
+    for record, reference in both:
+        check_resumed(record, reference)
+
+
+def test_the_map_of_a_checkpoint_is_taken_over(two: Records) -> None:
+    record = two.of("adopted")
+    assert record["devices"] == [0, 1, 0]
+    assert_same(record["adopted"], record["same"])
+
+
 # Each record holds every step's number and loss, every step's rates, the metrics at the end, the numbers of
 # steps and epochs, and how often hooks were called.
 
@@ -228,7 +247,7 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("fp16", "needs a device that DeepSpeed trains on in fp16"),
         ("stages", "num_stages=3 does not divide the 2 processes"),
         ("no tensors", "holds no tensor whose dimension 0 counts its samples"),
-        ("data", "stages 0 and 1 of a pipeline read different batches"),
+        ("data", "ranks 0 and 1 of a pipeline read different batches"),
         ("memory", "InfeasibleError"),
     ],
 )

@@ -1,0 +1,188 @@
+"""An engine whose layers can change their ranks, while the user's objects stay the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from deepspeed_partition.engine.any_plan import AnyPlanEngine
+from deepspeed_partition.engine.module import check_every_rank_trains
+from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
+from deepspeed_partition.engine.repairs import let_stages_differ, prefer_torch_adam
+from deepspeed_partition.engine.stages import allocation_of
+from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
+from deepspeed_partition.planner.allocation import Allocation
+
+OUTLIVES_A_MOVE = (
+    "batch_fn", "client_lr_scheduler", "client_optimizer", "data_iterator", "dynamic_shape", "has_attention_mask",
+    "micro_batches", "monitor", "training_data", "training_dataloader",
+)  # fmt: skip
+"""Attributes that DeepSpeed's ``__init__`` sets and that a user, or a batch already read, may have changed."""
+
+
+class MovingEngine(AnyPlanEngine):
+    """Moves layers before the first optimizer step.
+
+    The module, this engine, its optimizer and its scheduler stay the same objects; optimizer groups and their
+    settings stay.
+    """
+
+    # DeepSpeed's, without types there.
+    basic_optimizer: Any
+    data_iterator: Any
+    lr_scheduler: Any
+    optimizer: Any
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._groups: ParameterGroups | None = None
+        self._every_group: EveryGroup | None = None
+        self._users_scheduler: Any = kwargs.get("lr_scheduler")
+        self._compile_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        given_anew = ("model", "optimizer", "lr_scheduler", "model_parameters", "training_data")
+        self._init_arguments = {key: value for key, value in kwargs.items() if key not in given_anew}
+        super().__init__(**kwargs)
+
+    def move_to(self, allocation: Allocation) -> None:
+        """Move the layers, and start the engine again on the same objects. Collective.
+
+        Raises:
+            ValueError: a rank would be left without trainable parameters; nothing has moved.
+        """
+        if self.basic_optimizer is not None:
+            check_every_rank_trains(allocation, trainable_parameters(self.module))
+        optimizer, groups, scheduler = self.optimizer, self._groups, None
+        with preserved_random_state():
+            if groups is not None:
+                groups.gather(self.basic_optimizer, self.grid.get_pipe_parallel_group())
+                groups_before = list(self.basic_optimizer.param_groups)
+            self._release_parameters()
+            move_layers(self.module, allocation)
+            if groups is not None:
+                groups.assign(self.basic_optimizer, self.module)
+                wrapped = optimizer is not self.basic_optimizer
+                scheduler = self._scheduler_to_keep(groups_before, groups.live(wrapped=wrapped))
+            self._start_again(scheduler)
+        self.optimizer = _one_object(optimizer, self.optimizer)
+
+    def _release_parameters(self) -> None:
+        """Take DeepSpeed's hooks and flat buffers off the parameters."""
+        self.destroy()
+        self.module_forward_pre_hook.remove()
+        self.module_forward_post_hook.remove()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            # A view of a flat buffer keeps all of it alive.
+            parameter.data = parameter.data.clone()
+        if self.optimizer is not self.basic_optimizer:
+            vars(self.optimizer).clear()
+
+    def _scheduler_to_keep(self, groups_before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
+        """The scheduler that goes on; None where DeepSpeed must make one anew.
+
+        A scheduler that DeepSpeed made knows the groups that this rank's optimizer had, by their order.
+        """
+        made_by_user = self.lr_scheduler is self.client_lr_scheduler
+        if made_by_user or [id(group) for group in groups] == [id(group) for group in groups_before]:
+            return self.lr_scheduler
+        for group in groups:  # schedulers multiply the rate that they find
+            group["lr"] = group.get("initial_lr", group["lr"])
+        return None
+
+    def _start_again(self, scheduler: Any) -> None:
+        """DeepSpeed's ``__init__`` on this object, around the moved layers."""
+        kept = {name: getattr(self, name) for name in OUTLIVES_A_MOVE}
+        old_scheduler = self.lr_scheduler
+        collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
+        with self._monitors_opened_once():
+            super().__init__(
+                model=self.module,
+                optimizer=self.basic_optimizer,
+                model_parameters=list(self.module.parameters()),
+                lr_scheduler=self.client_lr_scheduler if scheduler is None else scheduler,
+                training_data=None,
+                **self._init_arguments,
+            )
+        self.__dict__.update(kept)
+        self.lr_scheduler = _one_object(old_scheduler, self.lr_scheduler)
+        if collects_garbage_late:
+            self._configure_python_gc()
+        if self._compile_arguments is not None:
+            args, kwargs = self._compile_arguments
+            super().compile(*args, **kwargs)
+
+    @contextmanager
+    def _monitors_opened_once(self) -> Iterator[None]:
+        """TensorBoard and the others stay open; started again, DeepSpeed would open a second one of each."""
+        config, monitors = self._config, self._config.monitor_config
+        config.monitor_config = type(monitors)()
+        try:
+            yield
+        finally:
+            config.monitor_config = monitors
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **kwargs)
+        self._compile_arguments = (args, kwargs)
+
+    def _configure_basic_optimizer(self, model_parameters):
+        if (self.owns_cut or self._config.pipeline.get("partition_method")) and not self.zero_use_cpu_optimizer():
+            prefer_torch_adam(self._config)
+        optimizer = super()._configure_basic_optimizer(model_parameters)
+        self._groups = ParameterGroups(optimizer, self.module)
+        return optimizer
+
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        if self.owns_cut:
+            check_every_rank_trains(allocation_of(self.module), trainable_parameters(self.module))
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            self._groups = ParameterGroups(client_optimizer, self.module)
+        elif client_optimizer is not None:
+            make_optimizer = client_optimizer
+
+            def client_optimizer(parameters):
+                optimizer = make_optimizer(parameters)
+                self._groups = ParameterGroups(optimizer, self.module)
+                return optimizer
+
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
+        if self.owns_cut and self._groups is not None and self.optimizer is self.basic_optimizer:
+            # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
+            # them, schedulers see the same groups on every rank.
+            self.basic_optimizer.param_groups[:] = self._groups.groups
+        if self._groups is not None:
+            if self._every_group is None:
+                self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
+            else:
+                self._every_group.follow(self._groups.groups)
+
+    def _configure_lr_scheduler(self):
+        super()._configure_lr_scheduler()
+        dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
+        # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
+        if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
+            self.show_every_group(self._users_scheduler)
+
+    def show_every_group(self, scheduler: Any) -> None:
+        """Let ``scheduler``, which the user made for all groups of the optimizer, have all of them.
+
+        Those without parameters on this rank are dropped by DeepSpeed's wrapping optimizers.
+        """
+        wrapped = self.optimizer is not self.basic_optimizer
+        if self._every_group is not None and wrapped and scheduler.optimizer is self.basic_optimizer:
+            self._every_group.show_to(scheduler)
+
+
+def _one_object(old: Any, new: Any) -> Any:
+    """Let ``old``, which the user holds, be ``new``, which DeepSpeed made in its place and refers to.
+
+    Both names then share one state.
+    """
+    if type(old) is not type(new) or old is new or old is None:
+        return new
+    old.__dict__ = new.__dict__
+    return old

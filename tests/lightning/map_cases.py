@@ -1,0 +1,90 @@
+"""Cases: plans with several stages on a rank, from files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning_cases as cases
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+import plans  # noqa: E402
+
+MAPS = {"0-1-0": ((0, 1, 0), [0, 3, 6, 8]), "0-1-1-0": ((0, 1, 1, 0), [0, 2, 4, 5, 8])}
+NUM_MICRO_BATCHES = 4
+
+
+def plan_file(host: cases.Host, name: str) -> str:
+    """The first and the last stage are on rank 0: it takes the inputs, and runs the whole steps."""
+    devices, cuts = MAPS[name]
+    orders = plans.depth_first(devices, NUM_MICRO_BATCHES, 2)
+    plan = plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(2), cuts, devices, orders=orders)
+    path = host.folder / f"{name}.json"
+    plan.save(path)  # alike on all ranks
+    return str(path)
+
+
+def strategies(host: cases.Host) -> list[dict[str, Any]]:
+    return [{"plan": plan_file(host, name)} for name in MAPS]
+
+
+def several_stages(host: cases.Host) -> dict[str, Any]:
+    """Losses, logs, rates, hooks, the best checkpoint."""
+    records = []
+    for index, strategy in enumerate(strategies(host)):
+        checkpoint = ModelCheckpoint(host.folder / f"several{index}", monitor="loss", filename="{epoch}")
+        record = cases.fit(host, cases.Classifier, cases.loader(54), callbacks=[checkpoint], strategy=strategy)
+        records.append({**record, "best": Path(checkpoint.best_model_path).name})
+    return {"records": records}
+
+
+def several_stages_in_all_forms(host: cases.Host) -> dict[str, Any]:
+    """ZeRO-1, clipped, accumulated, logged, predicted."""
+    records = []
+    for strategy in strategies(host):
+        arguments = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
+        record = cases.fit(host, cases.Logger, cases.loader(54), strategy={**strategy, "stage": 1}, **arguments)
+        module = cases.seeded(Predicting)
+        predicted = host.trainer(strategy=strategy).predict(module, cases.loader(21, seed=3))
+        records.append({**record, "predicted": [batch.tolist() for batch in predicted]})
+    return {"records": [{**record, "num_hook_calls": None} for record in records]}
+
+
+class Predicting(cases.Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+def several_stages_resumed(host: cases.Host) -> dict[str, Any]:
+    return {"records": [cases.resumed(host, strategy=strategy) for strategy in strategies(host)]}
+
+
+SAME_AS_SINGLE: list[Callable[[cases.Host], dict[str, Any]]] = [
+    several_stages, several_stages_in_all_forms, several_stages_resumed,
+]  # fmt: skip
+
+
+def adopted(host: cases.Host) -> dict[str, Any]:
+    """A run that plans by itself takes the map of a checkpoint over, and the device of the loss with it."""
+    strategy = {"plan": plan_file(host, "0-1-0")}
+    root = host.folder / "adopted"
+    cases.fit(
+        host, cases.Classifier, cases.loader(54), max_epochs=1,
+        callbacks=[ModelCheckpoint(root, save_last=True)], strategy=strategy,
+    )  # fmt: skip
+    rows = []
+    for settings in (strategy, {}):
+        module, recorder = cases.seeded(seed=99), cases.Recorder()
+        trainer = host.trainer(recorder, strategy=settings)
+        trainer.fit(module, cases.loader(54), ckpt_path=str(root / "last.ckpt"))
+        rows.append(recorder.rows)
+        devices = trainer.strategy.pipeline.device_of_stage
+    return {"same": rows[0], "adopted": rows[1], "devices": devices}
+
+
+ONLY_PIPELINE = [adopted]
