@@ -10,8 +10,8 @@ where it is used (or sent). Stages on one rank therefore hand over by leaving it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -24,9 +24,11 @@ from deepspeed_partition.engine import checkpoints, lowering
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.engine import MadPipeEngine, initialize_with
-from deepspeed_partition.engine.lowering import Compute, Message, Program
+from deepspeed_partition.engine.environment import check_writable
+from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
+from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transfers import Shapes, Transfers
 from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -67,6 +69,10 @@ class AnyPlanEngine(MadPipeEngine):
         self._read_now: Any = None
         pipelines = [[int(rank) for rank in ranks] for ranks in self.grid.pipe_groups]
         self._transfers = self.transfers_class(pipelines, self.module.device_of_stage, self.device)
+        self._recorder: Recorder | None = None
+        if (path := self.options.save_timeline) is not None:
+            from_rank_0(lambda: check_writable(path, "save_timeline"))
+            self._recorder = Recorder(path, self.device)
         self._lowered = functools.lru_cache(maxsize=16)(self._lower)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -90,6 +96,8 @@ class AnyPlanEngine(MadPipeEngine):
         super().destroy()
         if hasattr(self, "_transfers"):
             self._transfers.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     # Who this rank is
 
@@ -133,22 +141,33 @@ class AnyPlanEngine(MadPipeEngine):
     def _exec_schedule(self, program: Program) -> None:
         self._begin_batch()
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        for instruction in program.lists[self.stage_id]:
-            if isinstance(instruction, Compute):
-                run = self._run_forward if instruction.kind == "F" else self._run_backward
-                with self._as_stage(instruction.stage):
-                    run(instruction)
-            elif instruction.kind == "S":
-                self._transfers.send(instruction.message, instruction.peer, self._between.pop(instruction.message))
-            elif instruction.kind == "R":
-                self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
-            else:
-                self._between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
-        self._transfers.finish()
+        with self._recorded() as execute:
+            for instruction in program.lists[self.stage_id]:
+                execute(instruction)
+            self._transfers.finish()
         if torch.is_grad_enabled():
             self._exec_reduce_tied_grads()
             self._exec_reduce_grads()
             self._exec_optimizer_step()
+
+    def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
+        """What runs an instruction: where a timeline is asked for, it is recorded in training."""
+        recorder = self._recorder
+        if recorder is None or not recorder.wants_more or not torch.is_grad_enabled():
+            return nullcontext(self._execute)
+        return recorder.step(self.module.madpipe_cut.plan, self._transfers, self._execute)
+
+    def _execute(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Compute):
+            run = self._run_forward if instruction.kind == "F" else self._run_backward
+            with self._as_stage(instruction.stage):
+                run(instruction)
+        elif instruction.kind == "S":
+            self._transfers.send(instruction.message, instruction.peer, self._between.pop(instruction.message))
+        elif instruction.kind == "R":
+            self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
+        else:
+            self._between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
 
     def _begin_batch(self) -> None:
         """All ranks of a pipeline begin, or none: only the first and the last stage know whether there is data."""

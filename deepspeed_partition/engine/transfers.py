@@ -210,6 +210,14 @@ class Transfers:
         device: of the tensors.
     """
 
+    watch: Callable[[Message, int, list[Any]], list[Any]] | None = None
+    """Told of every receive that is posted: the message, its sender, what to wait for; returns what to wait for
+    instead."""
+    ranks: list[int]
+    """The global ranks of this pipeline, by device."""
+    cpu_group: dist.ProcessGroup
+    """Theirs, on the CPU."""
+
     def __init__(
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
     ) -> None:
@@ -222,7 +230,7 @@ class Transfers:
         for ranks in pipelines:
             on_cpu = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
-                self._ranks, self._on_cpu = list(ranks), on_cpu
+                self.ranks, self.cpu_group = list(ranks), on_cpu
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
@@ -252,7 +260,7 @@ class Transfers:
     def agree(self, holds: bool) -> bool:
         """Whether it holds on every rank of the pipeline."""
         vote = torch.tensor(int(holds))  # on the CPU: a GPU need not be waited for
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._on_cpu)
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return bool(vote)
 
     def start(self, *, told_each_time: bool) -> None:
@@ -277,10 +285,10 @@ class Transfers:
                 self._departures.add(self._start_sending(contiguous, peer), contiguous)
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.isend(tensor, self._ranks[peer], group=self._sent_to[peer])
+        return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
 
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.irecv(tensor, self._ranks[peer], group=self._received_from[peer])
+        return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
     def _tell(self, message: Message, peer: int, shapes: Shapes) -> None:
         known = self._shapes_sent.get(message.channel)
@@ -294,7 +302,7 @@ class Transfers:
             return
         self._shapes_sent[message.channel] = shapes
         header = shapes.header()
-        work = dist.isend(header, self._ranks[peer], group=self._on_cpu, tag=message.cut)
+        work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
         self._departures.add(work, header)
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
@@ -307,13 +315,14 @@ class Transfers:
         if message.direction == "F" and (self._told_each_time or message.channel not in self._headers_posted):
             self._headers_posted.add(message.channel)
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-            work = dist.irecv(header, self._ranks[peer], group=self._on_cpu, tag=message.cut)
+            work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
             expected = header, work
         self._lines[peer].post(message, expected)
 
-    def _start_message(self, peer: int, _: Message, shapes: Shapes) -> Posted:
+    def _start_message(self, peer: int, message: Message, shapes: Shapes) -> Posted:
         boundary = shapes.empty(self._device)
-        return boundary, [self._start_receiving(each, peer) for each in tensors_of(boundary) if each.numel()]
+        works = [self._start_receiving(each, peer) for each in tensors_of(boundary) if each.numel()]
+        return boundary, works if self.watch is None else self.watch(message, peer, works)
 
     def take(self, message: Message, peer: int) -> Boundary:
         """Wait for a message that was posted."""
