@@ -26,7 +26,7 @@ from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.engine import MadPipeEngine, initialize_with
 from deepspeed_partition.engine.environment import check_writable
 from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
-from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, tensors_of
+from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
 from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transfers import Shapes, Transfers
@@ -203,11 +203,15 @@ class AnyPlanEngine(MadPipeEngine):
             raise self._data_ended() from None
         PipelineEngine._exec_load_micro_batch(self, slot)
         self._read_now = None
-        if self.is_first_stage() and not self.dynamic_shape:
-            self._check_shapes(self.pipe_buffers["inputs"][slot])
+        if self.is_first_stage():
+            if not self.dynamic_shape:
+                self._check_shapes(self.pipe_buffers["inputs"][slot])
+            self.pipe_buffers["inputs"][slot] = Loaded(self.pipe_buffers["inputs"][slot])
         ends = {0, len(self.module.device_of_stage) - 1}.intersection(self.module.own_stages)
         if self._active == max(ends):  # the last one here to ask for it
             del self._micro_batches[number]
+        else:  # for which the inputs need not be kept
+            self._micro_batches[number] = None, self._micro_batches[number][1]
 
     # One instruction
 

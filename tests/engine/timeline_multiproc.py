@@ -14,6 +14,7 @@ import torch.distributed as dist
 from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
 from harness import run_cases
+from memory_cases import no_more_bytes_than_planned
 from pipelines import mlp
 from running import NUM_MICRO_BATCHES, batches, mine, raised, train
 from torch import nn
@@ -145,7 +146,12 @@ def a_timeline_that_cannot_be_written(folder: Path) -> None:
     train(engine, batches(2))
 
 
-CASES = [the_timeline_is_what_ran, who_does_not_ask_pays_nothing, a_timeline_that_cannot_be_written]
+CASES = [
+    the_timeline_is_what_ran,
+    who_does_not_ask_pays_nothing,
+    a_timeline_that_cannot_be_written,
+    no_more_bytes_than_planned,
+]
 NAMES = [case.__name__ for case in CASES]
 
 if __name__ == "__main__":
