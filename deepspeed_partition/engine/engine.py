@@ -38,6 +38,7 @@ from deepspeed_partition.engine.repairs import (
     prefer_torch_adam,
     warn_of_clipping,
 )
+from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -45,17 +46,22 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
 OUTLIVES_A_RECUT = (
-    "batch_fn", "client_lr_scheduler", "client_optimizer", "data_iterator", "dynamic_shape", "has_attention_mask",
-    "micro_batches", "monitor", "training_data", "training_dataloader",
+    "agg_additional_losses", "agg_train_loss", "batch_fn", "batch_timer", "client_lr_scheduler", "client_optimizer",
+    "curriculum_scheduler_legacy", "data_iterator", "dynamic_shape", "global_samples", "global_steps",
+    "has_attention_mask", "log_batch_step_id", "losses", "micro_batches", "micro_steps", "monitor",
+    "pipeline_enable_backward_allreduce", "progressive_layer_drop", "random_ltd_scheduler", "skipped_steps", "timers",
+    "torch_autocast_z0_gradscaler", "total_loss", "tput_timer", "training", "training_data", "training_dataloader",
+    "_global_grad_norm",
 )  # fmt: skip
-"""Attributes that DeepSpeed's ``__init__`` sets and that a user, or a batch already read, may have changed."""
+"""Attributes that DeepSpeed's ``__init__`` sets anew (not all of them in each version, or configuration)."""
 
 
 class MadPipeEngine(AnyBoundaryEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
 
     Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
-    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step.
+    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step;
+    :meth:`recut` moves them between any two steps.
     A module that DeepSpeed cut is trained as DeepSpeed does. Made by :func:`initialize`, or by DeepSpeed's own
     ``initialize`` after :func:`install`.
 
@@ -86,7 +92,7 @@ class MadPipeEngine(AnyBoundaryEngine):
         self._peeked: Iterator[Any] | None = None
         self._users_scheduler: Any = kwargs.get("lr_scheduler")
         self._compile_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._waits_for_plan = False
+        self._waits_for_plan = self._in_step = False
         super().__init__(**kwargs)
         given_anew = ("model", "optimizer", "lr_scheduler", "model_parameters", "training_data")
         self._init_arguments = {key: value for key, value in kwargs.items() if key not in given_anew}
@@ -138,10 +144,11 @@ class MadPipeEngine(AnyBoundaryEngine):
             )
 
     def recut(self, plan: Plan | str | os.PathLike[str] | Sequence[int]) -> None:
-        """Move the layers to the stages of ``plan``, before the first optimizer step. Collective.
+        """Move the layers to the stages of ``plan``, between two steps; training goes on as without. Collective.
 
-        Layers whose rank changes move with their weights and buffers, values unchanged. The module, this engine,
-        its optimizer and its scheduler stay the same objects; optimizer groups and their settings stay.
+        Layers whose rank changes move with their weights, buffers and optimizer states, values unchanged. The
+        module, this engine, its optimizer and its scheduler stay the same objects, with their settings and counts.
+        ``Parameter`` objects of layers that move are new, so hooks on them must be registered again.
 
         Args:
             plan: a plan, the path of one, or boundaries such as ``[0, 3, 8]``.
@@ -150,7 +157,7 @@ class MadPipeEngine(AnyBoundaryEngine):
             PlanMismatchError: a plan for another model or another number of ranks.
             ValueError: boundaries that do not fit the layers and the ranks, or leave a stage without trainable
                 parameters.
-            RuntimeError: an optimizer step was made.
+            RuntimeError: within a step; or an optimizer whose state cannot be told apart by parameters.
         """
         num_layers, num_stages = self.module._num_layers, self.num_stages
         if isinstance(plan, Plan | str | os.PathLike):
@@ -160,12 +167,8 @@ class MadPipeEngine(AnyBoundaryEngine):
         else:
             boundaries = check_boundaries(plan, num_layers, num_stages)
             cut = Cut("boundaries")
-        if self.global_steps:
-            raise RuntimeError(
-                f"the engine has made {self.global_steps} optimizer steps on the cut {self.module.parts}, and "
-                "this version moves layers only before the first one: build a new engine to train on "
-                f"{boundaries}"
-            )
+        if self._in_step:
+            raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
         if boundaries != self.module.parts:
             self._check_every_stage_trains(boundaries)
             self._move_to(boundaries)
@@ -188,38 +191,53 @@ class MadPipeEngine(AnyBoundaryEngine):
     def _move_to(self, boundaries: list[int]) -> None:
         """Move the layers, and start the engine again on the same objects."""
         optimizer, groups, scheduler = self.optimizer, self._groups, None
+        training_state: TrainingState | None = None
         with preserved_random_state():
-            if groups is not None:
-                groups.gather(self.basic_optimizer, self.grid.get_pipe_parallel_group())
-                groups_before = list(self.basic_optimizer.param_groups)
+            if groups is not None and self._every_group is not None:
+                num_groups = len(self._every_group.param_groups)
+                groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
+                training_state = TrainingState(optimizer, self.module, groups.place_of())
+                scheduler = self._scheduler_to_keep(num_groups)
             self._release_parameters()
-            move_layers(self.module, boundaries)
+            if training_state is not None:
+                training_state.take_out()
+            move_layers(self.module, boundaries, training_state)
             if groups is not None:
                 groups.assign(self.basic_optimizer, self.module)
-                wrapped = optimizer is not self.basic_optimizer
-                scheduler = self._scheduler_to_keep(groups_before, groups.live(wrapped=wrapped))
             self._start_again(scheduler)
-        self.optimizer = _one_object(optimizer, self.optimizer)
+            self.optimizer = _one_object(optimizer, self.optimizer)
+            if training_state is not None:
+                training_state.lay_into(self.optimizer, self.module)
 
     def _release_parameters(self) -> None:
-        """Take DeepSpeed's hooks and flat buffers off the parameters."""
+        """Take DeepSpeed's hooks and flat buffers off the parameters, and every other reference to them."""
         self.destroy()
         self.module_forward_pre_hook.remove()
         self.module_forward_post_hook.remove()
-        for parameter in self.module.parameters():
-            parameter.grad = None
-            # A view of a flat buffer keeps all of it alive.
-            parameter.data = parameter.data.clone()
+        self.param_names.clear()
         if self.optimizer is not self.basic_optimizer:
             vars(self.optimizer).clear()
+        if self.basic_optimizer is not None:
+            self.basic_optimizer.state.clear()
+            for group in self.basic_optimizer.param_groups:
+                group["params"] = []
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            if hasattr(parameter, "_hp_grad"):  # the bf16 optimizer's, a view of a flat buffer like the next
+                del parameter._hp_grad
+            # A view of a flat buffer keeps all of it alive.
+            parameter.data = parameter.data.clone()
 
-    def _scheduler_to_keep(self, groups_before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
-        """The scheduler that goes on; None where DeepSpeed must make one anew.
+    def _scheduler_to_keep(self, num_groups_before: int) -> Any:
+        """The scheduler that goes on; None where DeepSpeed must make one anew, which happens before the first step.
 
-        A scheduler that DeepSpeed made knows the groups that this rank's optimizer had, by their order.
+        A scheduler that DeepSpeed made before this engine owned the cut knows the groups of its rank alone.
         """
+        assert self._groups is not None
+        groups, wrapped = self._groups.groups, self.optimizer is not self.basic_optimizer
+        knows_all = not wrapped or getattr(self.lr_scheduler, "optimizer", None) is self._every_group
         made_by_user = self.lr_scheduler is self.client_lr_scheduler
-        if made_by_user or [id(group) for group in groups] == [id(group) for group in groups_before]:
+        if made_by_user or (knows_all and len(groups) == num_groups_before):
             return self.lr_scheduler
         for group in groups:  # schedulers multiply the rate that they find
             group["lr"] = group.get("initial_lr", group["lr"])
@@ -227,7 +245,7 @@ class MadPipeEngine(AnyBoundaryEngine):
 
     def _start_again(self, scheduler: Any) -> None:
         """DeepSpeed's ``__init__`` on this object, around the moved layers."""
-        kept = {name: getattr(self, name) for name in OUTLIVES_A_RECUT}
+        kept = {name: vars(self)[name] for name in OUTLIVES_A_RECUT if name in vars(self)}
         old_scheduler = self.lr_scheduler
         collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
         with self._monitors_opened_once():
@@ -281,18 +299,33 @@ class MadPipeEngine(AnyBoundaryEngine):
 
         super()._configure_optimizer(client_optimizer, model_parameters)
         let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
-        if self.owns_cut and self._groups is not None and self.optimizer is self.basic_optimizer:
+        if self._groups is None:
+            return
+        if self._every_group is None:
+            self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
+            if self.owns_cut and self._makes_scheduler():
+                # It is made for the groups of all stages, so that it can go on when layers move.
+                self._groups.gather(self._every_group, self.mpu.get_pipe_parallel_group())
+        if self.owns_cut and self.optimizer is self.basic_optimizer:
             # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
             # them, schedulers see the same groups on every rank.
             self.basic_optimizer.param_groups[:] = self._groups.groups
-        if self._groups is not None:
-            if self._every_group is None:
-                self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
-            else:
-                self._every_group.follow(self._groups.groups)
+        self._every_group.follow(self._groups.groups)
+
+    def _makes_scheduler(self) -> bool:
+        """Whether DeepSpeed makes the scheduler; otherwise it is the user's, or there is none."""
+        if self.client_lr_scheduler:
+            return callable(self.client_lr_scheduler)
+        return self.scheduler_name() is not None
 
     def _configure_lr_scheduler(self):
-        super()._configure_lr_scheduler()
+        optimizer, basic_optimizer = self.optimizer, self.basic_optimizer
+        if self.owns_cut and self._every_group is not None and optimizer is not basic_optimizer:
+            self.optimizer = self.basic_optimizer = self._every_group
+        try:
+            super()._configure_lr_scheduler()
+        finally:
+            self.optimizer, self.basic_optimizer = optimizer, basic_optimizer
         dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
         # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
         if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
@@ -323,11 +356,14 @@ class MadPipeEngine(AnyBoundaryEngine):
             data_iter = None  # the engine's own begins with the micro-batch that was measured
         self._peeked = None
         self.reset_activation_shape()
+        self._in_step = True
         try:
             return super().train_batch(data_iter)
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
             raise
+        finally:
+            self._in_step = False
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         self.reset_activation_shape()
@@ -413,7 +449,6 @@ class MadPipeEngine(AnyBoundaryEngine):
 
         Raises:
             PlanMismatchError: a checkpoint of another number of stages or layers.
-            RuntimeError: a checkpoint of another cut, after an optimizer step.
             PlanFormatError: the file of its cut is damaged.
         """
         arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.module import set_boundaries
+from deepspeed_partition.engine.training_state import TrainingState
 
 
 @contextmanager
@@ -97,18 +98,27 @@ def trainable_parameters(module: PipelineModule) -> list[int]:
     return [counts.get(layer, 0) for layer in range(len(module._layer_specs))]
 
 
-def move_layers(module: PipelineModule, boundaries: Sequence[int]) -> None:
+def move_layers(
+    module: PipelineModule, boundaries: Sequence[int], training_state: TrainingState | None = None
+) -> None:
     """Re-cut ``module``: move the layers whose rank changes, with their weights, and rebuild it in place.
 
     Collective over each pipeline; a data-parallel replica moves its own copies. The module keeps its
-    process groups, and layers that stay keep their modules and ``Parameter`` objects.
+    process groups, and layers that stay keep their modules and ``Parameter`` objects. What the optimizer keeps for
+    their parameters, in ``training_state``, goes with them. A rank lets go of each layer when it has sent it.
     """
     held = held_modules(module)
-    _exchange(module, held, boundaries)
+    _let_go(module)
+    _exchange(module, held, boundaries, training_state)
     _rebuild(module, held, boundaries)
 
 
-def _exchange(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
+def _exchange(
+    module: PipelineModule,
+    held: dict[str, nn.Module],
+    boundaries: Sequence[int],
+    training_state: TrainingState | None,
+) -> None:
     """Bring ``held`` from the current boundaries to the new ones, one part after the other.
 
     All ranks go through the moves in the same order, so that the blocking transfers cannot deadlock.
@@ -129,10 +139,16 @@ def _exchange(module: PipelineModule, held: dict[str, nn.Module], boundaries: Se
             if stage == source:
                 for tensor in _tensors(held[part.name]).values():
                     send_bytes(tensor, grid.stage_to_global(stage_id=destination))
+                if training_state is not None:
+                    training_state.send(part.name, grid.stage_to_global(stage_id=destination))
             elif stage == destination:
                 rank = grid.stage_to_global(stage_id=source)
                 held[part.name] = _receive(part, described[part.name], rank)
+                if training_state is not None:
+                    training_state.receive(part.name, source, rank)
         if leaves and part.name in held:
+            if training_state is not None:
+                training_state.drop(part.name)
             gone = held.pop(part.name)
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
                 gone.to("cpu")
@@ -167,15 +183,20 @@ def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
     return built
 
 
-def _rebuild(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
-    """Give ``module`` the layers of its new range, built by DeepSpeed around the modules in ``held``."""
+def _let_go(module: PipelineModule) -> None:
+    """Take every layer out of ``module``, so that one that leaves this rank is freed."""
     for name in [name for name in module._modules if name.isdigit()]:
         delattr(module, name)
-    set_boundaries(module, boundaries)
     module.forward_funcs = []
     module.fwd_map = {}
     module.tied_modules = nn.ModuleDict()
     module.tied_weight_attrs = {}
+    module.tied_comms = {}
+
+
+def _rebuild(module: PipelineModule, held: dict[str, nn.Module], boundaries: Sequence[int]) -> None:
+    """Give ``module`` the layers of its new range, built by DeepSpeed around the modules in ``held``."""
+    set_boundaries(module, boundaries)
     specs = module._layer_specs
     for spec in specs[module._local_start : module._local_stop]:
         if isinstance(spec, TiedLayerSpec) and spec.key not in module.tied_modules:
