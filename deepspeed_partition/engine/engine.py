@@ -46,7 +46,8 @@ class MadPipeEngine(MovingEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
 
     Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
-    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step.
+    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step;
+    :meth:`recut` moves them between any two steps.
     Cuts that are MadPipe's, or given as a plan or boundaries, run as lists of instructions wherever that is
     possible (``runs_lists``). A module that DeepSpeed cut is trained as DeepSpeed does. Made by
     :func:`initialize`, or by DeepSpeed's own ``initialize`` after :func:`install`.
@@ -68,7 +69,7 @@ class MadPipeEngine(MovingEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._peeked: Iterator[Any] | None = None
-        self._waits_for_plan = False
+        self._waits_for_plan = self._in_step = False
         super().__init__(**kwargs)
         self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         if (path := self.options.save_timeline) is not None:
@@ -144,10 +145,11 @@ class MadPipeEngine(MovingEngine):
             program_of(plan, self.num_stages, self.micro_batches, trains=True)
 
     def recut(self, plan: Plan | str | os.PathLike[str] | Sequence[int]) -> None:
-        """Move the layers to the stages of ``plan``, before the first optimizer step. Collective.
+        """Move the layers to the stages of ``plan``, between two steps; training goes on as without. Collective.
 
-        Layers whose rank changes move with their weights and buffers, values unchanged. The module, this engine,
-        its optimizer and its scheduler stay the same objects; optimizer groups and their settings stay.
+        Layers whose rank changes move with their weights, buffers and optimizer states, values unchanged. The
+        module, this engine, its optimizer and its scheduler stay the same objects, with their settings and counts.
+        ``Parameter`` objects of layers that move are new, so hooks on them must be registered again.
 
         Args:
             plan: a plan, the path of one, or boundaries such as ``[0, 3, 8]``.
@@ -158,7 +160,7 @@ class MadPipeEngine(MovingEngine):
             LoweringError: a plan whose order cannot be run.
             ValueError: boundaries that do not fit the layers and the ranks, or leave a rank without trainable
                 parameters.
-            RuntimeError: an optimizer step was made.
+            RuntimeError: within a step; or an optimizer whose state cannot be told apart by parameters.
         """
         if isinstance(plan, Plan | str | os.PathLike):
             plan = load_plan(plan)
@@ -167,12 +169,8 @@ class MadPipeEngine(MovingEngine):
         else:
             boundaries = check_boundaries(plan, self.module._num_layers, self.num_stages)
             cut, allocation = Cut("boundaries"), Allocation.contiguous(boundaries)
-        if self.global_steps:
-            raise RuntimeError(
-                f"the engine has made {self.global_steps} optimizer steps on the cut {self._cut_in_words()}, and "
-                "this version moves layers only before the first one: build a new engine to train on "
-                f"{_in_words(allocation)}"
-            )
+        if self._in_step:
+            raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
         self._own_cut()
         if allocation != allocation_of(self.module):
             self.move_to(allocation)
@@ -203,11 +201,14 @@ class MadPipeEngine(MovingEngine):
             data_iter = None  # the engine's own begins with the micro-batch that was measured
         self._peeked = None
         self.reset_activation_shape()
+        self._in_step = True
         try:
             return super().train_batch(data_iter)
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
             raise
+        finally:
+            self._in_step = False
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         self.reset_activation_shape()
@@ -293,7 +294,6 @@ class MadPipeEngine(MovingEngine):
 
         Raises:
             PlanMismatchError: a checkpoint of another number of stages or layers.
-            RuntimeError: a checkpoint of another cut, after an optimizer step.
             PlanFormatError: the file of its cut is damaged.
         """
         arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments

@@ -14,21 +14,25 @@ from deepspeed_partition.engine.module import check_every_rank_trains
 from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.repairs import let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.stages import allocation_of
+from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
 from deepspeed_partition.planner.allocation import Allocation
 
 OUTLIVES_A_MOVE = (
-    "batch_fn", "client_lr_scheduler", "client_optimizer", "data_iterator", "dynamic_shape", "has_attention_mask",
-    "micro_batches", "monitor", "training_data", "training_dataloader",
+    "agg_additional_losses", "agg_train_loss", "batch_fn", "batch_timer", "client_lr_scheduler",
+    "client_optimizer", "curriculum_scheduler_legacy", "data_iterator", "dynamic_shape", "global_samples",
+    "global_steps", "has_attention_mask", "log_batch_step_id", "losses", "micro_batches", "micro_steps", "monitor",
+    "pipeline_enable_backward_allreduce", "progressive_layer_drop", "random_ltd_scheduler", "skipped_steps",
+    "timers", "torch_autocast_z0_gradscaler", "total_loss", "tput_timer", "training", "training_data",
+    "training_dataloader", "_global_grad_norm",
 )  # fmt: skip
-"""Attributes that DeepSpeed's ``__init__`` sets and that a user, or a batch already read, may have changed."""
+"""Attributes that DeepSpeed's ``__init__`` sets anew (not all of them in each version, or configuration)."""
 
 
 class MovingEngine(AnyPlanEngine):
-    """Moves layers before the first optimizer step.
+    """Moves layers between any two steps, with all that training has made of them.
 
-    The module, this engine, its optimizer and its scheduler stay the same objects; optimizer groups and their
-    settings stay.
+    The module, this engine, its optimizer and its scheduler stay the same objects, with their settings and counts.
     """
 
     # DeepSpeed's, without types there.
@@ -51,42 +55,58 @@ class MovingEngine(AnyPlanEngine):
 
         Raises:
             ValueError: a rank would be left without trainable parameters; nothing has moved.
+            RuntimeError: the optimizer's state cannot be told apart by parameters; nothing has moved.
         """
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
         optimizer, groups, scheduler = self.optimizer, self._groups, None
+        training_state: TrainingState | None = None
         with preserved_random_state():
-            if groups is not None:
-                groups.gather(self.basic_optimizer, self.grid.get_pipe_parallel_group())
-                groups_before = list(self.basic_optimizer.param_groups)
+            if groups is not None and self._every_group is not None:
+                num_groups = len(self._every_group.param_groups)
+                groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
+                training_state = TrainingState(optimizer, self.module, groups.place_of())
+                scheduler = self._scheduler_to_keep(num_groups)
             self._release_parameters()
-            move_layers(self.module, allocation)
+            if training_state is not None:
+                training_state.take_out()
+            move_layers(self.module, allocation, training_state)
             if groups is not None:
                 groups.assign(self.basic_optimizer, self.module)
-                wrapped = optimizer is not self.basic_optimizer
-                scheduler = self._scheduler_to_keep(groups_before, groups.live(wrapped=wrapped))
             self._start_again(scheduler)
-        self.optimizer = _one_object(optimizer, self.optimizer)
+            self.optimizer = _one_object(optimizer, self.optimizer)
+            if training_state is not None:
+                training_state.lay_into(self.optimizer, self.module)
 
     def _release_parameters(self) -> None:
-        """Take DeepSpeed's hooks and flat buffers off the parameters."""
+        """Take DeepSpeed's hooks and flat buffers off the parameters, and every other reference to them."""
         self.destroy()
         self.module_forward_pre_hook.remove()
         self.module_forward_post_hook.remove()
-        for parameter in self.module.parameters():
-            parameter.grad = None
-            # A view of a flat buffer keeps all of it alive.
-            parameter.data = parameter.data.clone()
+        self.param_names.clear()
         if self.optimizer is not self.basic_optimizer:
             vars(self.optimizer).clear()
+        if self.basic_optimizer is not None:
+            self.basic_optimizer.state.clear()
+            for group in self.basic_optimizer.param_groups:
+                group["params"] = []
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            if hasattr(parameter, "_hp_grad"):  # the bf16 optimizer's, a view of a flat buffer like the next
+                del parameter._hp_grad
+            # A view of a flat buffer keeps all of it alive.
+            parameter.data = parameter.data.clone()
 
-    def _scheduler_to_keep(self, groups_before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Any:
-        """The scheduler that goes on; None where DeepSpeed must make one anew.
+    def _scheduler_to_keep(self, num_groups_before: int) -> Any:
+        """The scheduler that goes on; None where DeepSpeed must make one anew, as before the first step.
 
-        A scheduler that DeepSpeed made knows the groups that this rank's optimizer had, by their order.
+        A scheduler that DeepSpeed made before this engine owned the cut knows the groups of its rank alone.
         """
+        assert self._groups is not None
+        groups, wrapped = self._groups.groups, self.optimizer is not self.basic_optimizer
+        knows_all = not wrapped or getattr(self.lr_scheduler, "optimizer", None) is self._every_group
         made_by_user = self.lr_scheduler is self.client_lr_scheduler
-        if made_by_user or [id(group) for group in groups] == [id(group) for group in groups_before]:
+        if made_by_user or (knows_all and len(groups) == num_groups_before):
             return self.lr_scheduler
         for group in groups:  # schedulers multiply the rate that they find
             group["lr"] = group.get("initial_lr", group["lr"])
@@ -94,7 +114,7 @@ class MovingEngine(AnyPlanEngine):
 
     def _start_again(self, scheduler: Any) -> None:
         """DeepSpeed's ``__init__`` on this object, around the moved layers."""
-        kept = {name: getattr(self, name) for name in OUTLIVES_A_MOVE}
+        kept = {name: vars(self)[name] for name in OUTLIVES_A_MOVE if name in vars(self)}
         old_scheduler = self.lr_scheduler
         collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
         with self._monitors_opened_once():
@@ -150,18 +170,33 @@ class MovingEngine(AnyPlanEngine):
 
         super()._configure_optimizer(client_optimizer, model_parameters)
         let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
-        if self.owns_cut and self._groups is not None and self.optimizer is self.basic_optimizer:
+        if self._groups is None:
+            return
+        if self._every_group is None:
+            self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
+            if self.owns_cut and self._makes_scheduler():
+                # It is made for the groups of all stages, so that it can go on when layers move.
+                self._groups.gather(self._every_group, self.mpu.get_pipe_parallel_group())
+        if self.owns_cut and self.optimizer is self.basic_optimizer:
             # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
             # them, schedulers see the same groups on every rank.
             self.basic_optimizer.param_groups[:] = self._groups.groups
-        if self._groups is not None:
-            if self._every_group is None:
-                self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
-            else:
-                self._every_group.follow(self._groups.groups)
+        self._every_group.follow(self._groups.groups)
+
+    def _makes_scheduler(self) -> bool:
+        """Whether DeepSpeed makes the scheduler; otherwise it is the user's, or there is none."""
+        if self.client_lr_scheduler:
+            return callable(self.client_lr_scheduler)
+        return self.scheduler_name() is not None
 
     def _configure_lr_scheduler(self):
-        super()._configure_lr_scheduler()
+        optimizer, basic_optimizer = self.optimizer, self.basic_optimizer
+        if self.owns_cut and self._every_group is not None and optimizer is not basic_optimizer:
+            self.optimizer = self.basic_optimizer = self._every_group
+        try:
+            super()._configure_lr_scheduler()
+        finally:
+            self.optimizer, self.basic_optimizer = optimizer, basic_optimizer
         dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
         # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
         if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):

@@ -46,12 +46,13 @@ class ParameterGroups:
         ]
         self._keys = _keys(self.groups)
 
-    def gather(self, optimizer: torch.optim.Optimizer, pipe_group: dist.ProcessGroup) -> None:
+    def gather(self, optimizer: EveryGroup, pipe_group: dist.ProcessGroup) -> None:
         """Learn every stage's groups, and bring this rank's list to the union of them.
 
         Collective over the pipeline.
         """
-        in_use = {id(group) for group in optimizer.param_groups}
+        self.groups = optimizer.param_groups
+        in_use = optimizer.in_use
         mine = [
             GroupInfo(names, key, _settings(group), id(group) in in_use)
             for group, names, key in zip(self.groups, self._names, self._keys, strict=True)
@@ -73,12 +74,12 @@ class ParameterGroups:
             self._names.append(tuple(name for info in infos for name in info.names))
             self._keys.append(infos[0].key)
 
-    def live(self, *, wrapped: bool) -> list[dict[str, Any]]:
-        """The groups that this rank's optimizer has; a wrapping one has none without parameters."""
-        return [group for group in self.groups if group["params"] or not wrapped]
+    def place_of(self) -> dict[str, int]:
+        """The place of the group of each parameter of the whole pipeline, after :meth:`gather`."""
+        return {name: place for place, names in enumerate(self._names) for name in names}
 
     def assign(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        """Fill ``optimizer`` with the parameters that ``module`` has now, each in its group."""
+        """Fill ``optimizer`` with the parameters that ``module`` has now, each in its group, without states."""
         for group, names in zip(self.groups, self._names, strict=True):
             wanted = set(names)
             members = [(name, member) for name, member in module.named_parameters() if name in wanted]
@@ -86,11 +87,7 @@ class ParameterGroups:
             if "param_names" in group:
                 group["param_names"] = [name for name, _ in members]
         optimizer.param_groups[:] = self.groups
-        if optimizer.state:
-            # No step was taken yet: its constructor made them, as that of Adagrad does in torch 2.4.
-            made = another_like(optimizer, [{**group} for group in self.groups])
-            optimizer.state.clear()
-            optimizer.state.update(made.state)
+        optimizer.state.clear()
 
 
 def another_like(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
@@ -106,6 +103,9 @@ class EveryGroup:
     DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
     Groups are told by their place, for loading a state replaces them.
     """
+
+    _opt_called = True
+    """torch warns of schedulers that step before their optimizer, whose steps this one does not see."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
         self._optimizer = optimizer
@@ -129,6 +129,11 @@ class EveryGroup:
         for place, group in zip(self._places, self._optimizer.param_groups, strict=True):
             every[place] = group
         return every
+
+    @property
+    def in_use(self) -> set[int]:
+        """The ``id`` of each group that the optimizer has itself."""
+        return {id(group) for group in self._optimizer.param_groups}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)

@@ -66,6 +66,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self._checkpointable = {stage: self.is_checkpointable_results}
         self._num_forwards = {stage: self.micro_offset}
 
+    def let_go(self) -> None:
+        """Forget the layers, before others take their places."""
+        self._functions.clear()
+
     def _show(self, stage: int) -> None:
         self.forward_funcs = self._functions[stage]
         self.is_checkpointable_results = self._checkpointable[stage]

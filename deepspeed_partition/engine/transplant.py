@@ -15,7 +15,8 @@ from torch import nn
 
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.module import place_layers
-from deepspeed_partition.engine.stages import allocation_of, owner
+from deepspeed_partition.engine.stages import StagesModule, allocation_of, owner
+from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.planner.allocation import Allocation
 
 
@@ -98,18 +99,27 @@ def trainable_parameters(module: PipelineModule) -> list[int]:
     return [counts.get(layer, 0) for layer in range(len(module._layer_specs))]
 
 
-def move_layers(module: PipelineModule, allocation: Allocation) -> None:
+def move_layers(
+    module: PipelineModule, allocation: Allocation, training_state: TrainingState | None = None
+) -> None:
     """Re-cut ``module``: move the layers whose rank changes, with their weights, and rebuild it in place.
 
     Collective over each pipeline; a data-parallel replica moves its own copies. The module keeps its
-    process groups, and layers that stay keep their modules and ``Parameter`` objects.
+    process groups, and layers that stay keep their modules and ``Parameter`` objects. What the optimizer keeps for
+    their parameters, in ``training_state``, goes with them. A rank lets go of each layer when it has sent it.
     """
     held = held_modules(module)
-    _exchange(module, held, allocation)
+    _let_go(module)
+    _exchange(module, held, allocation, training_state)
     _rebuild(module, held, allocation)
 
 
-def _exchange(module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation) -> None:
+def _exchange(
+    module: PipelineModule,
+    held: dict[str, nn.Module],
+    allocation: Allocation,
+    training_state: TrainingState | None,
+) -> None:
     """Bring ``held`` from the current allocation to the new one, one part after the other.
 
     All ranks go through the moves in the same order, so that the blocking transfers cannot deadlock.
@@ -130,10 +140,16 @@ def _exchange(module: PipelineModule, held: dict[str, nn.Module], allocation: Al
             if rank == source:
                 for tensor in _tensors(held[part.name]).values():
                     send_bytes(tensor, grid.stage_to_global(stage_id=destination))
+                if training_state is not None:
+                    training_state.send(part.name, grid.stage_to_global(stage_id=destination))
             elif rank == destination:
                 sender = grid.stage_to_global(stage_id=source)
                 held[part.name] = _receive(part, described[part.name], sender)
+                if training_state is not None:
+                    training_state.receive(part.name, source, sender)
         if leaves and part.name in held:
+            if training_state is not None:
+                training_state.drop(part.name)
             gone = held.pop(part.name)
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
                 gone.to("cpu")
@@ -168,15 +184,22 @@ def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
     return built
 
 
-def _rebuild(module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation) -> None:
-    """Give ``module`` the layers of its new stages, built by DeepSpeed around the modules in ``held``."""
+def _let_go(module: PipelineModule) -> None:
+    """Take every layer out of ``module``, so that one that leaves this rank is freed."""
     for name in [name for name in module._modules if name.isdigit()]:
         delattr(module, name)
-    place_layers(module, allocation)
+    if isinstance(module, StagesModule):
+        module.let_go()
     module.forward_funcs = []
     module.fwd_map = {}
     module.tied_modules = nn.ModuleDict()
     module.tied_weight_attrs = {}
+    module.tied_comms = {}
+
+
+def _rebuild(module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation) -> None:
+    """Give ``module`` the layers of its new stages, built by DeepSpeed around the modules in ``held``."""
+    place_layers(module, allocation)
     specs = module._layer_specs
     for layer, spec in enumerate(specs):
         here = owner(allocation, layer) == module.stage_id
