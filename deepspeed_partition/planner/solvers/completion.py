@@ -18,6 +18,7 @@ BUCKETS_PER_PERIOD, MOST_BUCKETS = 16, 256
 MOST_STEPS = 2e7
 """Of the recurrence; on long chains the delays are told apart less finely."""
 UNREACHED = 2**62
+Ticks = int | np.int64 | NDArray[np.int64]
 
 
 class Completion:
@@ -29,35 +30,38 @@ class Completion:
         S(n, k, d) = min over j < k of   cost of [j, k) at d' + N(n, j, d')  on the special one, and then not again
 
     with d' the delay above layer j. Delays are rounded down to a bucket, counted from the least delay that any
-    allocation has at the boundary; the last bucket holds all that are longer. With a single bucket the recurrence
-    takes about as long as laying a few labels.
+    allocation has at the boundary; the last bucket holds all that are longer. At first there is one.
 
-    Args:
-        search: the chain and its devices.
-        period: in ticks.
-        steps: of the recurrence, about; as many buckets as that is enough for, one at the least.
     """
 
-    def __init__(self, search: SpecialSearch, period: int, steps: float) -> None:
+    def __init__(self, search: SpecialSearch, period: int) -> None:
         self.search = search
         self.period = period
-        size, normals, base = search.num_layers, search.max_normals, period + 1
-        self.first = np.searchsorted(search.problem.times.compute, search.problem.times.compute - period)
-        """[k]: where the longest stage before k starts that takes a period at most."""
-        self.least = self._least_delays(period)
-        self.steps = steps
-        per_bucket = len(WEIGHTS) * (normals + 1) * size * size / 2
-        count = int(np.clip(min(steps, MOST_STEPS) / per_bucket, 1, MOST_BUCKETS))
-        periods = 2 * search.problem.longest_period // max(period, 1) + 3  # two groups are longer than a period
-        self.width = max(base // BUCKETS_PER_PERIOD, periods * base // count, 1)
-        self.count = min(count, periods * base // self.width + 1)
-        # [after a special stage, boundary and bucket, weight, normals left]
-        self.table = np.full((2, (size + 1) * self.count, len(WEIGHTS), normals + 1), np.inf)
-        self.table[:, : self.count] = 0.0
-        self._fill()
+        compute = search.problem.times.compute
+        self.first = np.searchsorted(compute, compute - period)
+        """[k]: where the longest stage begins that ends at k and takes a period at most."""
+        self.least = self._least_delays()
+        self.periods = 2 * search.problem.longest_period // max(period, 1) + 3  # two groups are longer than one
+        self._fill(1)
 
-    def _fill(self) -> None:
-        search, period, base, count = self.search, self.period, self.period + 1, self.count
+    def refine(self, steps: float) -> bool:
+        """Tell delays apart as finely as so many steps of the recurrence allow; whether that is any finer."""
+        size = self.search.num_layers
+        per_bucket = len(WEIGHTS) * (self.search.max_normals + 1) * size * size / 2
+        count = int(min(min(steps, MOST_STEPS) / per_bucket, MOST_BUCKETS, self.periods * BUCKETS_PER_PERIOD))
+        finer = count >= 2 * self.count
+        if finer:
+            self._fill(count)
+        return finer
+
+    def _fill(self, count: int) -> None:
+        search, period, base = self.search, self.period, self.period + 1
+        self.count = count
+        self.width = -(-self.periods * base // count)
+        shape = 2, (search.num_layers + 1) * count, len(WEIGHTS), search.max_normals + 1
+        self.table = np.full(shape, np.inf)
+        """[after a special stage, boundary and bucket, weight, normals left]"""
+        self.table[:, :count] = 0.0
         either, normal = self.table
         loads = search.loads.T[:, None]  # [k, bucket, j] here and below
         above = _after(self.least[:, None] + np.arange(count) * self.width, search.transfer[:, None], base)
@@ -80,22 +84,21 @@ class Completion:
                 on_special = (normal[reached] + cost[k, :, j, :, None]).min(axis=1)
                 either[here] = np.minimum(normal[here], on_special)
 
-    def _least_delays(self, period: int) -> NDArray[np.int64]:
+    def _least_delays(self) -> NDArray[np.int64]:
         """Above each layer, of any allocation."""
-        search, base = self.search, period + 1
+        search, base = self.search, self.period + 1
         delay = np.full(search.num_layers + 1, UNREACHED, dtype=np.int64)
         delay[-1] = base
-        for stop in range(search.num_layers, 0, -1):
-            first = self.first[stop]
-            if delay[stop] < UNREACHED and search.transfer[stop] <= period and first < stop:
-                above = _after(delay[stop : stop + 1], int(search.transfer[stop]), base)
+        for stop, first in reversed(list(enumerate(self.first.tolist()))):
+            if delay[stop] < UNREACHED and search.transfer[stop] <= self.period and first < stop:
+                above = int(_after(delay[stop], search.transfer[stop], base))
                 reached = delay[first:stop]
                 np.minimum(reached, _after(above, search.loads[first:stop, stop], base), out=reached)
         return delay
 
     def _place(self, boundary: NDArray[np.int64], delay: NDArray[np.int64]) -> NDArray[np.int64]:
-        bucket = (delay - self.least[boundary]) // self.width
-        found: NDArray[np.int64] = boundary * self.count + np.clip(bucket, 0, self.count - 1)
+        bucket = np.maximum(delay - self.least[boundary], 0) // self.width
+        found: NDArray[np.int64] = boundary * self.count + np.minimum(bucket, self.count - 1)
         return found
 
     def possible(
@@ -114,8 +117,7 @@ class Completion:
         return found
 
 
-def _after(delay: NDArray[np.int64], load: int | NDArray[np.int64], base: int) -> NDArray[np.int64]:
+def _after(delay: Ticks, load: Ticks, base: int) -> NDArray[np.int64]:
     """``delay (+) load``, for a delay as ``group * base + fill`` and a load below ``base``."""
     fill = delay % base
-    found: NDArray[np.int64] = delay + load
-    return np.where(fill + load < base, found, delay - fill + base + load)
+    return delay + load + np.where(fill + load < base, 0, base - fill)

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +47,8 @@ SIDE = slice(GROUP, AHEAD)
 SPECIALS = 15
 """Special stages laid, counted where they are limited."""
 STOP, PLACE, KIND, FIRST = range(16, 20)
-"""Boundary above which the label was before its last stage, its place there, whether that stage is special, and where
-it starts: the boundary of the label."""
+"""Of the stage laid last: where it ends, the place of the label below it there, whether it is special, and where
+it starts, which is the boundary of the label."""
 CAME_FROM = slice(STOP, FIRST)
 NUM_COLUMNS = 20
 Labels = NDArray[np.int64]
@@ -57,7 +56,9 @@ Labels = NDArray[np.int64]
 STEPS_PER_LABEL = 300
 """Of the recurrence that bounds completions: as fine as the labels made so far are worth."""
 MOST_PAIRS = 500_000
-"""Of a label and where its next stage begins, looked at together."""
+"""Of a label and where its next stage begins, or of two labels, looked at together."""
+MOST_ROWS = 64
+"""Of the labels that others are compared with at a time: what these dominate is not compared again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,8 @@ def best_special(
     if most < bound:
         return Special(None, None)
     try:
-        first = search.decide(most)
-        if first is None:
-            return Special(None, None)
-        return Special(*narrow(search.decide, search.snap, first, search.snap(first, most), bound))
+        placement, period = narrow(search.decide, search.snap, None, most + 1, bound)
+        return Special(placement, None if placement is None else period)
     except DeadlinePassed:
         return Special(search.best, max(bound, search.bound))
 
@@ -175,7 +174,7 @@ class SpecialSearch:
     def _labels(self, period: int, everything: int | None) -> dict[int, Labels] | None:
         """The labels of each boundary; None where none reaches the beginning, empty where they are too many."""
         size, deadline = self.num_layers, self.problem.deadline
-        completion = Completion(self, period, 0)
+        completion = Completion(self, period)
         start = np.zeros((NUM_COLUMNS, 1), dtype=np.int64)
         start[DELAY], start[FIRST] = period + 1, size
         waiting = {size: [start]} if self._completable(start, completion).size else {}
@@ -185,8 +184,7 @@ class SpecialSearch:
             if stop not in waiting or self.transfer[stop] > period:
                 continue
             labels = np.concatenate(waiting.pop(stop), axis=1)
-            if total * STEPS_PER_LABEL > 2 * completion.steps:
-                completion = Completion(self, period, total * STEPS_PER_LABEL)
+            if completion.refine(total * STEPS_PER_LABEL):
                 labels = self._completable(labels, completion)
             if everything is None:
                 labels = labels[:, _undominated(labels, period + 1, deadline)]
@@ -196,9 +194,9 @@ class SpecialSearch:
                 if everything is not None and total > everything:
                     return {}
                 made = made[:, made[FIRST].argsort(kind="stable")]
-                edges = np.flatnonzero(np.diff(made[FIRST], prepend=-1, append=-1)).tolist()
-                for begin, end in pairwise(edges):
-                    waiting.setdefault(int(made[FIRST, begin]), []).append(made[:, begin:end])
+                firsts, begins = np.unique(made[FIRST], return_index=True)
+                for first, part in zip(firsts.tolist(), np.split(made, begins[1:], axis=1), strict=False):
+                    waiting.setdefault(first, []).append(part)
             if everything is None and 0 in waiting:
                 break
         if 0 not in waiting:
@@ -237,7 +235,7 @@ class SpecialSearch:
         if self.most_specials is not None:
             special &= (labels[SPECIALS] < self.most_specials)[:, None]
 
-        kind, place, first = np.nonzero(np.stack([normal, special]))
+        kind, place, first = np.array([normal, special]).nonzero()
         made = labels[:, place]
         made[DELAY] = group[place, first] * base + fill[place, first]
         made[CURRENT] = np.where(opens[place, first], 0, current[place])
@@ -245,7 +243,6 @@ class SpecialSearch:
         num_normal = int(np.count_nonzero(kind == 0))
         self._on_normal(made[:, :num_normal], transfer, period)
         self._on_special(made[:, num_normal:], stop, counted[place[num_normal:], first[num_normal:]], period)
-        made = made[:, made[KEPT] + made[PEAK] <= self.memory]
         made = self._completable(made, completion)
         return self._paired(made, stop, period) if self.estimate == "pair" else made
 
@@ -268,7 +265,9 @@ class SpecialSearch:
 
     def _completable(self, labels: Labels, completion: Completion) -> Labels:
         used, delay, load, kept, peak = labels[:CURRENT]
-        return labels[:, completion.possible(used, delay, load, kept + peak, labels[FIRST], labels[KIND])]
+        kept = kept + peak
+        possible = completion.possible(used, delay, load, kept, labels[FIRST], labels[KIND])
+        return labels[:, possible & (kept <= self.memory)]
 
     def _paired(self, made: Labels, stop: int, period: int) -> Labels:
         """The labels whose new special stage has room beside the one laid before it."""
@@ -300,10 +299,12 @@ def _undominated(values: Labels, base: int, deadline: Deadline) -> NDArray[np.in
     for every further stage what the other one may add to its group. Of the last special stage all sums count that
     ``may_share`` compares with a period; stages of different groups do not compare.
     """
+    size = values.shape[1]
+    if size == 1:
+        return np.zeros(1, dtype=np.intp)
     order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
     values = values[:, order]
-    group, last_group = values[DELAY] // base, values[GROUP]
-    kept = np.ones(values.shape[1], dtype=bool)
+    group, current, last_group = values[DELAY] // base, values[CURRENT], values[GROUP]
     others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK, SPECIALS]]
     if last_group.any():
         fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
@@ -311,12 +312,15 @@ def _undominated(values: Labels, base: int, deadline: Deadline) -> NDArray[np.in
         sums = (fill, fill + ahead, fill + back, fill + ahead + back, both, both + ahead, both + back,
                 forward + ahead, backward + back)  # fmt: skip
         others = np.concatenate([others, values[[STASH, TRANSIENT]], sums])
-    for one in range(values.shape[1]):
-        if kept[one]:
-            deadline.check()
-            worse = (others[:, one, None] <= others[:, one + 1 :]).all(axis=0)
-            worse &= (group[one] < group[one + 1 :]) | (values[CURRENT, one] <= values[CURRENT, one + 1 :])
-            if last_group[one]:
-                worse &= last_group[one] == last_group[one + 1 :]
-            kept[one + 1 :] &= ~worse
+    kept = np.ones(size, dtype=bool)
+    step = max(1, min(MOST_ROWS, MOST_PAIRS // size))
+    for begin in range(0, size, step):
+        deadline.check()
+        # Dominance is transitive: one that is dominated, too, may stay among those that dominate.
+        one = begin + np.flatnonzero(kept[begin : begin + step])[:, None]
+        other = begin + np.flatnonzero(kept[begin:])[None]
+        worse = (others[:, one] <= others[:, other]).all(axis=0) & (one < other)
+        worse &= (group[one] < group[other]) | (current[one] <= current[other])
+        worse &= (last_group[one] == 0) | (last_group[one] == last_group[other])
+        kept[other[0]] = ~worse.any(axis=0)
     return order[kept]
