@@ -53,7 +53,7 @@ CAME_FROM = slice(STOP, FIRST)
 NUM_COLUMNS = 20
 Labels = NDArray[np.int64]
 """[column, label]"""
-STEPS_PER_LABEL = 300
+STEPS_PER_LABEL = 30
 """Of the recurrence that bounds completions: as fine as the labels made so far are worth."""
 MOST_PAIRS = 500_000
 """Of a label and where its next stage begins, or of two labels, looked at together."""
