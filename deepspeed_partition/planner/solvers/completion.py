@@ -18,6 +18,7 @@ BUCKETS_PER_PERIOD, MOST_BUCKETS = 16, 256
 MOST_STEPS = 2e7
 """Of the recurrence; on long chains the delays are told apart less finely."""
 UNREACHED = 2**62
+"""A delay that no allocation has."""
 Ticks = int | np.int64 | NDArray[np.int64]
 
 
@@ -30,8 +31,8 @@ class Completion:
         S(n, k, d) = min over j < k of   cost of [j, k) at d' + N(n, j, d')  on the special one, and then not again
 
     with d' the delay above layer j. Delays are rounded down to a bucket, counted from the least delay that any
-    allocation has at the boundary; the last bucket holds all that are longer. At first there is one.
-
+    allocation has at the boundary; the last bucket holds all that are longer. At first there is
+    only that one: it prunes nearly as well, and the recurrence takes about as long as a few labels do.
     """
 
     def __init__(self, search: SpecialSearch, period: int) -> None:

@@ -193,10 +193,12 @@ class SpecialSearch:
                 total += made.shape[1]
                 if everything is not None and total > everything:
                     return {}
-                made = made[:, made[FIRST].argsort(kind="stable")]
-                firsts, begins = np.unique(made[FIRST], return_index=True)
-                for first, part in zip(firsts.tolist(), np.split(made, begins[1:], axis=1), strict=False):
-                    waiting.setdefault(first, []).append(part)
+                if made.size:
+                    made = made[:, made[FIRST].argsort(kind="stable")]
+                    firsts, begins = np.unique(made[FIRST], return_index=True)
+                    parts = np.split(made, begins[1:], axis=1)
+                    for first, part in zip(firsts.tolist(), parts, strict=True):
+                        waiting.setdefault(first, []).append(part)
             if everything is None and 0 in waiting:
                 break
         if 0 not in waiting:
@@ -300,8 +302,8 @@ def _undominated(values: Labels, base: int, deadline: Deadline) -> NDArray[np.in
     ``may_share`` compares with a period; stages of different groups do not compare.
     """
     size = values.shape[1]
-    if size == 1:
-        return np.zeros(1, dtype=np.intp)
+    if size < 2:
+        return np.arange(size)
     order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
     values = values[:, order]
     group, current, last_group = values[DELAY] // base, values[CURRENT], values[GROUP]
