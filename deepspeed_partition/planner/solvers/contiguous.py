@@ -31,6 +31,8 @@ from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cu
 from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
 from deepspeed_partition.planner.solvers.steps import best_contiguous_step
 
+MOST_FAILURES = 4
+"""Of a bisection in a row, before it asks whether there is anything better at all."""
 Found = TypeVar("Found")
 Start = TypeVar("Start")
 
@@ -118,7 +120,7 @@ def narrow(
         if better is None:
             bound = probe + 1
             failures += 1
-            anything = failures % 2 == 0
+            anything = failures % MOST_FAILURES == 0
         else:
             found, period = better, snap(better, probe)
             failures, anything = 0, not anything
