@@ -85,8 +85,8 @@ def best_special(
     if most < bound:
         return Special(None, None)
     try:
-        found: tuple[Placement | None, int] = narrow(search.decide, search.snap, None, most + 1, bound)
-        placement, period = found
+        # Found is Placement, which mypy takes to be Placement | None.
+        placement, period = narrow(search.decide, search.snap, None, most + 1, bound)  # type: ignore[arg-type]
         return Special(placement, None if placement is None else period)
     except DeadlinePassed:
         return Special(search.best, max(bound, search.bound))
