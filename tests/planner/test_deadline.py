@@ -192,7 +192,7 @@ def test_it_is_looked_at_often(work, size, num_devices, share):
     assert max(deadline.calls) < min(20_000, sum(deadline.calls) / 10)
 
 
-@pytest.mark.parametrize("most", [1, 10, 50, 100, 200, 500, 1000])
+@pytest.mark.parametrize("most", [1, 10, 50, 100, 200, 300, 400])
 def test_wherever_it_passes_the_answer_comes_soon(most):
     made, platform = tight(16, 4, 0.4)
     contiguous = make_plan(made, platform, "contiguous").period_seconds

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from deepspeed_partition import Platform
+from deepspeed_partition.planner.solvers import special
 from deepspeed_partition.planner.solvers.road import Placement, Road
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
@@ -106,3 +108,30 @@ def test_rounds_fractional_weights_once_per_device():
     assert oracles.estimated_period(made, exact, ((0, 1, 2, 3), (0, 1, 0)), "peak") is not None
     assert Road(problem_of(made, exact), Placement((0, 1, 2, 3), (0, 1, 0))).shortest_that_may_fit() is not None
     assert Road(problem_of(made, alone), Placement((0, 1, 2, 3), (0, 1, 0))).shortest_that_may_fit() is None
+
+
+def longer_instance(seed):
+    pick = random.Random(seed)
+    size, num_devices = pick.randint(12, 18), pick.randint(3, 5)
+    made = chain(
+        [pick.randint(1, 20) for _ in range(size)], [pick.randint(2, 40) for _ in range(size)],
+        outputs=[pick.randrange(10) for _ in range(size)], stash=[pick.randint(1, 100) for _ in range(size)],
+    )  # fmt: skip
+    stored = sum(layer.stash_bytes for layer in made.layers)
+    return made, Platform(num_devices=num_devices, memory_bytes=int(pick.uniform(0.35, 0.8) * stored), bandwidth=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_how_the_work_is_cut_up_changes_nothing(seed, monkeypatch):
+    """A coarse or a fine bound on completions, few or many labels at a time: larger than brute force reaches."""
+    problem = problem_of(*longer_instance(seed))
+    answers = []
+    for steps, pairs, rows in ((0, PLENTY, PLENTY), (1e9, PLENTY, PLENTY), (30, 1, 1), (1e9, 40, 3)):
+        monkeypatch.setattr(special, "STEPS_PER_LABEL", steps)
+        monkeypatch.setattr(special, "MOST_PAIRS", pairs)
+        monkeypatch.setattr(special, "MOST_ROWS", rows)
+        bounds = tuple(best_special(problem, estimate, None).bound for estimate in ("safe", "peak", "pair"))
+        everything = SpecialSearch(problem, "peak").all(bounds[1] * 101 // 100, PLENTY)
+        answers.append((bounds, set(everything)))
+    assert all(answer == answers[0] for answer in answers)
+    assert everything

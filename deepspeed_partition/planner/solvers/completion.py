@@ -15,9 +15,11 @@ WEIGHTS = np.array([(1, 0), (0, 1), (1, 1), (1, 2), (2, 1)], dtype=float)
 ROUNDING = 1e-9
 BUCKETS_PER_PERIOD, MOST_BUCKETS = 16, 256
 """Of the delay at a boundary."""
-MOST_STEPS, MOST_STEPS_OF_ALL = 1e6, 2e7
-"""Of the recurrence, for one allocation and for all; on long chains the delays are told apart less finely."""
+MOST_STEPS = 2e7
+"""Of the recurrence; on long chains the delays are told apart less finely."""
 UNREACHED = 2**62
+"""A delay that no allocation has."""
+Ticks = int | np.int64 | NDArray[np.int64]
 
 
 class Completion:
@@ -29,58 +31,76 @@ class Completion:
         S(n, k, d) = min over j < k of   cost of [j, k) at d' + N(n, j, d')  on the special one, and then not again
 
     with d' the delay above layer j. Delays are rounded down to a bucket, counted from the least delay that any
-    allocation has at the boundary; the last bucket holds all that are longer.
+    allocation has at the boundary; the last bucket holds all that are longer. At first there is
+    only that one: it prunes nearly as well, and the recurrence takes about as long as a few labels do.
     """
 
-    def __init__(self, search: SpecialSearch, period: int, most_steps: float) -> None:
+    def __init__(self, search: SpecialSearch, period: int) -> None:
         self.search = search
         self.period = period
-        size, normals, base = search.num_layers, search.max_normals, period + 1
-        self.least = self._least_delays(period)
-        steps = len(WEIGHTS) * (normals + 1) * size * size / 2
-        count = int(np.clip(most_steps / steps, 1, MOST_BUCKETS))
-        periods = 2 * search.problem.longest_period // max(period, 1) + 3  # two groups are longer than a period
-        self.width = max(base // BUCKETS_PER_PERIOD, periods * base // count, 1)
-        self.count = min(count, periods * base // self.width + 1)
-        shape = (len(WEIGHTS), normals + 1, size + 1, self.count)
-        self.normal, self.either = np.full(shape, np.inf), np.full(shape, np.inf)
-        self.normal[:, :, 0] = self.either[:, :, 0] = 0.0
-        for k in range(1, size + 1):
-            search.problem.deadline.check()
-            if self.least[k] < UNREACHED and search.transfer[k] <= period:
-                self._reach(k)
+        compute = search.problem.times.compute
+        self.first = np.searchsorted(compute, compute - period)
+        """[k]: where the longest stage begins that ends at k and takes a period at most."""
+        self.least = self._least_delays()
+        self.periods = 2 * search.problem.longest_period // max(period, 1) + 3  # two groups are longer than one
+        self._fill(1)
 
-    def _reach(self, k: int) -> None:
+    def refine(self, steps: float) -> bool:
+        """Tell delays apart as finely as so many steps of the recurrence allow; whether that is any finer."""
+        size = self.search.num_layers
+        per_bucket = len(WEIGHTS) * (self.search.max_normals + 1) * size * size / 2
+        count = int(min(min(steps, MOST_STEPS) / per_bucket, MOST_BUCKETS, self.periods * BUCKETS_PER_PERIOD))
+        finer = count >= 2 * self.count
+        if finer:
+            self._fill(count)
+        return finer
+
+    def _fill(self, count: int) -> None:
         search, period, base = self.search, self.period, self.period + 1
-        j = np.arange(k)[None, :]
-        loads, transfer = search.loads[:k, k][None, :], int(search.transfer[k])
-        delay = _after(
-            _after(self.least[k] + np.arange(self.count) * self.width, transfer, base)[:, None], loads, base
-        )
+        self.count = count
+        self.width = -(-self.periods * base // count)
+        shape = 2, (search.num_layers + 1) * count, len(WEIGHTS), search.max_normals + 1
+        self.table = np.full(shape, np.inf)
+        """[after a special stage, boundary and bucket, weight, normals left]"""
+        self.table[:, :count] = 0.0
+        either, normal = self.table
+        loads = search.loads.T[:, None]  # [k, bucket, j] here and below
+        above = _after(self.least[:, None] + np.arange(count) * self.width, search.transfer[:, None], base)
+        delay = _after(above[:, :, None], loads, base)
         group = delay // base
-        bucket = np.clip((delay - self.least[:k]) // self.width, 0, self.count - 1)
-        short = loads <= period
-        normal = np.where(short & (group <= search.room[:k, k]), 0.0, np.inf)
-        self.normal[:, 1:, k] = (self.either[:, :-1, j, bucket] + normal).min(axis=-1)
+        place = self._place(np.arange(search.num_layers + 1), delay)
+        blocked = np.where(group <= search.room.T[:, None], 0.0, np.inf)
         counted = group - 1 if search.counts_peak else group
-        fits = short & (counted <= search.most_counted[:k, k])
-        kept = search.fixed[:k, k] + np.where(fits, counted, 0) * search.stash[:k, k]
-        shares = np.stack([np.broadcast_to(loads / max(period, 1), kept.shape), kept / search.memory])
-        special = np.where(fits, np.tensordot(WEIGHTS, shares, axes=1), np.inf)[:, None]
-        on_special = (self.normal[:, :, j, bucket] + special).min(axis=-1)
-        self.either[:, :, k] = np.minimum(self.normal[:, :, k], on_special)
+        fits = counted <= search.most_counted.T[:, None]
+        kept = search.fixed.T[:, None] + np.where(fits, counted, 0) * search.stash.T[:, None]
+        shares = np.stack([np.broadcast_to(loads / max(period, 1), kept.shape), kept / search.memory], axis=-1)
+        cost = np.where(fits[..., None], shares @ WEIGHTS.T, np.inf)
+        for k in range(1, search.num_layers + 1):
+            search.problem.deadline.check()
+            if self.least[k] < UNREACHED and search.transfer[k] <= period and self.first[k] < k:
+                j, here = slice(self.first[k], k), slice(k * count, (k + 1) * count)
+                reached = place[k, :, j]
+                on_normal = either[reached, :, :-1] + blocked[k, :, j, None, None]
+                normal[here, :, 1:] = on_normal.min(axis=1)
+                on_special = (normal[reached] + cost[k, :, j, :, None]).min(axis=1)
+                either[here] = np.minimum(normal[here], on_special)
 
-    def _least_delays(self, period: int) -> NDArray[np.int64]:
+    def _least_delays(self) -> NDArray[np.int64]:
         """Above each layer, of any allocation."""
-        search, base = self.search, period + 1
+        search, base = self.search, self.period + 1
         delay = np.full(search.num_layers + 1, UNREACHED, dtype=np.int64)
         delay[-1] = base
-        for stop in range(search.num_layers, 0, -1):
-            if delay[stop] < UNREACHED and search.transfer[stop] <= period:
-                loads = search.loads[:stop, stop]
-                above = _after(_after(delay[stop : stop + 1], int(search.transfer[stop]), base), loads, base)
-                delay[:stop] = np.minimum(delay[:stop], np.where(loads <= period, above, UNREACHED))
+        for stop, first in reversed(list(enumerate(self.first.tolist()))):
+            if delay[stop] < UNREACHED and search.transfer[stop] <= self.period and first < stop:
+                above = int(_after(delay[stop], search.transfer[stop], base))
+                reached = delay[first:stop]
+                np.minimum(reached, _after(above, search.loads[first:stop, stop], base), out=reached)
         return delay
+
+    def _place(self, boundary: NDArray[np.int64], delay: NDArray[np.int64]) -> NDArray[np.int64]:
+        bucket = np.maximum(delay - self.least[boundary], 0) // self.width
+        found: NDArray[np.int64] = boundary * self.count + np.minimum(bucket, self.count - 1)
+        return found
 
     def possible(
         self,
@@ -88,22 +108,17 @@ class Completion:
         delay: NDArray[np.int64],
         load: NDArray[np.int64],
         kept: NDArray[np.int64],
-        first: NDArray[np.intp],
-        *,
-        after_special: bool,
+        first: NDArray[np.int64],
+        after_special: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
         """Whether layers 0 to ``first`` might still be laid below so much; an entry for each label."""
-        bucket = np.clip((delay - self.least[first]) // self.width, 0, self.count - 1)
-        needed = (self.normal if after_special else self.either)[:, self.search.max_normals - used, first, bucket]
-        shares = np.stack([load / max(self.period, 1), kept / self.search.memory])
-        found: NDArray[np.bool_] = (WEIGHTS @ shares + needed <= WEIGHTS.sum(axis=1)[:, None] + ROUNDING).all(
-            axis=0
-        )
+        needed = self.table[after_special, self._place(first, delay), :, self.search.max_normals - used]
+        shares = np.stack([load / max(self.period, 1), kept / self.search.memory], axis=-1)
+        found: NDArray[np.bool_] = (shares @ WEIGHTS.T + needed <= WEIGHTS.sum(axis=1) + ROUNDING).all(axis=1)
         return found
 
 
-def _after(delay: NDArray[np.int64], load: int | NDArray[np.int64], base: int) -> NDArray[np.int64]:
+def _after(delay: Ticks, load: Ticks, base: int) -> NDArray[np.int64]:
     """``delay (+) load``, for a delay as ``group * base + fill`` and a load below ``base``."""
-    group, fill = np.divmod(delay, base)
-    found: NDArray[np.int64] = np.where(fill + load < base, delay + load, (group + 1) * base + load)
-    return found
+    fill = delay % base
+    return delay + load + np.where(fill + load < base, 0, base - fill)

@@ -31,7 +31,10 @@ from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cu
 from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cuts, Problem
 from deepspeed_partition.planner.solvers.steps import best_contiguous_step
 
+MOST_FAILURES = 4
+"""Of a bisection in a row, before it asks whether there is anything better at all."""
 Found = TypeVar("Found")
+Start = TypeVar("Start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +97,11 @@ def best_cut(
 def narrow(
     decide: Callable[[int], Found | None],
     snap: Callable[[Found, int], int],
-    found: Found,
+    start: Start,
     period: int,
     bound: int,
     deadline: Deadline | None = None,
-) -> tuple[Found, int]:
+) -> tuple[Found | Start, int]:
     """The best answer and its period, exactly, from one at ``period`` and a lower bound.
 
     Where somebody stops ``deadline`` it is the best so far.
@@ -106,18 +109,21 @@ def narrow(
     Args:
         decide: some answer that fits at a period, or None where there is none.
         snap: the least period of an answer that was found at a period.
-        deadline: where somebody stops it, the best answer so far is returned.
+        start: the answer at ``period``; None where only shorter ones are of interest.
     """
-    bisecting = 8
+    found: Found | Start = start
+    failures, anything = 0, False
     while bound < period and not (deadline is not None and deadline.stopped):
-        # Halve while that is worth much; then ask for anything better at all, which proves the answer.
-        probe = (bound + period) // 2 if bisecting > 0 else period - 1
-        bisecting = bisecting - 1 if bisecting > 0 else 4
+        # Halve until there is an answer, which is often the best one: then ask for anything better at all.
+        probe = period - 1 if anything else (bound + period) // 2
         better = decide(probe)
         if better is None:
             bound = probe + 1
+            failures += 1
+            anything = failures % MOST_FAILURES == 0
         else:
             found, period = better, snap(better, probe)
+            failures, anything = 0, not anything
     return found, period
 
 

@@ -120,10 +120,7 @@ class _Search:
             assert least is not None, "an allocation that a decision found is too slow"
             return min(least, memory_bytes)  # its rounded weights may take a byte more
 
-        first = decide(self.best - 1) if self.best > 1 else None
-        if first is None:
-            return None, self.best
-        return narrow(decide, need, first, need(first, self.best - 1), 1)
+        return narrow(decide, need, None, self.best, 1)
 
     def _several_special(self) -> bool:
         """Better allocations in which several devices have several stages; True where there are no more."""

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
-from deepspeed_partition.planner.solvers.completion import MOST_STEPS, MOST_STEPS_OF_ALL, Completion
+from deepspeed_partition.planner.solvers.completion import Completion
 from deepspeed_partition.planner.solvers.contiguous import lower_bound_ticks, narrow
 from deepspeed_partition.planner.solvers.pairs import Side, may_share
 from deepspeed_partition.planner.solvers.problem import Problem
@@ -46,9 +46,19 @@ forward and from its backward to the boundary; all 0 where there is none."""
 SIDE = slice(GROUP, AHEAD)
 SPECIALS = 15
 """Special stages laid, counted where they are limited."""
-NUM_COLUMNS = 16
+STOP, PLACE, KIND, FIRST = range(16, 20)
+"""Of the stage laid last: where it ends, the place of the label below it there, whether it is special, and where
+it starts, which is the boundary of the label."""
+CAME_FROM = slice(STOP, FIRST)
+NUM_COLUMNS = 20
+Labels = NDArray[np.int64]
+"""[column, label]"""
+STEPS_PER_LABEL = 30
+"""Of the recurrence that bounds completions: as fine as the labels made so far are worth."""
 MOST_PAIRS = 500_000
-"""Of a label and where its next stage begins, looked at together."""
+"""Of a label and where its next stage begins, or of two labels, looked at together."""
+MOST_ROWS = 64
+"""Of the labels that others are compared with at a time: what these dominate is not compared again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +85,11 @@ def best_special(
     if most < bound:
         return Special(None, None)
     try:
-        first = search.decide(most)
-        if first is None:
-            return Special(None, None)
-        return Special(*narrow(search.decide, search.snap, first, search.snap(first, most), bound))
+        # Found is Placement, which mypy takes to be Placement | None.
+        placement, period = narrow(search.decide, search.snap, None, most + 1, bound)  # type: ignore[arg-type]
+        return Special(placement, None if placement is None else period)
     except DeadlinePassed:
         return Special(search.best, max(bound, search.bound))
-
-
-@dataclass(frozen=True, slots=True)
-class _Labels:
-    """Labels of one boundary; a row of ``values`` for each column."""
-
-    values: NDArray[np.int64]
-    came_from: NDArray[np.int64]
-    """[boundary above which the label was, its place there, whether the stage between is special]"""
-
-    @property
-    def size(self) -> int:
-        return int(self.values.shape[1])
-
-    def pick(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> _Labels:
-        return _Labels(self.values[:, chosen], self.came_from[:, chosen])
 
 
 class SpecialSearch:
@@ -164,191 +157,157 @@ class SpecialSearch:
             if not boundaries:
                 return None
             found = []
-            for place in range(boundaries[0].size):
+            for place in range(boundaries[0].shape[1]):
                 self.problem.deadline.check()
                 found.append(self._trace(boundaries, place))
             return found
         except DeadlinePassed:
             return None
 
-    def _trace(self, boundaries: dict[int, _Labels], place: int) -> Placement:
+    def _trace(self, boundaries: dict[int, Labels], place: int) -> Placement:
         cuts, devices, boundary = [0], [], 0
         while boundary < self.num_layers:
-            boundary, place, special = boundaries[boundary].came_from[:, place].tolist()
+            boundary, place, special = boundaries[boundary][CAME_FROM, place].tolist()
             cuts.append(boundary)
             devices.append(0 if special else len(cuts))  # a number of its own for every normal stage
         return Placement.of(cuts, devices)
 
-    def _labels(self, period: int, everything: int | None) -> dict[int, _Labels] | None:
+    def _labels(self, period: int, everything: int | None) -> dict[int, Labels] | None:
         """The labels of each boundary; None where none reaches the beginning, empty where they are too many."""
         size, deadline = self.num_layers, self.problem.deadline
-        base = period + 1
-        completion = Completion(self, period, MOST_STEPS if everything is None else MOST_STEPS_OF_ALL)
+        completion = Completion(self, period)
         start = np.zeros((NUM_COLUMNS, 1), dtype=np.int64)
-        start[DELAY] = base
-        known = {size: _Labels(start, np.zeros((3, 1), dtype=np.int64))}
-        waiting: dict[int, list[_Labels]] = {}
+        start[DELAY], start[FIRST] = period + 1, size
+        waiting = {size: [start]} if self._completable(start, completion).size else {}
+        known: dict[int, Labels] = {}
         total = 0
         for stop in range(size, 0, -1):
-            if stop < size:
-                arrived = waiting.pop(stop, [])
-                if not arrived or self.transfer[stop] > period:
-                    continue
-                labels = _joined(arrived)
-                if everything is None:
-                    labels = labels.pick(_undominated(labels.values, base, deadline))
-                known[stop] = labels
-            for made in self._in_parts(known[stop], stop, period, completion):
-                if not made.size:
-                    continue
-                total += made.size
+            if stop not in waiting or self.transfer[stop] > period:
+                continue
+            labels = np.concatenate(waiting.pop(stop), axis=1)
+            if completion.refine(total * STEPS_PER_LABEL):
+                labels = self._completable(labels, completion)
+            if everything is None:
+                labels = labels[:, _undominated(labels, period + 1, deadline)]
+            known[stop] = labels
+            for made in self._in_parts(labels, stop, period, completion):
+                total += made.shape[1]
                 if everything is not None and total > everything:
                     return {}
-                order = np.argsort(made.came_from[3], kind="stable")
-                firsts = made.came_from[3, order]
-                edges = np.flatnonzero(np.diff(firsts, prepend=-1))
-                for begin, end in zip(edges, [*edges[1:], len(order)], strict=True):
-                    part = made.pick(order[begin:end])
-                    waiting.setdefault(int(firsts[begin]), []).append(_Labels(part.values, part.came_from[:3]))
+                if made.size:
+                    made = made[:, made[FIRST].argsort(kind="stable")]
+                    firsts, begins = np.unique(made[FIRST], return_index=True)
+                    parts = np.split(made, begins[1:], axis=1)
+                    for first, part in zip(firsts.tolist(), parts, strict=True):
+                        waiting.setdefault(first, []).append(part)
             if everything is None and 0 in waiting:
                 break
         if 0 not in waiting:
             return None
-        known[0] = _joined(waiting[0])
+        known[0] = np.concatenate(waiting[0], axis=1)
         return known
 
-    def _in_parts(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
+    def _in_parts(self, labels: Labels, stop: int, period: int, completion: Completion) -> Iterator[Labels]:
         """What ``_extended`` makes of so few labels at a time that its tables stay small."""
         step = max(1, MOST_PAIRS // stop)
-        for begin in range(0, labels.size, step):
-            part = labels.pick(np.arange(begin, min(begin + step, labels.size)))
-            for made in self._extended(part, stop, period, completion):
-                made.came_from[1] += begin
-                yield made
+        for begin in range(0, labels.shape[1], step):
+            made = self._extended(labels[:, begin : begin + step], stop, period, completion)
+            made[PLACE] += begin
+            yield made
             self.problem.deadline.check()
 
-    def _extended(self, labels: _Labels, stop: int, period: int, completion: Completion) -> Iterator[_Labels]:
-        """The labels with one more stage, on a normal device or on the special one, that may be completed.
-
-        ``came_from`` has a fourth row: where the new stage starts.
-        """
-        values = labels.values
-        base, transfer = period + 1, int(self.transfer[stop])
-        group, fill = np.divmod(values[DELAY], base)
+    def _extended(self, labels: Labels, stop: int, period: int, completion: Completion) -> Labels:
+        """The labels with one more stage, on a normal device or on the special one, that may be completed."""
+        base, transfer, lowest = period + 1, int(self.transfer[stop]), int(completion.first[stop])
+        group, fill = np.divmod(labels[DELAY], base)
         opens = fill + transfer > period
         group, fill = group + opens, np.where(opens, transfer, fill + transfer)
-        current = np.where(opens, 0, values[CURRENT])
+        current = np.where(opens, 0, labels[CURRENT])
 
-        load = self.loads[:stop, stop][None, :]
+        load = self.loads[lowest:stop, stop]
         opens = fill[:, None] + load > period
         group = group[:, None] + opens
-        delay = group * base + np.where(opens, load, fill[:, None] + load)
-        current = np.where(opens, 0, current[:, None])
-        short = load <= period
-        below = values[STASH] > 0
-        ahead = values[AHEAD][:, None] + self.one_way[stop] + (self.forward[stop] - self.forward[:stop])
-        back = values[BACK][:, None] + self.one_way[stop] + (self.backward[stop] - self.backward[:stop])
-
-        after_special = values[LINK] > period
-        normal = short & (values[USED] < self.max_normals)[:, None] & (group <= self.room[:stop, stop][None, :])
-        link = np.where(after_special, transfer, 0)[:, None]
-        made = self._made(
-            labels, stop, normal,
-            {USED: (values[USED] + 1)[:, None], DELAY: delay, CURRENT: current, LINK: link,
-             AHEAD: np.where(below[:, None], ahead, 0), BACK: np.where(below[:, None], back, 0)}, special=False,
-        )  # fmt: skip
-        yield self._completable(made, completion)
-
-        special_load = values[LOAD][:, None] + load
+        fill = np.where(opens, load, fill[:, None] + load)
         counted = group - 1 if self.counts_peak else group
+        normal = (labels[USED] < self.max_normals)[:, None] & (group <= self.room[lowest:stop, stop])
         special = (
-            short
-            & (values[LINK] + transfer <= period)[:, None]
-            & (special_load <= period)
-            & (counted <= self.most_counted[:stop, stop][None, :])
+            (labels[LINK] + transfer <= period)[:, None]
+            & (labels[LOAD][:, None] + load <= period)
+            & (counted <= self.most_counted[lowest:stop, stop])
         )
-        kept = (
-            values[KEPT][:, None]
-            + self.fixed[:stop, stop]
-            + np.where(special, counted, 0) * self.stash[:stop, stop]
-        )
-        specials = values[SPECIALS]
         if self.most_specials is not None:
-            special &= (specials < self.most_specials)[:, None]
-            specials = specials + 1
-        transient = self.transient[:stop, stop][None, :]
-        if self.counts_peak:
-            current = self.stash[:stop, stop] + np.maximum(current, transient)
-            peak = np.maximum(values[PEAK][:, None], current)
-        else:
-            peak = np.maximum(values[PEAK][:, None], transient)
-        special &= kept + peak <= self.memory
-        made = self._made(
-            labels, stop, special,
-            {DELAY: delay, LOAD: special_load, KEPT: kept, PEAK: peak, CURRENT: current,
-             LINK: np.full((1, 1), period + 1), AHEAD: ahead, BACK: back, SPECIALS: specials[:, None]},
-            special=True,
-        )  # fmt: skip
+            special &= (labels[SPECIALS] < self.most_specials)[:, None]
+
+        kind, place, first = np.array([normal, special]).nonzero()
+        made = labels[:, place]
+        made[DELAY] = group[place, first] * base + fill[place, first]
+        made[CURRENT] = np.where(opens[place, first], 0, current[place])
+        made[STOP], made[PLACE], made[KIND], made[FIRST] = stop, place, kind, first + lowest
+        num_normal = int(np.count_nonzero(kind == 0))
+        self._on_normal(made[:, :num_normal], transfer, period)
+        self._on_special(made[:, num_normal:], stop, counted[place[num_normal:], first[num_normal:]], period)
         made = self._completable(made, completion)
-        yield self._paired(made, stop, period) if self.estimate == "pair" else made
+        return self._paired(made, stop, period) if self.estimate == "pair" else made
 
-    def _completable(self, made: _Labels, completion: Completion) -> _Labels:
-        values, (_, _, special, first) = made.values, made.came_from
-        kept = values[KEPT] + values[PEAK]
-        after_special = bool(special.any())
-        return made.pick(
-            completion.possible(
-                values[USED], values[DELAY], values[LOAD], kept, first, after_special=after_special
-            )
-        )
+    def _on_normal(self, made: Labels, transfer: int, period: int) -> None:
+        made[USED] += 1
+        made[LINK] = np.where(made[LINK] > period, transfer, 0)  # next to a special stage, its link gets this cut
 
-    def _paired(self, made: _Labels, stop: int, period: int) -> _Labels:
+    def _on_special(self, made: Labels, stop: int, counted: NDArray[np.int64], period: int) -> None:
+        first = made[FIRST]
+        made[LOAD] += self.loads[first, stop]
+        made[KEPT] += self.fixed[first, stop] + counted * self.stash[first, stop]
+        peak = self.transient[first, stop]
+        if self.counts_peak:
+            made[CURRENT] = self.stash[first, stop] + np.maximum(made[CURRENT], peak)
+            peak = made[CURRENT]
+        made[PEAK] = np.maximum(made[PEAK], peak)
+        made[LINK] = period + 1
+        if self.most_specials is not None:
+            made[SPECIALS] += 1
+
+    def _completable(self, labels: Labels, completion: Completion) -> Labels:
+        used, delay, load, kept, peak = labels[:CURRENT]
+        kept = kept + peak
+        possible = completion.possible(used, delay, load, kept, labels[FIRST], labels[KIND])
+        return labels[:, possible & (kept <= self.memory)]
+
+    def _paired(self, made: Labels, stop: int, period: int) -> Labels:
         """The labels whose new special stage has room beside the one laid before it."""
-        values, first = made.values, made.came_from[3]
-        group, fill = np.divmod(values[DELAY], period + 1)
+        first = made[FIRST]
         forward, backward = (ticks[stop] - ticks[first] for ticks in (self.forward, self.backward))
-        new = Side(group, fill, forward, backward, self.stash[first, stop], self.transient[first, stop])
+        made[AHEAD] += self.one_way[stop] + forward
+        made[BACK] += self.one_way[stop] + backward
+        made[AHEAD : BACK + 1, made[GROUP] == 0] = 0
+        special = np.flatnonzero(made[KIND])
+        values, first = made[:, special], first[special]
+        group, fill = np.divmod(values[DELAY], period + 1)
+        new = Side(
+            group, fill, forward[special], backward[special], self.stash[first, stop], self.transient[first, stop]
+        )
         room = self.memory - values[KEPT]
         fits = may_share(period, room, new, Side(*values[SIDE]), values[AHEAD], values[BACK])
         values[SIDE] = new.group, new.fill, new.forward, new.backward, new.stash, new.transient
         values[[AHEAD, BACK]] = 0
-        return made.pick(fits)
-
-    def _made(
-        self,
-        labels: _Labels,
-        stop: int,
-        chosen: NDArray[np.bool_],
-        changed: dict[int, NDArray[np.int64]],
-        *,
-        special: bool,
-    ) -> _Labels:
-        place, first = np.nonzero(chosen)
-        values = labels.values[:, place]
-        for column, new in changed.items():
-            values[column] = np.broadcast_to(new, chosen.shape)[place, first]
-        came_from = np.stack([np.full_like(place, stop), place, np.full_like(place, special), first])
-        return _Labels(values, came_from)
+        made[:, special] = values
+        kept = np.ones(made.shape[1], dtype=bool)
+        kept[special] = fits
+        return made[:, kept]
 
 
-def _joined(parts: list[_Labels]) -> _Labels:
-    return _Labels(
-        np.concatenate([part.values for part in parts], axis=1),
-        np.concatenate([part.came_from for part in parts], axis=1),
-    )
-
-
-def _undominated(values: NDArray[np.int64], base: int, deadline: Deadline) -> NDArray[np.intp]:
+def _undominated(values: Labels, base: int, deadline: Deadline) -> NDArray[np.intp]:
     """The labels to keep: none of them is at least as good as another one in everything.
 
     A group that may still grow counts only against labels of the same group: one that is a group behind pays
     for every further stage what the other one may add to its group. Of the last special stage all sums count that
     ``may_share`` compares with a period; stages of different groups do not compare.
     """
+    size = values.shape[1]
+    if size < 2:
+        return np.arange(size)
     order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
     values = values[:, order]
-    group, last_group = values[DELAY] // base, values[GROUP]
-    kept = np.ones(values.shape[1], dtype=bool)
+    group, current, last_group = values[DELAY] // base, values[CURRENT], values[GROUP]
     others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK, SPECIALS]]
     if last_group.any():
         fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
@@ -356,12 +315,15 @@ def _undominated(values: NDArray[np.int64], base: int, deadline: Deadline) -> ND
         sums = (fill, fill + ahead, fill + back, fill + ahead + back, both, both + ahead, both + back,
                 forward + ahead, backward + back)  # fmt: skip
         others = np.concatenate([others, values[[STASH, TRANSIENT]], sums])
-    for one in range(values.shape[1]):
-        if kept[one]:
-            deadline.check()
-            worse = (others[:, one, None] <= others[:, one + 1 :]).all(axis=0)
-            worse &= (group[one] < group[one + 1 :]) | (values[CURRENT, one] <= values[CURRENT, one + 1 :])
-            if last_group[one]:
-                worse &= last_group[one] == last_group[one + 1 :]
-            kept[one + 1 :] &= ~worse
+    kept = np.ones(size, dtype=bool)
+    step = max(1, min(MOST_ROWS, MOST_PAIRS // size))
+    for begin in range(0, size, step):
+        deadline.check()
+        # Dominance is transitive: one that is dominated, too, may stay among those that dominate.
+        one = begin + np.flatnonzero(kept[begin : begin + step])[:, None]
+        other = begin + np.flatnonzero(kept[begin:])[None]
+        worse = (others[:, one] <= others[:, other]).all(axis=0) & (one < other)
+        worse &= (group[one] < group[other]) | (current[one] <= current[other])
+        worse &= (last_group[one] == 0) | (last_group[one] == last_group[other])
+        kept[other[0]] = ~worse.any(axis=0)
     return order[kept]
