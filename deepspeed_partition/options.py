@@ -35,6 +35,8 @@ class Options:
     save_plan: str | None = None
     """Where rank 0 saves the plan it makes."""
     time_limit_seconds: float | None = None
+    save_timeline: str | None = None
+    """Where rank 0 saves when each operation of the first steps ran (``planner/timeline.py``)."""
 
     def __post_init__(self) -> None:
         readers = {
@@ -51,7 +53,7 @@ class Options:
                 raise ValueError(f"madpipe option {key!r}: {flaw}") from None
         if self.memory == 0:
             raise ValueError("madpipe option 'memory': it is more than 0")
-        for key in ("plan", "save_plan"):
+        for key in ("plan", "save_plan", "save_timeline"):
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}, not a path")

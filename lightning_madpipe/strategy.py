@@ -68,6 +68,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         plan: A plan file, which is run as it is, without measuring.
         save_plan: Where the plan is written.
         time_limit_seconds: For planning.
+        save_timeline: Where it is written when each operation of the first steps ran.
         config: DeepSpeed configuration, a dict or the path of a JSON file. Its own ``pipeline.madpipe`` gives
             the options that are not given here.
         cluster_environment: As in Lightning's ``DeepSpeedStrategy``.
@@ -106,6 +107,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         plan: str | Path | None = None,
         save_plan: str | Path | None = None,
         time_limit_seconds: float | None = None,
+        save_timeline: str | Path | None = None,
         config: Mapping[str, Any] | str | Path | None = None,
         cluster_environment: Any = None,
         process_group_backend: str | None = None,
@@ -140,6 +142,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "plan": None if plan is None else str(plan),
             "save_plan": None if save_plan is None else str(save_plan),
             "time_limit_seconds": time_limit_seconds,
+            "save_timeline": None if save_timeline is None else str(save_timeline),
         }
         self.config = self._given_config = checked_config(self.config, options, stage)
         self.num_stages = num_stages

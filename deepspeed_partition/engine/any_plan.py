@@ -10,8 +10,8 @@ where it is used (or sent). Stages on one rank therefore hand over by leaving it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from deepspeed_partition.engine import lowering
 from deepspeed_partition.engine.collectives import gather_objects, portable
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.instructions import AnyBoundaryEngine
-from deepspeed_partition.engine.lowering import Compute, Message, Program
-from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, tensors_of
+from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
+from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
+from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transfers import Shapes, Transfers
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.step import one_f_one_b_order
@@ -41,6 +42,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     fwd_outputs: list[Any]
     loss: Any
     _active = _ANY
+    _recorder: Recorder | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         self._active = _STARTING
@@ -71,6 +73,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         super().destroy()
         if "_transfers" in self.__dict__:
             self.__dict__.pop("_transfers").close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     # Who this rank is
 
@@ -157,22 +161,33 @@ class AnyPlanEngine(AnyBoundaryEngine):
             return
         self._begin_batch()
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        for instruction in program.lists[self.stage_id]:
-            if isinstance(instruction, Compute):
-                run = self._run_forward if instruction.kind == "F" else self._run_backward
-                with self._as_stage(instruction.stage):
-                    run(instruction)
-            elif instruction.kind == "S":
-                self._transfers.send(instruction.message, instruction.peer, self._between.pop(instruction.message))
-            elif instruction.kind == "R":
-                self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
-            else:
-                self._between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
-        self._transfers.finish()
+        with self._recorded() as execute:
+            for instruction in program.lists[self.stage_id]:
+                execute(instruction)
+            self._transfers.finish()
         if torch.is_grad_enabled():
             self._exec_reduce_tied_grads()
             self._exec_reduce_grads()
             self._exec_optimizer_step()
+
+    def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
+        """What runs an instruction: where a timeline is asked for, it is recorded in training."""
+        recorder, plan = self._recorder, self.module.madpipe_cut.plan
+        if recorder is None or plan is None or not recorder.wants_more or not torch.is_grad_enabled():
+            return nullcontext(self._execute)
+        return recorder.step(plan, self._transfers, self._execute)
+
+    def _execute(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Compute):
+            run = self._run_forward if instruction.kind == "F" else self._run_backward
+            with self._as_stage(instruction.stage):
+                run(instruction)
+        elif instruction.kind == "S":
+            self._transfers.send(instruction.message, instruction.peer, self._between.pop(instruction.message))
+        elif instruction.kind == "R":
+            self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
+        else:
+            self._between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
 
     def _begin_batch(self) -> None:
         """All ranks of a pipeline begin, or none: only the first and the last stage know whether there is data."""
@@ -194,11 +209,15 @@ class AnyPlanEngine(AnyBoundaryEngine):
             raise self._data_ended() from None
         PipelineEngine._exec_load_micro_batch(self, slot)
         self._read_now = None
-        if self.is_first_stage() and not self.dynamic_shape:
-            self._check_shapes(self.pipe_buffers["inputs"][slot])
+        if self.is_first_stage():
+            if not self.dynamic_shape:
+                self._check_shapes(self.pipe_buffers["inputs"][slot])
+            self.pipe_buffers["inputs"][slot] = Loaded(self.pipe_buffers["inputs"][slot])
         ends = {0, len(self.module.device_of_stage) - 1}.intersection(self.module.own_stages)
         if self._active == max(ends):  # the last one here to ask for it
             del self._micro_batches[number]
+        else:  # for which the inputs need not be kept
+            self._micro_batches[number] = None, self._micro_batches[number][1]
 
     # One instruction
 

@@ -33,6 +33,7 @@ from deepspeed_partition.engine.module import (
 from deepspeed_partition.engine.moving import MovingEngine
 from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages
+from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
@@ -70,6 +71,9 @@ class MadPipeEngine(MovingEngine):
         self._waits_for_plan = False
         super().__init__(**kwargs)
         self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
+        if (path := self.options.save_timeline) is not None:
+            from_rank_0(lambda: check_writable(path, "save_timeline"))
+            self._recorder = Recorder(path, self.device)
         self._cut_as_configured()
         self._announce_schedule()
         if self.owns_cut and self.device.type == "cpu":

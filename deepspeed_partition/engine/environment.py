@@ -37,15 +37,15 @@ def announce(message: str, level: int = logging.INFO) -> None:
     logger.log(level, message)
 
 
-def check_writable(path: str) -> None:
+def check_writable(path: str, option: str = "save_plan") -> None:
     """Before the layers are measured, not after.
 
     Raises:
-        ValueError: ``save_plan`` cannot be written.
+        ValueError: the path of this option cannot be written.
     """
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"madpipe option 'save_plan' is {path!r}, which cannot be written: choose another path")
+        raise ValueError(f"madpipe option {option!r} is {path!r}, which cannot be written: choose another path")
 
 
 def planning_is_off() -> bool:

@@ -21,6 +21,21 @@ def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
     return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
+class Loaded:
+    """The first stage's input, in the place of tensors of which DeepSpeed makes one more copy."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary: Boundary | None = boundary
+
+    def clone(self) -> Boundary:
+        """What DeepSpeed asks its inputs for: the tensors themselves, once."""
+        boundary, self._boundary = self._boundary, None
+        assert boundary is not None
+        # With reentrant checkpointing they are leaves with a gradient, which a layer may not change in place.
+        own = tuple(tensor.clone() if tensor.requires_grad else tensor for tensor in tensors_of(boundary))
+        return own if isinstance(boundary, tuple) else own[0]
+
+
 class _Beginning(torch.autograd.Function):
     @staticmethod
     def forward(

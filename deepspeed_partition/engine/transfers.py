@@ -7,37 +7,36 @@ other, and nothing here depends on tags, which NCCL has not.
 What a receive needs to know before it can be posted is the shapes. The first activation over a cut in each batch
 is preceded by a header, on the CPU and beside the data; with ``told_each_time`` every activation is. Gradients
 have the shapes of the output that they belong to. A receive whose header was not read yet waits in line with all
-behind it, and is posted when the first of them is needed.
+behind it: a thread for each device that tensors come from reads the headers, and posts the receives at once.
 
-    told once           header  F0.0        F0.1    F0.2     posted ahead from the second micro-batch on
-    told each time      header  F0.0 header F0.1 header ...  posted when needed
+    told once           header  F0.0        F0.1    F0.2
+    told each time      header  F0.0 header F0.1 header ...
 
-A sent tensor is kept until it has left. gloo tells that only to who waits for it: a thread does.
+A sent tensor is kept until it has left. gloo tells that only to who waits for it: another thread does.
 """
 
 from __future__ import annotations
 
-import atexit
+import functools
 import itertools
-import queue
 import threading
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine.helper import Helper
 from deepspeed_partition.engine.lowering import Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 
 Header = tuple[torch.Tensor, Any]
 """The numbers that will tell shapes, and what to wait for first."""
-PATIENCE_SECONDS = 2.0
-"""With sends that nobody receives, when the process ends."""
 HEADER_SIZE = 256
 """Numbers in a header: 40 tensors of four dimensions fit."""
 
@@ -86,22 +85,20 @@ class Shapes:
 
 Expected = Shapes | Header | None
 """The shapes of a message; or what will tell them; or nothing: they are those of its channel in this batch."""
+Posted = tuple[Boundary, list[Any]]
+"""Where a message will be, and what to wait for."""
 
 
 class _Departures:
     """Sent tensors, until they have left."""
 
     def __init__(self) -> None:
-        self._flaw: Exception | None = None
         self._on_device: deque[tuple[Any, torch.Tensor]] = deque()
-        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait_for_all, name="madpipe-departures", daemon=True)
-        self._thread.start()
-        atexit.register(self._at_exit)
+        self._helper = Helper("departures")
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
-            self._queue.put((work, tensor))
+            self._helper.do(functools.partial(_wait_holding, work, tensor))
             return
         self._on_device.append((work, tensor))
         while self._on_device and self._on_device[0][0].is_completed():
@@ -113,36 +110,93 @@ class _Departures:
         Raises:
             Exception: what a send failed with.
         """
-        reached = threading.Event()
-        self._queue.put(reached)
-        reached.wait()
+        self._helper.finish()
         while self._on_device:
             self._on_device.popleft()[0].wait()
-        if self._flaw is not None:
-            raise self._flaw
 
     def close(self) -> None:
-        atexit.unregister(self._at_exit)
-        self._queue.put(None)
+        self._helper.close()
 
-    def _at_exit(self) -> None:
-        """A thread that wakes up from a send while Python ends aborts the process: after an error, let it fail."""
-        self._queue.put(None)
-        self._thread.join(PATIENCE_SECONDS)
-        if self._thread.is_alive() and dist.is_initialized():
-            dist.destroy_process_group()
-            self._thread.join(PATIENCE_SECONDS)
 
-    def _wait_for_all(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            elif self._flaw is None:
-                try:
-                    item[0].wait()
-                except Exception as flaw:  # raised again by finish()
-                    self._flaw = flaw
-            del item  # the last reference to the tensor
+def _wait_holding(work: Any, _: torch.Tensor) -> None:
+    work.wait()
+
+
+class _Line:
+    """The receives from one device, posted in the order in which they come.
+
+    Args:
+        start: posts a receive of these shapes.
+        stream: entered by the thread that calls ``start`` after a header.
+    """
+
+    def __init__(
+        self, start: Callable[[Message, Shapes], Posted], stream: AbstractContextManager[object], name: str
+    ) -> None:
+        self._start = start
+        self._helper = Helper(name)
+        self._helper.do(stream.__enter__)
+        self._changed = threading.Condition()
+        self._flaw: Exception | None = None
+        self._num_waiting = 0
+        self._shapes: dict[str, Shapes] = {}
+        self._posted: dict[Message, Posted] = {}
+
+    def begin(self) -> None:
+        """A batch, whose shapes are not known yet."""
+        assert not self._posted and not self._num_waiting
+        self._shapes.clear()
+
+    def post(self, message: Message, expected: Expected) -> None:
+        """At once, or when the headers of this message and of those before it have been read."""
+        with self._changed:
+            shapes = self._known(message, expected)
+            if self._num_waiting or shapes is None:
+                self._num_waiting += 1
+                self._helper.do(functools.partial(self._post_later, message, expected))
+            else:
+                self._posted[message] = self._start(message, shapes)
+
+    def take(self, message: Message) -> Posted:
+        """What was posted, as soon as it is.
+
+        Raises:
+            Exception: what a header, or the posting after it, failed with.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: message in self._posted or self._flaw is not None)
+            if message not in self._posted:
+                assert self._flaw is not None
+                raise self._flaw
+            return self._posted.pop(message)
+
+    def close(self) -> None:
+        self._helper.close()
+
+    def _known(self, message: Message, expected: Expected) -> Shapes | None:
+        if isinstance(expected, tuple):
+            return None
+        return expected or self._shapes.get(message.channel)
+
+    def _post_later(self, message: Message, expected: Expected) -> None:
+        try:
+            if isinstance(expected, tuple):
+                header, work = expected
+                work.wait()
+                expected = Shapes.from_header(header)
+            with self._changed:
+                if message.direction == "F" and expected is not None:
+                    self._shapes[message.channel] = expected
+                shapes = self._known(message, expected)
+                assert shapes is not None, "the first message of a channel has a header"
+                self._posted[message] = self._start(message, shapes)
+                self._num_waiting -= 1
+                self._changed.notify()
+        except Exception as flaw:  # raised again by take()
+            with self._changed:
+                self._flaw = flaw
+                self._changed.notify()
+            raise
 
 
 class Transfers:
@@ -155,6 +209,14 @@ class Transfers:
         device_of_stage: the plan's map.
         device: of the tensors.
     """
+
+    watch: Callable[[Message, int, list[Any]], list[Any]] | None = None
+    """Told of every receive that is posted: the message, its sender, what to wait for; returns what to wait for
+    instead."""
+    ranks: list[int]
+    """The global ranks of this pipeline, by device."""
+    cpu_group: dist.ProcessGroup
+    """Theirs, on the CPU."""
 
     def __init__(
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
@@ -169,7 +231,7 @@ class Transfers:
         for ranks in pipelines:
             on_cpu = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
-                self._ranks, self._on_cpu = list(ranks), on_cpu
+                self.ranks, self.cpu_group = list(ranks), on_cpu
                 self._groups.append(on_cpu)
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
@@ -185,27 +247,33 @@ class Transfers:
                     self._received_from[source] = group
                     dist.recv(token, ranks[source], group=group)
         self._departures = _Departures()
+        self._lines = {
+            peer: _Line(functools.partial(self._start_message, peer), self._stream(), f"from-{peer}")
+            for peer in self._received_from
+        }
         self._told_each_time = False
         self._shapes_sent: dict[str, Shapes] = {}
-        self._shapes_received: dict[str, Shapes] = {}
-        self._in_line: dict[int, deque[tuple[Message, Expected]]] = defaultdict(deque)
-        """By device: receives that are not posted yet."""
         self._headers_posted: set[str] = set()
-        self._posted: dict[Message, tuple[Boundary, list[Any]]] = {}
+
+    def _stream(self) -> AbstractContextManager[object]:
+        """For a thread that posts: the stream on which this one computes."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        return get_accelerator().stream(get_accelerator().current_stream())
 
     def agree(self, holds: bool) -> bool:
         """Whether it holds on every rank of the pipeline."""
         vote = torch.tensor(int(holds))  # on the CPU: a GPU need not be waited for
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._on_cpu)
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return bool(vote)
 
     def start(self, *, told_each_time: bool) -> None:
         """Begin a batch."""
-        assert not self._posted and not any(self._in_line.values())
         self._told_each_time = told_each_time
         self._shapes_sent.clear()
-        self._shapes_received.clear()
         self._headers_posted.clear()
+        for line in self._lines.values():
+            line.begin()
 
     def send(self, message: Message, peer: int, boundary: Boundary) -> None:
         """Begin to send. The tensors must not change any more.
@@ -221,10 +289,10 @@ class Transfers:
                 self._departures.add(self._start_sending(contiguous, peer), contiguous)
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.isend(tensor, self._ranks[peer], group=self._sent_to[peer])
+        return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
 
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.irecv(tensor, self._ranks[peer], group=self._received_from[peer])
+        return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
     def _tell(self, message: Message, peer: int, shapes: Shapes) -> None:
         known = self._shapes_sent.get(message.channel)
@@ -238,7 +306,7 @@ class Transfers:
             return
         self._shapes_sent[message.channel] = shapes
         header = shapes.header()
-        work = dist.isend(header, self._ranks[peer], group=self._on_cpu, tag=message.cut)
+        work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
         self._departures.add(work, header)
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
@@ -251,36 +319,18 @@ class Transfers:
         if message.direction == "F" and (self._told_each_time or message.channel not in self._headers_posted):
             self._headers_posted.add(message.channel)
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-            work = dist.irecv(header, self._ranks[peer], group=self._on_cpu, tag=message.cut)
+            work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
             expected = header, work
-        self._in_line[peer].append((message, expected))
-        self._advance(peer)
+        self._lines[peer].post(message, expected)
 
-    def _advance(self, peer: int, until: Message | None = None) -> None:
-        """Post what stands in line: up to ``until``, waiting for headers, then as far as shapes are known."""
-        line = self._in_line[peer]
-        waits = until is not None and until not in self._posted
-        while line:
-            message, expected = line[0]
-            if isinstance(expected, tuple):
-                if not waits:
-                    return
-                header, work = expected
-                work.wait()
-                expected = self._shapes_received[message.channel] = Shapes.from_header(header)
-            shapes = expected or self._shapes_received.get(message.channel)
-            if shapes is None:
-                return
-            line.popleft()
-            boundary = shapes.empty(self._device)
-            works = [self._start_receiving(tensor, peer) for tensor in tensors_of(boundary) if tensor.numel()]
-            self._posted[message] = boundary, works
-            waits = waits and message != until
+    def _start_message(self, peer: int, message: Message, shapes: Shapes) -> Posted:
+        boundary = shapes.empty(self._device)
+        works = [self._start_receiving(each, peer) for each in tensors_of(boundary) if each.numel()]
+        return boundary, works if self.watch is None else self.watch(message, peer, works)
 
     def take(self, message: Message, peer: int) -> Boundary:
         """Wait for a message that was posted."""
-        self._advance(peer, until=message)
-        boundary, works = self._posted.pop(message)
+        boundary, works = self._lines[peer].take(message)
         for work in works:
             work.wait()
         return boundary
@@ -292,6 +342,8 @@ class Transfers:
     def close(self) -> None:
         """End what runs beside the engine, and the connections. On all ranks of the job, in the same order."""
         self._departures.close()
+        for line in self._lines.values():
+            line.close()
         for group in self._groups:
             with suppress(ValueError):  # it has ended with all groups, as at the end of a program
                 dist.destroy_process_group(group)

@@ -63,3 +63,7 @@ class ChainFormatError(FormatError):
 
 class PlanMismatchError(MadPipeError, ValueError):
     """A plan for another model, or for another number of devices."""
+
+
+class TimelineFormatError(FormatError):
+    """A file of measured times that cannot be read, or of another version."""

@@ -63,6 +63,7 @@ def make_plan(
     num_micro_batches: int | None = None,
     num_stages: int | None = None,
     every_stage_trains: bool = False,
+    every_device_trains: bool = False,
     data_parallel: int | str | None = None,
     period_seconds: float | None = None,
     time_limit_seconds: float | None = None,
@@ -71,8 +72,8 @@ def make_plan(
     """Decide where and when every layer runs.
 
     ``"madpipe"`` searches all allocations: a device may run several stages. Where ``num_stages`` or
-    ``every_stage_trains`` is given, as by the hosts, which run one stage per rank, it is the best contiguous cut,
-    and a step is that of DeepSpeed's own engine at its depth.
+    ``every_stage_trains`` is given, as for DeepSpeed's own engine, which runs one stage per rank, it is the best
+    contiguous cut, and a step is that of this engine at its depth.
 
     Args:
         chain: the layers, measured for one micro-batch.
@@ -82,6 +83,7 @@ def make_plan(
             ``step``, as short as is found in an engine that overlaps transfers, and its memory is the step's.
         num_stages: exactly so many stages; left out, at most one per device.
         every_stage_trains: no stage without trainable parameters.
+        every_device_trains: no device without trainable parameters, and so none without a stage.
         data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
             ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
             step includes the all-reduce of the gradients.
@@ -108,7 +110,14 @@ def make_plan(
         limit = max(overall.remaining_seconds(), SHORTEST_TIME_LIMIT_SECONDS) / num_left
         try:
             problem = problem_of(
-                chain, split.platform, split.num_micro_batches, num_stages, every_stage_trains, limit, deadline
+                chain,
+                split.platform,
+                split.num_micro_batches,
+                num_stages,
+                every_stage_trains,
+                every_device_trains,
+                time_limit_seconds=limit,
+                deadline=deadline,
             )
             problem = replace(problem, num_pipelines=split.num_pipelines)
             if period_seconds is None:
@@ -182,7 +191,8 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     period = min(clock.ticks(float(period_seconds)), problem.longest_period)
     roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
     if isinstance(solver, MadPipe | Contiguous):
-        answer = least_memory.answer_at(problem, period, special=isinstance(solver, MadPipe))
+        special = isinstance(solver, MadPipe) and problem.constraints.any_allocation
+        answer = least_memory.answer_at(problem, period, special=special)
     else:
         answer = solver.solve(roomy)
         loads = [one_f_one_b.pseudo_stage_loads(problem.times, cuts) for cuts in answer.cuts]
@@ -273,6 +283,7 @@ def problem_of(
     num_micro_batches: int | None = None,
     num_stages: int | None = None,
     every_stage_trains: bool = False,
+    every_device_trains: bool = False,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Problem:
@@ -298,10 +309,13 @@ def problem_of(
             "use fewer stages, or split the layers more finely"
         )
     training = sum(1 for layer in chain.layers if layer.num_trainable_parameters)
-    if every_stage_trains and training < (num_stages or 1):
+    needed, parts = num_stages or 1, "stages"
+    if every_device_trains:
+        needed, parts = platform.num_devices, "devices"
+    if (every_stage_trains or every_device_trains) and training < needed:
         raise ValueError(
-            f"{num_stages or 1} stages with trainable parameters each need as many such layers and the chain "
-            f"has {training}: use fewer stages"
+            f"{needed} {parts} with trainable parameters each need as many such layers and the chain "
+            f"has {training}: use fewer {parts}"
         )
     return Problem(
         chain=chain,
@@ -310,6 +324,7 @@ def problem_of(
             max_stages=num_stages or platform.num_devices,
             exactly=num_stages is not None,
             every_stage_trains=every_stage_trains,
+            every_device_trains=every_device_trains,
         ),
         times=TimedChain(chain, platform),
         table=StageTable(chain, platform),

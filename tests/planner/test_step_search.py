@@ -6,7 +6,7 @@ The judge is the replay, which simulates a step by another program than the sear
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
@@ -117,10 +117,12 @@ def interleavings(positions: Sequence[int], m: int) -> Iterator[tuple[int, ...]]
     return extend((0,) * len(positions), ())
 
 
-def shortest_of_all(made: Chain, platform: Platform, m: int) -> int | None:
+def shortest_of_all(
+    made: Chain, platform: Platform, m: int, allowed: Callable[[oracles.Placed], bool] = lambda placed: True
+) -> int | None:
     """Over every allocation and all orders of its devices, in ticks; None where none fits."""
     problem, best = problem_of(made, platform), None
-    for cuts, devices in oracles.all_placements(made.num_layers, platform.num_devices):
+    for cuts, devices in filter(allowed, oracles.all_placements(made.num_layers, platform.num_devices)):
         engine = StepEngine(problem.times, problem.table, cuts, devices)
         mine = [[p for p, on in enumerate(engine.device) if on == device] for device in range(engine.num_devices)]
         fitting = []

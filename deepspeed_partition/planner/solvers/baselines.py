@@ -110,9 +110,10 @@ class FixedCut:
             raise ValueError(
                 f"algorithm {shown(self.name)} makes {num_stages} stages for {constraints.max_stages} devices"
             )
-        if constraints.exactly and num_stages < constraints.max_stages:
+        if num_stages < constraints.fewest_stages:
             raise ValueError(
-                f"algorithm {shown(self.name)} makes {num_stages} stages and {constraints.max_stages} are needed"
+                f"algorithm {shown(self.name)} makes {num_stages} stages and {constraints.fewest_stages} are "
+                "needed"
             )
         allowed = constraints.allowed(problem.table)
         for stage, (start, stop) in enumerate(pairwise(cuts)):

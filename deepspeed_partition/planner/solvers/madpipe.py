@@ -60,8 +60,9 @@ LEVELS = (64, 16, 4, 2, 1)
 class MadPipe:
     """The shortest period over all allocations, proved best in its class where time allows.
 
-    A host that runs one stage per rank (``num_stages``, ``every_stage_trains``) gets what ``Contiguous`` answers,
-    under this name. For a step (``num_micro_batches``) the best of these plans is where the search begins.
+    A host whose engine runs one stage per rank (``num_stages``, ``every_stage_trains``) gets what ``Contiguous``
+    answers, under this name. For a step (``num_micro_batches``) the best of these plans is where the search
+    begins.
     """
 
     name: str = "madpipe"
@@ -94,7 +95,10 @@ class MadPipe:
         found = Contiguous(self.name).smallest_memory(problem)
         if found is None or _only_contiguous(problem) or problem.platform.num_devices == 1:
             return found
-        return _smallest_memory(problem, *found)
+        where, smallest = _smallest_memory(problem, *found)
+        placement = where if isinstance(where, Placement) else Placement.contiguous(where)
+        # Where not every device trains in it, the least that is known is that of a contiguous cut.
+        return (where, smallest) if problem.allows(placement) else found
 
 
 def _only_contiguous(problem: Problem) -> bool:
@@ -236,7 +240,8 @@ class _Search:
         promises = []
         for placement in placements:
             if placement not in self.bounds:
-                least = self._promise(Road(self.problem, placement))
+                allowed = self.problem.allows(placement)
+                least = self._promise(Road(self.problem, placement)) if allowed else None
                 if least is None:
                     self.bounds[placement] = None
                 else:
@@ -266,6 +271,9 @@ class _Search:
     def _try(self, placement: Placement) -> None:
         """Schedule an allocation."""
         if placement.is_contiguous or placement in self.bounds:
+            return
+        if not self.problem.allows(placement):
+            self.bounds[placement] = None
             return
         self._tell()
         deadline = Deadline(self.schedule_seconds, within=self.problem.deadline)
@@ -332,4 +340,4 @@ def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | 
         placement, smallest = narrow(several, need, placement, smallest, 1)
     except DeadlinePassed:
         return cuts, enough
-    return (cuts if placement.is_contiguous else placement), smallest
+    return (placement.cuts if placement.is_contiguous else placement), smallest

@@ -91,8 +91,7 @@ class PaperMadPipe:
             raise ValueError(f"rounding is {self.rounding!r}: it is nearest, up or down")
 
     def solve(self, problem: Problem) -> Answer:
-        constraints = problem.constraints
-        if constraints.exactly or constraints.every_stage_trains or problem.num_micro_batches is not None:
+        if not problem.constraints.any_allocation or problem.num_micro_batches is not None:
             raise ValueError(
                 f"{self.name} puts several stages on a device and knows no step that drains: use madpipe where "
                 "each rank has one stage or micro-batches are given"

@@ -33,15 +33,26 @@ class Constraints:
     """Exactly ``max_stages`` stages, as an engine with one stage per rank needs; otherwise at most."""
     every_stage_trains: bool = False
     """No stage without trainable parameters: an optimizer has nothing to do there."""
+    every_device_trains: bool = False
+    """No device without them, on which there may be several stages. Of contiguous cuts it asks the two above."""
+
+    @property
+    def fewest_stages(self) -> int:
+        """Of a contiguous cut."""
+        return self.max_stages if self.exactly or self.every_device_trains else 1
+
+    @property
+    def any_allocation(self) -> bool:
+        """Whether nothing is asked for."""
+        return not (self.exactly or self.every_stage_trains or self.every_device_trains)
 
     def allowed(self, table: StageTable) -> NDArray[np.bool_]:
-        """[k, l]: whether layers k to l may be a stage."""
-        return table.trains if self.every_stage_trains else table.is_stage
+        """[k, l]: whether layers k to l may be a stage of a contiguous cut."""
+        return table.trains if self.every_stage_trains or self.every_device_trains else table.is_stage
 
     def counts(self, num_layers: int) -> range:
         """The numbers of stages to consider."""
-        most = min(self.max_stages, num_layers)
-        return range(self.max_stages if self.exactly else 1, most + 1)
+        return range(self.fewest_stages, min(self.max_stages, num_layers) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,15 @@ class Problem:
         """Ticks of a step in DeepSpeed's engine, all-reduces included."""
         allreduce = [self.times.clock.ticks(seconds) for seconds in self.allreduce_seconds(cuts)]
         return blocking_step(self.times, cuts, num_micro_batches, allreduce)
+
+    def allows(self, placement: Placement) -> bool:
+        """Whether every device trains something, where that is asked for."""
+        training = {
+            device
+            for stage, device in zip(pairwise(placement.cuts), placement.devices, strict=True)
+            if self.table.trains[stage]
+        }
+        return not self.constraints.every_device_trains or len(training) == self.platform.num_devices
 
     @property
     def longest_period(self) -> int:

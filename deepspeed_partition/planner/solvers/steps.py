@@ -333,6 +333,8 @@ class _StepSearch:
     def _run(self, placement: Placement, rule: Rule, shorter_than: float) -> _Outcome:
         """Simulate a rule and keep it where it is the best of its allocation."""
         self.tried.add(placement)
+        if not self.problem.allows(placement):
+            return _Outcome.TOO_SLOW
         engine, rest = self._engine(placement), self.num_micro_batches - self.simulated
         at_most = None if shorter_than == inf else ceil(shorter_than) - 1 - max(engine.load) * rest
         self.operations_left -= len(engine.ticks) * self.simulated

@@ -6,6 +6,7 @@
 One layer per stage that sleeps for its forward and backward, and links that sleep: no computation, so that every
 stage has a device of its own. The ratio is that of transfers to computation per micro-batch, 2c / (tF + tB).
 With ``--megabytes`` activations of these sizes travel over the machine's loopback instead, at what that takes.
+With ``--told-each-time`` ours tell the shapes of every activation, for micro-batches of different shapes.
 
 - ``DeepSpeed``: its own engine, whose transfers block.
 - ``same depth``: ours, with DeepSpeed's order of computations.
@@ -81,8 +82,10 @@ def plan_of_depth(plan: Plan, depths: list[int], micro_batches: int) -> Plan:
     return replace(plan, step=step, stages=stages)
 
 
-def overlapping_engine(engine_class: type, plan: Plan, layers: list[Any], micro_batches: int) -> Any:
-    module = StagesModule(layers, plan=plan, loss_fn=loss)
+def overlapping_engine(
+    engine_class: type, plan: Plan, layers: list[Any], micro_batches: int, told_each_time: bool
+) -> Any:
+    module = StagesModule(layers, plan=plan, loss_fn=loss, dynamic_shape=told_each_time)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
@@ -95,7 +98,9 @@ def loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return outputs.sum()
 
 
-def engines_for(engine_class: type, numbers: int, num_stages: int, micro_batches: int) -> dict[str, Any]:
+def engines_for(
+    engine_class: type, numbers: int, num_stages: int, micro_batches: int, told_each_time: bool
+) -> dict[str, Any]:
     model = chain(num_stages, numbers)
     platform = Platform(num_devices=num_stages, memory_bytes=10**12, bandwidth=1e9)
     plan = make_plan(model, platform, list(range(num_stages + 1)))
@@ -106,7 +111,11 @@ def engines_for(engine_class: type, numbers: int, num_stages: int, micro_batches
     deepspeeds = engine_for(sleeping_layers(model), plan.boundaries, micro_batches, 1, loss)
     return {"DeepSpeed": deepspeeds} | {
         name: overlapping_engine(
-            engine_class, plan_of_depth(plan, each, micro_batches), sleeping_layers(model), micro_batches
+            engine_class,
+            plan_of_depth(plan, each, micro_batches),
+            sleeping_layers(model),
+            micro_batches,
+            told_each_time,
         )
         for name, each in depths.items()
     }
@@ -126,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=float, nargs="+", help="of activations that travel over loopback")
+    parser.add_argument("--told-each-time", action="store_true", help="the shapes, with every activation")
     parser.add_argument("--save", action="store_true", help="write results/ beside this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -137,10 +147,12 @@ def main() -> None:
     if arguments.megabytes:
         for megabytes in arguments.megabytes:
             numbers = round(megabytes * 1e6 / 4)
-            engines = engines_for(any_plan.AnyPlanEngine, numbers, num_stages, micro_batches)
+            engines = engines_for(
+                any_plan.AnyPlanEngine, numbers, num_stages, micro_batches, arguments.told_each_time
+            )
             rows.append({"megabytes": megabytes, **ideal, **measured(engines, numbers, arguments.rounds)})
     else:
-        engines = engines_for(EmulatedEngine, NUMBERS, num_stages, micro_batches)
+        engines = engines_for(EmulatedEngine, NUMBERS, num_stages, micro_batches, arguments.told_each_time)
         blocking = engines.pop("DeepSpeed")
         for ratio in RATIOS:
             SlowTransfers.seconds = ratio * 3 * FORWARD_SECONDS / 2
@@ -148,12 +160,12 @@ def main() -> None:
             side_by_side = {"DeepSpeed": lasting, **engines}
             rows.append({"ratio": ratio, **ideal, **measured(side_by_side, NUMBERS, arguments.rounds)})
     if dist.get_rank() == 0:
-        report(rows, num_stages, micro_batches, arguments.save)
+        report(rows, num_stages, micro_batches, arguments)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, save: bool) -> None:
+def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, arguments: argparse.Namespace) -> None:
     table = Table(
         title=f"{num_stages} stages, {micro_batches} micro-batches: one step over that without transfers"
     )
@@ -166,8 +178,10 @@ def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, save
         gains = [f"{row[name]['deepspeed_takes']:.2f}" for name in ("same depth", "deep")]
         table.add_row(f"{row[link]:g}", *over, *gains)
     Console(width=120).print(table)
-    if save:
-        path = Path(__file__).parent / "results" / f"{link}_{num_stages}_stages_{date.today():%Y%m}.json"
+    if arguments.save:
+        told = "_told_each_time" if arguments.told_each_time else ""
+        name = f"{link}_{num_stages}_stages{told}_{date.today():%Y%m}.json"
+        path = Path(__file__).parent / "results" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"saved {path.name}")

@@ -1,0 +1,63 @@
+"""A thread that waits for what the engine must not wait for."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+PATIENCE_SECONDS = 2.0
+"""With transfers that never end, when the process does."""
+
+
+class Helper:
+    """Runs what it is given on a thread of its own, one after the other, until something fails."""
+
+    def __init__(self, name: str) -> None:
+        self._flaw: Exception | None = None
+        self._queue: queue.SimpleQueue[Callable[[], object] | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"madpipe-{name}", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def do(self, function: Callable[[], object]) -> None:
+        """Call ``function`` after all before it; it is not referred to any more when it has returned."""
+        self._queue.put(function)
+
+    def finish(self) -> None:
+        """Return when everything is done.
+
+        Raises:
+            Exception: what failed first; nothing behind it was run.
+        """
+        reached = threading.Event()
+        self._queue.put(reached)
+        reached.wait()
+        if self._flaw is not None:
+            raise self._flaw
+
+    def close(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._queue.put(None)
+
+    def _at_exit(self) -> None:
+        """A thread that wakes up from a transfer while Python ends aborts the process: let the transfer fail."""
+        self._queue.put(None)
+        self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive() and dist.is_initialized():
+            dist.destroy_process_group()
+            self._thread.join(PATIENCE_SECONDS)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            elif self._flaw is None:
+                try:
+                    item()
+                except Exception as flaw:  # raised again by finish()
+                    self._flaw = flaw
+            del item  # with what it refers to

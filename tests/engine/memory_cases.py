@@ -1,0 +1,234 @@
+"""Cases: the bytes that an engine really holds, at each instruction, against those of its plan.
+
+Tensors that wait to be sent are the one thing that depends on how fast the other rank is. Beyond the room that
+every plan reserves for them they are counted apart, and only where a stage may run ahead of the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plans
+import torch
+from any_plan_multiproc import MAPS
+from deepspeed.pipe import LayerSpec
+from pipelines import loss_fn
+from running import start
+from torch import nn
+
+from deepspeed_partition import Chain, Plan, Platform, replay
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.lowering import Compute
+from deepspeed_partition.engine.transfers import Shapes, Transfers
+from deepspeed_partition.profiling import LiveBytes, profile_chain
+
+NUM_MICRO_BATCHES = 6
+ROWS, INPUTS = 256, 128
+SMALL_BYTES = 64
+"""Losses and other single numbers, which no plan counts."""
+ALLOWED_BYTES = 8192
+"""For such numbers and the headers that tell shapes: less than any activation."""
+
+
+class Gate(nn.Module):
+    """Keeps more than its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.linear(x))
+
+
+def specs() -> list[Any]:
+    """Eight layers that keep different amounts; no parameters in the second one."""
+    return [
+        LayerSpec(nn.Linear, INPUTS, 64), LayerSpec(nn.Tanh), LayerSpec(Gate, 64), LayerSpec(nn.Linear, 64, 96),
+        LayerSpec(Gate, 96), LayerSpec(nn.Linear, 96, 48), LayerSpec(Gate, 48), LayerSpec(nn.Linear, 48, 16),
+    ]  # fmt: skip
+
+
+def micro_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(number))
+    return inputs, inputs[:, :16].argmax(1)
+
+
+class Fresh(Iterator[Any]):
+    """Micro-batches that nobody else holds."""
+
+    def __init__(self) -> None:
+        self.given: list[weakref.ref] = []
+
+    def __next__(self) -> Any:
+        made = micro_batch(len(self.given))
+        self.given += map(weakref.ref, made)
+        return made
+
+
+def measured_chain() -> Chain:
+    """Its bytes are measured; its times are given, so that all ranks make the same plan."""
+    layers = [spec.build() for spec in specs()]
+    chain = profile_chain(
+        layers, micro_batch(0), loss_fn=loss_fn, device="cpu", repeats=1, warm_up=1, progress=False
+    )  # fmt: skip
+    times = {"forward_seconds": 1.0, "backward_seconds": 2.0}
+    unknown = {"forward_spread_seconds": None, "backward_spread_seconds": None}
+    return replace(chain, layers=tuple(replace(layer, **times, **unknown) for layer in chain.layers))
+
+
+class _Sent:
+    """A send that is known to be over when somebody has waited for it."""
+
+    def __init__(self, work: Any, over: Any) -> None:
+        self.work, self.over = work, over
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.over()
+
+
+class CountedTransfers(Transfers):
+    """Knows how many tensors of each channel wait to be sent, and their bytes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lock = threading.Lock()
+        self._channel = ""
+        self.waiting: Counter[str] = Counter()
+        self.sizes: dict[str, int] = {}
+
+    def send(self, message: Any, peer: int, boundary: Any) -> None:
+        self._channel = message.channel
+        super().send(message, peer, boundary)
+
+    def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
+        channel = self._channel
+        self._count(channel, 1)
+        self.sizes[channel] = tensor.numel() * tensor.element_size()
+        return _Sent(super()._start_sending(tensor, peer), lambda: self._count(channel, -1))
+
+    def _count(self, channel: str, more: int) -> None:
+        with self._lock:
+            self.waiting[channel] += more
+
+    def late_bytes(self) -> int:
+        """Of what waits beyond one tensor of each channel, for which every plan has room."""
+        with self._lock:
+            return sum(max(0, count - 1) * self.sizes[channel] for channel, count in self.waiting.items())
+
+
+class WatchedEngine(MadPipeEngine):
+    """Notes after each instruction the most bytes that it held meanwhile."""
+
+    transfers_class = CountedTransfers
+    live: LiveBytes | None = None
+
+    def _execute(self, instruction: Any) -> None:
+        if self.live is None:
+            super()._execute(instruction)
+            return
+        late_before, before = self._transfers.late_bytes(), self.live.current_bytes
+        self.live.reset_peak()
+        super()._execute(instruction)
+        late = max(late_before, self._transfers.late_bytes())
+        self.held.append((instruction, before - late, self.live.peak_bytes - late))
+
+
+class Expected:
+    """What the memory of a plan says of one device before each computation, without what is transient."""
+
+    def __init__(self, plan: Plan, chain: Chain, device: int) -> None:
+        self.devices = [stage.device for stage in plan.stages]
+        self.stash = [sum(map(chain.stash, chain.layers[slice(*stage.layers)])) for stage in plan.stages]
+        self.across = [chain.boundary_bytes(stage.layers[1]) for stage in plan.stages[:-1]]
+        cuts = [cut for cut in range(len(self.across)) if self.devices[cut] != self.devices[cut + 1]]
+        ends = [cut for cut in cuts for stage in (cut, cut + 1) if self.devices[stage] == device]
+        self.num_bytes = plan.platform.comm_buffers * sum(self.across[cut] for cut in ends)
+
+    def before(self, computation: Compute) -> int:
+        """Of a forward, when its micro-batch is in flight; of a backward, when its gradient waits."""
+        kind, stage = computation.kind, computation.stage
+        if kind == "F":
+            self.num_bytes += self.stash[stage]
+            return self.num_bytes
+        return self.num_bytes + (self.across[stage] if stage < len(self.across) else 0)
+
+    def after(self, computation: Compute) -> None:
+        """What is handed to a neighbouring stage on the same device, or taken from it, was or is kept there."""
+        kind, stage = computation.kind, computation.stage
+        if kind == "B":
+            self.num_bytes -= self.stash[stage]
+        following, preceding = (stage + 1, stage - 1) if kind == "F" else (stage - 1, stage + 1)
+        for neighbour, sign in ((following, 1), (preceding, -1)):
+            if 0 <= neighbour < len(self.devices) and self.devices[neighbour] == self.devices[stage]:
+                self.num_bytes += sign * self.across[min(stage, neighbour)]
+
+
+@contextmanager
+def counting(engine: WatchedEngine) -> Iterator[LiveBytes]:
+    """The bytes of a step that stands on gradients that exist; those that other threads make room for, too."""
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.live, engine.held = LiveBytes(), []
+    empty = Shapes.empty
+
+    def counted(shapes: Shapes, device: torch.device) -> Any:
+        with engine.live:
+            return empty(shapes, device)
+
+    Shapes.empty = counted
+    try:
+        with engine.live:
+            yield engine.live
+    finally:
+        Shapes.empty, engine.live = empty, None
+
+
+def engine_of(plan: Plan, **more: Any) -> WatchedEngine:
+    config = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, "train_micro_batch_size_per_gpu": ROWS}
+    return start(
+        specs(), None, config, num_stages=plan.platform.num_devices, plan=plan,
+        start_engine=lambda **arguments: initialize_with(WatchedEngine, **arguments), **more,
+    )[0]  # fmt: skip
+
+
+def no_more_bytes_than_planned(_: Path) -> None:
+    """And of the data nothing is left after a step but losses."""
+    chain = measured_chain()
+    platform = Platform(num_devices=2, memory_bytes=10**12, bandwidth=2.0**30)  # so that no sum is rounded
+    for devices, cuts in MAPS[2].items():
+        for depth in (1, 3) if len(devices) > 2 else (1, None):
+            orders = (
+                plans.gpipe(devices, NUM_MICRO_BATCHES)
+                if depth is None
+                else plans.depth_first(devices, NUM_MICRO_BATCHES, depth)
+            )
+            plan = plans.plan_of(chain, platform, cuts, devices, orders=orders)
+            use = replay(plan, chain).memory
+            engine = engine_of(plan, dynamic_shape=depth == 3)
+            data = Fresh()
+            engine.train_batch(data)
+            with counting(engine) as live:
+                engine.train_batch(data)
+                left = [storage.nbytes() for storage in live.storages()]
+            planned = use[engine.stage_id].total - use[engine.stage_id].weights
+            over = [(each, peak - planned) for each, _, peak in engine.held if peak > planned + ALLOWED_BYTES]
+            assert not over, (devices, depth, planned, over)
+            expected = Expected(plan, chain, engine.stage_id)
+            for each, before, _ in engine.held:
+                if isinstance(each, Compute):
+                    most = expected.before(each)
+                    assert before <= most + ALLOWED_BYTES, (devices, depth, str(each), before, most)
+                    expected.after(each)
+            assert max(peak for *_, peak in engine.held) > planned / 2, "nothing was counted"
+            assert all(size <= SMALL_BYTES for size in left), left
+            assert not any(reference() is not None for reference in data.given)

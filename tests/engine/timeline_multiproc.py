@@ -1,0 +1,158 @@
+"""What an engine did, measured while it ran: its timeline and its bytes. Run by torchrun with 2 processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from any_plan_multiproc import begin, plan_for
+from deepspeed.pipe import LayerSpec
+from harness import run_cases
+from memory_cases import no_more_bytes_than_planned
+from pipelines import mlp
+from running import NUM_MICRO_BATCHES, batches, mine, raised, train
+from torch import nn
+
+from deepspeed_partition import Plan
+from deepspeed_partition.engine.timeline import NUM_STEPS
+from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation
+
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.002, 0.004
+MAPS = {
+    (0, 1): [0, 3, 8],
+    (0, 1, 0): [0, 3, 6, 8],
+    (0, 1, 0, 1): [0, 1, 4, 6, 8],
+    (0, 1, 1, 0): [0, 3, 4, 5, 8],
+}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_SECONDS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(BACKWARD_SECONDS)
+        return gradient
+
+
+class Sleeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_Sleep.apply(x) if x.requires_grad else _Sleep.apply(x.requires_grad_()))
+
+
+def sleeping() -> list[Any]:
+    """Eight layers, each of which takes time in both directions."""
+    widths = [8, *[16] * 7, 4]
+    return [LayerSpec(Sleeping, before, after) for before, after in itertools.pairwise(widths)]
+
+
+def saving_to(path: Path) -> dict[str, Any]:
+    return {"pipeline": {"madpipe": {"save_timeline": str(path)}}}
+
+
+def needs(each: TimedOperation, plan: Plan) -> list[tuple[str, int]]:
+    """What must have ended before it."""
+    kind, stage, number = each.operation.rstrip("0123456789"), int(each.operation.lstrip("SFB")), each.micro_batch
+    devices = [stage.device for stage in plan.stages]
+
+    def over(cut: int, direction: str, producer: str) -> tuple[str, int]:
+        return (f"S{direction}{cut}" if devices[cut] != devices[cut + 1] else producer), number
+
+    if kind == "SF":
+        return [(f"F{stage}", number)]
+    if kind == "SB":
+        return [(f"B{stage + 1}", number)]
+    if kind == "F":
+        return [over(stage - 1, "F", f"F{stage - 1}")] if stage else []
+    behind = [over(stage, "B", f"B{stage + 1}")] if stage + 1 < len(devices) else []
+    return [(f"F{stage}", number), *behind]
+
+
+def the_timeline_is_what_ran(folder: Path) -> None:
+    """In the plan's order, each operation as long as its layers sleep, nothing before what it needs."""
+    data = batches(NUM_STEPS + 2)
+    for devices, cuts in MAPS.items():
+        path = folder / f"{'-'.join(map(str, devices))}.json"
+        plan = plan_for(devices, cuts)
+        engine, _, _ = begin(sleeping(), plan, saving_to(path), dynamic_shape=devices == (0, 1, 1, 0))
+        train(engine, data)
+        assert engine._transfers.watch is None
+        if dist.get_rank() != 0:
+            continue
+        timeline = MeasuredTimeline.load(path)
+        assert [each.step for each in timeline.steps] == list(range(NUM_STEPS))
+        assert timeline.num_micro_batches == NUM_MICRO_BATCHES
+        for step in timeline.steps:
+            assert len(step.clock_error_seconds) == 2 and step.clock_error_seconds[0] == 0.0
+            slack = sum(step.clock_error_seconds) + 1e-9
+            ended = {(each.operation, each.micro_batch): each.end_seconds for each in step.operations}
+            for each in step.operations:
+                for need in needs(each, plan):
+                    assert ended[need] <= each.start_seconds + slack, (each, need, ended[need])
+            for device, order in enumerate(plan.step.order):
+                ran = [each for each in step.operations if each.device == device]
+                assert tuple((each.operation, each.micro_batch) for each in ran) == order
+                for before, after in itertools.pairwise(ran):
+                    assert before.end_seconds <= after.start_seconds + 1e-9
+                for each in ran:
+                    first, last = plan.stages[int(each.operation[1:])].layers
+                    seconds = FORWARD_SECONDS if each.operation[0] == "F" else BACKWARD_SECONDS
+                    assert each.duration_seconds >= seconds * (last - first)
+        found = timeline.compare(plan)
+        assert found.measured_step_seconds >= 8 * (FORWARD_SECONDS + BACKWARD_SECONDS)
+        assert len(found.operations) == len(plan.operations)
+
+
+def who_does_not_ask_pays_nothing(folder: Path) -> None:
+    """And evaluation is not recorded."""
+    devices, cuts = (0, 1, 0), MAPS[0, 1, 0]
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts))
+    assert engine._recorder is None and engine._transfers.watch is None
+    with engine._recorded() as execute:
+        assert execute == engine._execute
+    path = folder / "timeline.json"
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts), saving_to(path))
+    engine.eval_batch(mine(engine, batches(1)), num_micro_batches=NUM_MICRO_BATCHES)
+    dist.barrier()
+    assert not path.exists()
+    train(engine, batches(1))
+    if dist.get_rank() == 0:
+        assert len(json.loads(path.read_text())["steps"]) == 1
+
+
+def a_timeline_that_cannot_be_written(folder: Path) -> None:
+    """Refused before the training; where it cannot be written later, the training goes on."""
+    devices, cuts = (0, 1, 0), MAPS[0, 1, 0]
+    with raised(ValueError, "'save_timeline'", "cannot be written"):
+        begin(mlp(), plan_for(devices, cuts), saving_to(folder / "none" / "timeline.json"))
+    gone = folder / "gone"
+    if dist.get_rank() == 0:
+        gone.mkdir()
+    dist.barrier()
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts), saving_to(gone / "timeline.json"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        gone.rmdir()
+    dist.barrier()
+    train(engine, batches(2))
+
+
+CASES = [
+    the_timeline_is_what_ran,
+    who_does_not_ask_pays_nothing,
+    a_timeline_that_cannot_be_written,
+    no_more_bytes_than_planned,
+]
+NAMES = [case.__name__ for case in CASES]
+
+if __name__ == "__main__":
+    run_cases({name: globals()[name] for name in NAMES if os.environ["WORLD_SIZE"] == "2"})

@@ -1,0 +1,177 @@
+"""The file of a measured timeline, and the comparison with its plan.
+
+The oracle is the replay: a run in which everything happens as simulated must be found to be as planned.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from deepspeed_partition import Chain, InfeasibleError, Plan, PlanMismatchError, Platform, make_plan
+from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.errors import TimelineFormatError
+from deepspeed_partition.planner.plan import StepPlan
+from deepspeed_partition.planner.simulate_step import run_step
+from deepspeed_partition.planner.step import one_f_one_b_order
+from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation, TimedStep
+from tests.planner.instances import chain, random_instance
+from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
+
+
+def as_simulated(plan: Plan, made: Chain, slower: float = 1.0) -> TimedStep:
+    """A step that runs as the replay runs it, or so many times as long."""
+    clock = Clock.of(made, plan.platform)
+    step = run_step(plan, made)
+    assert not isinstance(step, str), step
+    operations = []
+    for (name, number), (begin, end) in step.operations.items():
+        stage = int(name.lstrip("SFB"))
+        place: dict = {"device": plan.stages[stage].device}
+        if name[0] == "S":
+            place = {"link": (plan.stages[stage].device, plan.stages[stage + 1].device)}
+        begin_seconds, seconds = clock.seconds(begin) * slower, clock.seconds(end - begin) * slower
+        operations.append(
+            TimedOperation(
+                operation=name, micro_batch=number, start_seconds=begin_seconds, duration_seconds=seconds, **place
+            )
+        )
+    operations.sort(key=lambda each: each.start_seconds)
+    errors = (0.0,) * plan.platform.num_devices
+    return TimedStep(step=0, clock_error_seconds=errors, operations=tuple(operations))
+
+
+def timeline_of(plan: Plan, *steps: TimedStep) -> MeasuredTimeline:
+    assert plan.step is not None
+    return MeasuredTimeline(
+        chain=plan.chain,
+        devices=tuple(stage.device for stage in plan.stages),
+        num_micro_batches=plan.step.num_micro_batches,
+        steps=tuple(replace(step, step=number) for number, step in enumerate(steps)),
+    )
+
+
+def planned(seed: int) -> tuple[Plan, Chain]:
+    """A plan with a step, some of them with several stages on a device."""
+    while True:
+        made, platform = random_instance(seed)
+        try:
+            return make_plan(made, platform, num_micro_batches=1 + seed % 5, time_limit_seconds=2), made
+        except InfeasibleError:
+            seed += 1000
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_run_as_simulated_is_as_planned(seed, tmp_path):
+    plan, made = planned(seed)
+    timeline = timeline_of(plan, as_simulated(plan, made), as_simulated(plan, made, 3.0), as_simulated(plan, made))
+    found = timeline.compare(plan)
+    assert found.planned_step_seconds == plan.step_seconds
+    assert found.measured_step_seconds == pytest.approx(plan.step_seconds), "the median, not the mean"
+    for each in found.operations:
+        assert each.measured_seconds == pytest.approx(each.planned_seconds)
+    assert {each.operation for each in found.operations} == {each.operation for each in plan.operations}
+    assert found.planned_idle_share is not None
+    assert found.measured_idle_share == pytest.approx(found.planned_idle_share)
+    timeline.save(tmp_path / "timeline.json")
+    assert MeasuredTimeline.load(tmp_path / "timeline.json") == timeline
+
+
+def test_the_period_is_that_of_the_slowest_stage():
+    """Whatever the depth of the others: fill and drain do not count."""
+    made = chain([1, 2, 1], [2, 5, 1], outputs=[1, 1, 1])
+    plan = make_plan(made, Platform(num_devices=3, memory_bytes=10**6, bandwidth=4.0), [0, 1, 2, 3])
+    assert plan.period_seconds == 7.0
+    for depth in (3, 4, 6):
+        orders = tuple(one_f_one_b_order(stage, depth - stage, 12) for stage in range(3))
+        step = StepPlan(num_micro_batches=12, step_seconds=1.0, blocking_step_seconds=None, order=orders)
+        stages = tuple(replace(each, in_flight=depth - stage) for stage, each in enumerate(plan.stages))
+        deep = replace(plan, step=step, stages=stages)
+        found = timeline_of(deep, as_simulated(deep, made)).compare(deep)
+        assert found.measured_period_seconds == pytest.approx(7.0)
+        all_at_once = replace(deep, stages=tuple(replace(each, in_flight=11) for each in stages))
+        assert timeline_of(deep, as_simulated(deep, made)).compare(all_at_once).measured_period_seconds is None
+
+
+PLAN, MADE = next((plan, made) for plan, made in map(planned, range(100)) if not plan.is_contiguous)
+DOCUMENT = timeline_of(PLAN, as_simulated(PLAN, MADE)).to_dict()
+
+
+def test_another_plan_is_refused():
+    plan, made = planned(1)
+    timeline = timeline_of(plan, as_simulated(plan, made))
+    other, _ = planned(2)
+    with pytest.raises(PlanMismatchError, match="give the plan of that run"):
+        timeline.compare(other)
+    no_step = replace(plan, step=None)
+    found = timeline.compare(no_step)
+    assert found.planned_step_seconds is None and found.planned_idle_share is None
+
+
+def test_a_trace_has_every_operation_once():
+    timeline = timeline_of(PLAN, as_simulated(PLAN, MADE), as_simulated(PLAN, MADE))
+    trace = json.loads(json.dumps(timeline.chrome_trace()))
+    rows = {each["tid"]: each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"}
+    shown = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    assert len(shown) == sum(len(step.operations) for step in timeline.steps)
+    for row in rows:
+        runs = sorted((each["ts"], each["ts"] + each["dur"]) for each in shown if each["tid"] == row)
+        assert runs and all(before[1] <= after[0] * (1 + 1e-9) for before, after in pairwise(runs))
+
+
+def changed(**fields: object) -> dict:
+    return {**DOCUMENT, **fields}
+
+
+def without_the_last() -> dict:
+    step = DOCUMENT["steps"][0]
+    return changed(steps=[{**step, "operations": step["operations"][:-1]}])
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (changed(format="madpipe-timeline/2"), "format is 'madpipe-timeline/2'"),
+        (changed(steps=[]), "steps is"),
+        (changed(num_micro_batches=10**6), "and 1000000 micro-batches have"),
+        (changed(devices=[*DOCUMENT["devices"][:-1], 5]), "in its place"),
+        (without_the_last(), "operations, and"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(document, message):
+    with pytest.raises(TimelineFormatError, match=message):
+        MeasuredTimeline.from_dict(document)
+
+
+def test_any_bytes_are_read_or_refused(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fuzz") / "file"
+    content = json.dumps(DOCUMENT).encode()
+
+    @settings(many, max_examples=200)
+    @given(damaged(content) | changed_somewhere(DOCUMENT).map(lambda data: json.dumps(data).encode()))
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            value = MeasuredTimeline.load(path)
+        except TimelineFormatError as refusal:
+            assert_one_sentence(refusal)
+            return
+        assert MeasuredTimeline.from_dict(json.loads(json.dumps(value.to_dict(), allow_nan=False))) == value
+        try:
+            value.compare(PLAN)
+        except PlanMismatchError as refusal:
+            assert_one_sentence(refusal)
+
+    read()
+
+
+def test_an_instant_is_no_time():
+    """A clock that is too coarse sees nothing last."""
+    step = as_simulated(PLAN, MADE)
+    still = tuple(replace(each, start_seconds=0.0, duration_seconds=0.0) for each in step.operations)
+    found = timeline_of(PLAN, replace(step, operations=still)).compare(PLAN)
+    assert found.measured_step_seconds == 0.0 and set(found.measured_idle_share) == {0.0}
