@@ -85,7 +85,8 @@ def forget_engines() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     gc.collect()
-    for engine in [thing for thing in gc.get_objects() if isinstance(thing, PipelineEngine)]:
+    # Not isinstance(), at which some deprecated objects of torch warn.
+    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine)]:
         engine.destroy()
         vars(engine).clear()
     kept = {dist.group.WORLD, *(value for value in vars(deepspeed.utils.groups).values() if _is_group(value))}
