@@ -45,16 +45,15 @@ def tensors_that_stay(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
 
 
 def print_report(plan: Plan, ranks: list[Measured]) -> None:
-    """The promises of the plan beside what the run did. ``ranks`` in the order of the stages."""
+    """The promises of the plan beside what the run did. ``ranks`` in the order of the plan's devices."""
     table = Table(title="planned against measured")
     for name in ("", "planned", "measured", "measured / planned"):
         table.add_column(name, justify="left" if not name else "right")
-    planned = plan.blocking_step_seconds or 0.0
+    planned = plan.step_seconds or 0.0
     step = max(rank.median_seconds for rank in ranks)
     table.add_row("step (forwards, backwards, transfers; measured with the optimizer)", format_seconds(planned),
                   format_seconds(step), f"{step / planned:.2f}")  # fmt: skip
-    for stage, rank in zip(plan.stages, ranks, strict=False):
-        promised = plan.peak_memory_bytes[stage.device]
-        table.add_row(f"live tensor bytes of stage {stage.device}, at the peak", format_bytes(promised),
+    for device, (promised, rank) in enumerate(zip(plan.peak_memory_bytes, ranks, strict=False)):
+        table.add_row(f"live tensor bytes of rank {device}, at the peak", format_bytes(promised),
                       format_bytes(rank.peak_bytes), f"{rank.peak_bytes / promised:.2f}")  # fmt: skip
     Console(width=120).print(table)

@@ -33,7 +33,7 @@ def test_training_prints_plan_and_measurements(command):
     for expected in (
         "per micro-batch, lower bound",  # the plan
         "planned against measured",
-        "live tensor bytes of stage 1",
+        "live tensor bytes of rank 1",
         "on DeepSpeed's default cut ('parameters')",
     ):
         assert expected in output

@@ -204,7 +204,7 @@ class MadPipeEngine(MovingEngine):
         self._in_step = True
         try:
             return super().train_batch(data_iter)
-        except StopIteration:
+        except Exception:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
             raise
         finally:

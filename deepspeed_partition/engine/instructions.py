@@ -124,6 +124,11 @@ class AnyBoundaryEngine(PipelineEngine):
         if self.owns_cut and not self.is_last_stage():
             self._drop_what_needs_no_gradient(buffer_id)
         super()._exec_backward_pass(buffer_id)
+        self._stop_timers(
+            name
+            for name in (*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers)
+            if self.timers(name).started_
+        )
         self.grad_layer = received  # the next gradients arrive in the same buffers
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = None
@@ -132,6 +137,11 @@ class AnyBoundaryEngine(PipelineEngine):
         # The last stage divides by the number of micro-batches, before it sends gradients back. DeepSpeed 0.19.0
         # divides on every other stage once more; 0.19.8 does not.
         return super()._backward_prologue_per_tensor(grad) if self.is_last_stage() or not self.owns_cut else grad
+
+    def _start_timers(self, timer_names):
+        # Those of the backward are started by DeepSpeed's pipeline, and once more by the engine below it, which
+        # stops them only where there is a loss.
+        super()._start_timers([name for name in timer_names if not self.timers(name).started_])
 
     def _drop_what_needs_no_gradient(self, buffer_id: int) -> None:
         """Leave to the backward the outputs that have a graph, each with its gradient."""

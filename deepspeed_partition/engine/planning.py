@@ -5,7 +5,6 @@ The one place where the engine knows the profiler; imported when a plan is to be
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -142,17 +141,17 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
     )
     for sentence in suspicious(chain):
         announce(sentence, logging.WARNING)
-    plan_for = functools.partial(
-        make_plan,
+    plan = make_plan(
         chain,
         _platform(options, reports, link),
         algorithm=options.algorithm,
         num_micro_batches=engine.micro_batches,
+        # DeepSpeed's own schedule has one stage per rank.
+        num_stages=None if engine.runs_lists else engine.num_stages,
+        every_stage_trains=not engine.runs_lists,
+        every_device_trains=engine.runs_lists,
         time_limit_seconds=options.time_limit_seconds,
     )
-    plan = plan_for() if engine.runs_lists else None
-    if plan is None or not _every_device_trains(plan):
-        plan = plan_for(num_stages=engine.num_stages, every_stage_trains=True)
     plan = on_ranks_with_data(plan)
     announce(plan.summary())
     if plan.algorithm == "madpipe" and not engine.runs_lists:
@@ -161,11 +160,6 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
         plan.save(options.save_plan)
         announce(f"the plan is saved in {options.save_plan}")
     return plan, chain
-
-
-def _every_device_trains(plan: Plan) -> bool:
-    trains = {stage.device for stage in plan.stages if stage.num_trainable_parameters}
-    return len(trains) == plan.platform.num_devices
 
 
 def on_ranks_with_data(plan: Plan) -> Plan:

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed_partition.engine import PipelineModule, initialize
+import deepspeed_partition.engine  # noqa: F401  prepares DeepSpeed for a CPU
+
+
+class GivenCut(deepspeed.PipelineModule):
+    """DeepSpeed's module at boundaries that it would not choose: its own engine runs it."""
+
+    def _partition_layers(self, method: Sequence[int] = ()) -> None:
+        self.parts = list(method)
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
 
 def engine_for(
@@ -22,8 +30,8 @@ def engine_for(
     micro_batch_size: int,
     loss_fn: Callable[..., Any],
 ) -> deepspeed.PipelineEngine:
-    """A DeepSpeed engine on one given cut."""
-    module = PipelineModule(
+    """DeepSpeed's own engine on one given cut."""
+    module = GivenCut(
         layers=layers, num_stages=dist.get_world_size(), loss_fn=loss_fn, partition_method=list(boundaries)
     )
     config = {
@@ -32,7 +40,7 @@ def engine_for(
         "steps_per_print": 10**9,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
     }
-    return initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
+    return deepspeed.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
 
 
 def step_seconds(

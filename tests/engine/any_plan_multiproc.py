@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import boundaries as transfers
+import hosts
 import pipelines
 import plans
 import torch
@@ -448,11 +449,11 @@ OF_MAPS = [
     tied_layers,
     no_more_in_flight_than_planned,
 ]
+CASES = {2: CASES_OF_ANY, 3: OF_MAPS, 4: [two_pipelines]}
 CASES = {
-    2: [case.__name__ for case in CASES_OF_ANY],
-    3: [case.__name__ for case in OF_MAPS],
-    4: [two_pipelines.__name__],
+    num_processes: {case.__name__: case for case in [*cases, *hosts.CASES[num_processes]]}
+    for num_processes, cases in CASES.items()
 }
 
 if __name__ == "__main__":
-    run_cases({name: globals()[name] for name in CASES[int(os.environ["WORLD_SIZE"])]})
+    run_cases(CASES[int(os.environ["WORLD_SIZE"])])

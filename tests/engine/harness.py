@@ -66,7 +66,7 @@ def run_cases(cases: dict[str, Case]) -> None:
         failures: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         faulthandler.cancel_dump_traceback_later()
-        _forget_engines()
+        forget_engines()
         outcomes[name] = "\n".join(filter(None, failures))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(outcomes))
@@ -74,7 +74,7 @@ def run_cases(cases: dict[str, Case]) -> None:
     dist.destroy_process_group()
 
 
-def _forget_engines() -> None:
+def forget_engines() -> None:
     """End the engines of a case, and their process groups.
 
     DeepSpeed's hooks keep engines alive. Each group of gloo has three threads, one of which wakes up a hundred
@@ -85,7 +85,8 @@ def _forget_engines() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     gc.collect()
-    for engine in [thing for thing in gc.get_objects() if isinstance(thing, PipelineEngine)]:
+    # Not isinstance(), at which some deprecated objects of torch warn.
+    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine)]:
         engine.destroy()
         vars(engine).clear()
     kept = {dist.group.WORLD, *(value for value in vars(deepspeed.utils.groups).values() if _is_group(value))}

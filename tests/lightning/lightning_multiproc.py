@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)
 
@@ -24,6 +25,7 @@ import lightning_cases as cases  # noqa: E402
 import map_cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
 import step_cases  # noqa: E402
+from harness import forget_engines  # noqa: E402  found in tests/engine, as map_cases finds its plans
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -330,6 +332,8 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
         if wanted is None or case.__name__ in wanted.split(","):
             try:
                 results[case.__name__] = case(host)
+                if dist.is_initialized():
+                    forget_engines()
             except Exception:
                 # The other ranks may wait for this one: the job ends here, and says where.
                 print(f"case {case.__name__} failed on rank {os.environ.get('RANK', 0)}", file=sys.stderr)

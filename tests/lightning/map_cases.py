@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-import plans  # noqa: E402
+import plans
 
 MAPS = {"0-1-0": ((0, 1, 0), [0, 3, 6, 8]), "0-1-1-0": ((0, 1, 1, 0), [0, 2, 4, 5, 8])}
 NUM_MICRO_BATCHES = 4

@@ -105,8 +105,8 @@ def test_several_stages_on_a_rank_train_like_one_process(two: Records, case: str
 
 
 def test_a_resumed_run_of_several_stages_on_a_rank_is_the_uninterrupted_one(two: Records) -> None:
-    both = zip(two.of("several_stages_resumed")["records"], two.reference["several_stages_resumed"]["records"])
-    for record, reference in both:
+    references = two.reference["several_stages_resumed"]["records"]
+    for record, reference in zip(two.of("several_stages_resumed")["records"], references, strict=True):
         check_resumed(record, reference)
 
 

@@ -1,0 +1,305 @@
+"""Cases: plans with any map through the doors of the host, and moves from any map to any other."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pipelines
+import plans
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from pipelines import Counted, Whole, loss_fn, micro_batch, mlp, tied, train_alone, weights_and_biases
+from running import (
+    NUM_MICRO_BATCHES,
+    adam,
+    all_tensors,
+    batches,
+    planned,
+    raised,
+    same,
+    start,
+    train,
+)
+from torch import nn
+
+import deepspeed_partition
+from deepspeed_partition import Plan
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.planner.errors import PlanMismatchError
+
+CONTIGUOUS = {2: [0, 2, 8], 3: [0, 2, 5, 8]}
+MAPS = {
+    2: [((0, 1, 0, 1), [0, 1, 4, 6, 8]), ((0, 1, 1, 0), [0, 3, 4, 5, 8]), ((1, 0), [0, 3, 8])],
+    3: [((1, 0, 1, 2, 1), [0, 1, 3, 5, 6, 8]), ((0, 1, 2, 0), [0, 1, 3, 6, 8]), ((2, 0, 1), [0, 3, 5, 8])],
+}
+"""With pipelines of so many ranks."""
+
+
+def looped(devices: Any, cuts: Any, num_micro_batches: int = NUM_MICRO_BATCHES) -> Plan:
+    orders = plans.depth_first(devices, num_micro_batches, 3)
+    return plans.plan_of(
+        plans.chain_of(cuts[-1]), plans.platform_of(max(devices) + 1), cuts, devices, orders=orders
+    )  # fmt: skip
+
+
+def all_maps(num_ranks: int | None = None) -> list[Plan]:
+    return [looped(*each) for each in MAPS[num_ranks or dist.get_world_size()]]
+
+
+def contiguous() -> list[int]:
+    return CONTIGUOUS[dist.get_world_size()]
+
+
+def is_at(engine: Any, plan: Plan) -> bool:
+    devices = [stage.device for stage in plan.stages]
+    own = [layer for layer in range(8) if engine.module.stage_owner(layer) == engine.stage_id]
+    held = [int(name) for name, _ in engine.module.named_children() if name.isdigit()]
+    functions = [1]  # of ``mlp``
+    return (
+        engine.plan is plan
+        and engine.module.device_of_stage == devices
+        and sorted(held) == [layer for layer in own if layer not in functions]
+    )
+
+
+def moves_between_any_maps(_: Path) -> None:
+    """To each map, to the next one, and back: the same values and the same objects."""
+    for config in ({}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}):
+        engine, optimizer, _ = start(mlp(), contiguous(), config)
+        for buffer in engine.module.buffers():
+            buffer += 3.0
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad_(name != "4.linear.bias")
+        module, before, state = engine.module, all_tensors(engine), torch.get_rng_state()
+        for plan in all_maps():
+            held = dict(engine.module.named_parameters())
+            engine.recut(plan)
+            assert is_at(engine, plan) and engine.module is module and engine.optimizer is optimizer
+            after = all_tensors(engine)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in after)
+            for name, parameter in engine.module.named_parameters():
+                assert held.get(name, parameter) is parameter, "layers that stay keep their parameters"
+                assert parameter.requires_grad == (name != "4.linear.bias")
+        engine.recut(contiguous())
+        assert engine.plan is None and engine.module.parts == contiguous()
+        assert torch.equal(state, torch.get_rng_state()), "building layers drew random numbers"
+
+
+def training_after_moves_equals_one_process(_: Path) -> None:
+    """With the user's optimizer of two groups and scheduler, evaluation before and between, ZeRO-1, and ties."""
+    data = batches()
+
+    def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(weights_and_biases(model), lr=1e-2)
+
+    def halving(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    expected = train_alone(mlp(), data, two_groups, make_scheduler=halving, clip=0.05)
+    shown = [micro_batch(90 + number, size=2) for number in range(3)]
+    for plan, zero in itertools.product(all_maps(), (0, 1)):
+        config = {"zero_optimization": {"stage": zero}, "gradient_clipping": 0.05}
+        engine, optimizer, scheduler = start(
+            mlp(), contiguous(), config, optimizer=two_groups, lr_scheduler=halving
+        )
+        evaluated = []
+        for cut in (contiguous(), plan):
+            engine.recut(cut)
+            evaluated.append(float(engine.eval_batch(Counted(list(shown)), num_micro_batches=3)))
+        with torch.no_grad():
+            alone = Whole(mlp())
+            wanted = sum(float(loss_fn(alone(x), y)) for x, y in shown) / 3
+        same(evaluated, [wanted] * 2)
+        same(train(engine, data), expected)
+        assert engine.optimizer is optimizer and engine.lr_scheduler is scheduler and is_at(engine, plan)
+    data = batches(tokens=True)
+    expected = train_alone(tied(), data, adam)
+    for before, after in itertools.permutations(all_maps(), 2):
+        engine, _, _ = start(tied(), contiguous())
+        engine.recut(before)
+        engine.recut(after)
+        same(train(engine, data), expected)
+
+
+def the_groups_of_an_old_map_are_ended(_: Path) -> None:
+    """Process groups for the transfers of one map at a time."""
+    data = batches(1)
+    engine, _, _ = start(mlp(), contiguous())
+    counts = []
+    for plan in (*all_maps(), *all_maps()):
+        engine.recut(plan)
+        known = set(dist.distributed_c10d._world.pg_map)
+        engine.eval_batch(Counted(list(data[0])))
+        made = set(dist.distributed_c10d._world.pg_map) - known
+        engine.recut(contiguous())
+        counts.append(len(made & set(dist.distributed_c10d._world.pg_map)))
+        assert made
+    assert counts == [0] * len(counts)
+
+
+def plans_from_everywhere(folder: Path) -> None:
+    """An argument, a file, the configuration, over DeepSpeed's own cut; and in two jobs one after the other."""
+    data = batches()
+    expected = train_alone(mlp(), data, adam)
+    for number, plan in enumerate(all_maps()):
+        path = str(folder / f"plan{number}.json")
+        if dist.get_rank() == 0:
+            plan.save(path)
+        dist.barrier()
+        by_option = planned("madpipe", plan=path)
+        over = {"pipeline": {**by_option["pipeline"], "partition_method": "madpipe"}}
+        for method, config, given in (
+            (plan, {}, None), ("madpipe", {}, path), ("madpipe", by_option, None), ("uniform", over, None),
+        ):  # fmt: skip
+            engine, _, _ = start(mlp(), method, config, plan=given)
+            same(train(engine, data), expected)
+            assert engine.plan == plan and engine.chain is None
+        where = str(folder / f"saved{number}")
+        engine.save_checkpoint(where)
+        further = train(engine, data)
+        resumed, _, _ = start(mlp(), "madpipe")
+        resumed.load_checkpoint(where)
+        assert resumed.plan == plan and train(resumed, data) == further
+        other, _, _ = start(mlp(), contiguous())
+        train(other, data[:1])
+        with raised(RuntimeError, "1 optimizer steps", str([stage.device for stage in plan.stages])):
+            other.load_checkpoint(where)
+        other.load_checkpoint(where, load_module_only=True)
+        assert other.module.parts == contiguous()
+
+
+class Sleeping(nn.Module):
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(width, width), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return x + torch.tanh(self.linear(x))
+
+
+def planned_onto_several_stages(_: Path) -> None:
+    """Where a rank is best given both ends, the host plans so, and the losses are those of one process.
+
+    Data is given to the first and the last rank only, as DeepSpeed wants it.
+    """
+    lasts = [0.04, 0.12, 0.08] if dist.get_world_size() == 2 else [0.04, 0.12, 0.12, 0.08]
+    specs = [
+        LayerSpec(nn.Linear, 8, pipelines.WIDTH), *(LayerSpec(Sleeping, pipelines.WIDTH, each) for each in lasts),
+        LayerSpec(nn.Linear, pipelines.WIDTH, 4),
+    ]  # fmt: skip
+    data = batches(2)
+    expected = train_alone(specs, data, adam)
+    engine, _, _ = start(specs, "madpipe", planned("madpipe", bandwidth="1GB/s", latency_seconds=0.0))
+    same(train(engine, data), expected)
+    devices = engine.module.device_of_stage
+    assert not engine.plan.is_contiguous and len(devices) > dist.get_world_size(), devices
+    assert devices[0] == 0 and devices[-1] in (0, dist.get_world_size() - 1), "where the data is"
+
+
+def ranks_without_data_are_told(_: Path) -> None:
+    turned = looped((1, 0), [0, 3, 8])
+    engine, _, _ = start(mlp(), turned)
+    given = batches(1)[0] if dist.get_rank() == 0 else None
+    for _ in range(2):
+        with raised(ValueError, "rank 1 runs the first or the last stage", "was given no data"):
+            engine.train_batch(None if given is None else iter(given))
+    same(train(engine, batches()), train_alone(mlp(), batches(), adam))
+
+    def broken(rank: int) -> Any:
+        if dist.get_rank() == rank:
+            raise KeyError("a file is missing")
+        yield from batches(1)[0]
+
+    for rank in range(2):
+        with raised(KeyError, "a file is missing"):
+            engine.train_batch(broken(rank))
+
+
+def timers_and_profiler_of_deepspeed(_: Path) -> None:
+    """They end every pipeline of its own with more than one stage (0.19.8)."""
+    data = batches(2)
+    expected = train_alone(mlp(), data, adam)
+    profiled = {"flops_profiler": {"enabled": True, "profile_step": 1}}
+    for config in ({"wall_clock_breakdown": True, "steps_per_print": 1}, profiled):
+        engine, _, _ = start(mlp(), all_maps()[0], config)
+        same(train(engine, data), expected)
+
+
+def two_pipelines_of_any_map(folder: Path) -> None:
+    """Moved, saved and resumed with two replicas."""
+    for specs, tokens in ((mlp, False), (tied, True)):
+        data = batches(tokens=tokens)
+        expected = train_alone(specs(), data, adam)
+        for zero, (devices, cuts) in itertools.product((0, 1), MAPS[2][:2]):
+            plan = looped(devices, cuts, NUM_MICRO_BATCHES // 2)
+            config = {"zero_optimization": {"stage": zero}}
+            engine, _, _ = start(specs(), [0, 2, 8], config, num_stages=2)
+            engine.recut(plan)
+            same(train(engine, data), expected)
+            where = str(folder / f"{tokens}{zero}{len(devices)}{devices[-1]}")
+            engine.save_checkpoint(where)
+            resumed, _, _ = start(specs(), "madpipe", config, num_stages=2)
+            resumed.load_checkpoint(where)
+            assert train(resumed, data) == train(engine, data)
+
+
+def layers_that_are_sliced(_: Path) -> None:
+    """DeepSpeed's own schedule runs there, one stage per rank."""
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=dist.get_world_size() // 2, num_dp=1)
+    with raised(PlanMismatchError, "each layer is sliced over 2 ranks", "'contiguous'"):
+        PipelineModule(mlp(), topology=topology, plan=looped(*MAPS[2][0]), loss_fn=loss_fn)
+
+
+# install(), last
+
+
+class Own(deepspeed.PipelineModule):
+    """A subclass that looks at what it holds."""
+
+    def num_layers_here(self) -> int:
+        return len(self.forward_funcs)
+
+
+class OwnEngine(deepspeed.PipelineEngine):
+    pass
+
+
+def installed_plans(_: Path) -> None:
+    data = batches()
+    expected = train_alone(mlp(), data, adam)
+    plan = all_maps()[0]
+    module = PipelineModule(mlp(), plan=plan, loss_fn=loss_fn, num_stages=dist.get_world_size())
+    with raised(RuntimeError, "DeepSpeed's own engine cannot run", "install()"):
+        module(torch.zeros(1, 8))
+    deepspeed_partition.install()
+    for module_class in (deepspeed.PipelineModule, Own):
+        engine, _, _ = start(
+            mlp(), plan, module_class=module_class, start_engine=deepspeed.initialize
+        )  # fmt: skip
+        same(train(engine, data), expected)
+        assert isinstance(engine, MadPipeEngine) and isinstance(engine.module, module_class)
+        assert type(engine.module).__name__ == module_class.__name__ and is_at(engine, plan)
+    assert engine.module.num_layers_here() > 0
+    with raised(ValueError, "OwnEngine is an engine of your own", "several stages", "MadPipeEngine"):
+        OwnEngine(args=None, model=engine.module)
+
+
+OF_MAPS = [
+    moves_between_any_maps, training_after_moves_equals_one_process, planned_onto_several_stages,
+]  # fmt: skip
+CASES = {
+    2: [
+        *OF_MAPS, the_groups_of_an_old_map_are_ended, plans_from_everywhere, ranks_without_data_are_told,
+        timers_and_profiler_of_deepspeed, installed_plans,
+    ],
+    3: OF_MAPS,
+    4: [two_pipelines_of_any_map, layers_that_are_sliced],
+}  # fmt: skip
