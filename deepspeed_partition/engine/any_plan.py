@@ -25,6 +25,7 @@ from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.engine import MadPipeEngine, initialize_with
 from deepspeed_partition.engine.environment import check_writable
+from deepspeed_partition.engine.first_failure import first_failure_told
 from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
@@ -141,7 +142,7 @@ class AnyPlanEngine(MadPipeEngine):
     def _exec_schedule(self, program: Program) -> None:
         self._begin_batch()
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        with self._recorded() as execute:
+        with first_failure_told(), self._recorded() as execute:
             for instruction in program.lists[self.stage_id]:
                 execute(instruction)
             self._transfers.finish()
