@@ -24,7 +24,7 @@ from deepspeed.pipe import LayerSpec
 from pipelines import micro_batch, mlp
 from torch import nn
 
-PATIENCE_SECONDS = 90
+PATIENCE_SECONDS = 300
 """For all processes of a case to end; what then still runs was left behind."""
 
 
