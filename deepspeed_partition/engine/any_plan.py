@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_partition.engine import lowering
 from deepspeed_partition.engine.collectives import gather_objects, portable
 from deepspeed_partition.engine.dry_run import dry_run
+from deepspeed_partition.engine.first_failure import first_failure_told
 from deepspeed_partition.engine.instructions import AnyBoundaryEngine
 from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
@@ -161,7 +162,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             return
         self._begin_batch()
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        with self._recorded() as execute:
+        with first_failure_told(), self._recorded() as execute:
             for instruction in program.lists[self.stage_id]:
                 execute(instruction)
             self._transfers.finish()

@@ -96,9 +96,9 @@ class _Departures:
         self._on_device: deque[tuple[Any, torch.Tensor]] = deque()
         self._helper = Helper("departures")
 
-    def add(self, work: Any, tensor: torch.Tensor) -> None:
+    def add(self, work: Any, tensor: torch.Tensor, rank: int) -> None:
         if tensor.device.type == "cpu":
-            self._helper.do(functools.partial(_wait_holding, work, tensor))
+            self._helper.do(functools.partial(self._wait_holding, work, tensor, rank))
             return
         self._on_device.append((work, tensor))
         while self._on_device and self._on_device[0][0].is_completed():
@@ -117,24 +117,35 @@ class _Departures:
     def close(self) -> None:
         self._helper.close()
 
+    @staticmethod
+    def _wait_holding(work: Any, _: torch.Tensor, rank: int) -> None:
+        _wait(work, rank)
 
-def _wait_holding(work: Any, _: torch.Tensor) -> None:
-    work.wait()
+
+def _wait(work: Any, rank: int) -> None:
+    """Raises:
+    RuntimeError: that rank does not answer.
+    """
+    try:
+        work.wait()
+    except RuntimeError as flaw:
+        raise RuntimeError(f"rank {rank} has ended, or the link to it is down ({flaw})") from flaw
 
 
 class _Line:
     """The receives from one device, posted in the order in which they come.
 
     Args:
+        rank: that device's, globally.
         start: posts a receive of these shapes.
         stream: entered by the thread that calls ``start`` after a header.
     """
 
     def __init__(
-        self, start: Callable[[Message, Shapes], Posted], stream: AbstractContextManager[object], name: str
+        self, rank: int, start: Callable[[Message, Shapes], Posted], stream: AbstractContextManager[object]
     ) -> None:
-        self._start = start
-        self._helper = Helper(name)
+        self._rank, self._start = rank, start
+        self._helper = Helper(f"receives-from-{rank}")
         self._helper.do(stream.__enter__)
         self._changed = threading.Condition()
         self._flaw: Exception | None = None
@@ -182,7 +193,7 @@ class _Line:
         try:
             if isinstance(expected, tuple):
                 header, work = expected
-                work.wait()
+                _wait(work, self._rank)
                 expected = Shapes.from_header(header)
             with self._changed:
                 if message.direction == "F" and expected is not None:
@@ -248,7 +259,7 @@ class Transfers:
                     dist.recv(token, ranks[source], group=group)
         self._departures = _Departures()
         self._lines = {
-            peer: _Line(functools.partial(self._start_message, peer), self._stream(), f"from-{peer}")
+            peer: _Line(self.ranks[peer], functools.partial(self._start_message, peer), self._stream())
             for peer in self._received_from
         }
         self._told_each_time = False
@@ -286,7 +297,7 @@ class Transfers:
         for tensor in tensors_of(boundary):
             if tensor.numel():
                 contiguous = tensor.contiguous()
-                self._departures.add(self._start_sending(contiguous, peer), contiguous)
+                self._departures.add(self._start_sending(contiguous, peer), contiguous, self.ranks[peer])
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
         return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
@@ -307,7 +318,7 @@ class Transfers:
         self._shapes_sent[message.channel] = shapes
         header = shapes.header()
         work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
-        self._departures.add(work, header)
+        self._departures.add(work, header, self.ranks[peer])
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
         """Make room for a message, behind those that were posted before it.
@@ -332,7 +343,7 @@ class Transfers:
         """Wait for a message that was posted."""
         boundary, works = self._lines[peer].take(message)
         for work in works:
-            work.wait()
+            _wait(work, self.ranks[peer])
         return boundary
 
     def finish(self) -> None:

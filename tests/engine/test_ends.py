@@ -1,0 +1,43 @@
+"""One rank fails in the middle of a step: all others end by themselves, and say which one it was and why."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ending_multiproc import CASES
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ends") / "outcomes.json"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("ending_multiproc.py")), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400)
+    assert out.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_end(outcomes, case):
+    found = outcomes[str(case)]
+    first, other = case.rank, 1 - case.rank
+    told = "\n".join(log[-2500:] for log in found["logs"])
+    assert found["exits"][other] == 1, told  # neither left, nor aborted
+    assert found["exits"][first] == (-9 if case.how == "killed" else 1), told
+    gone = f"rank {first} has ended, or the link to it is down"
+    cause = {
+        "killed": gone,
+        "raised": "ArithmeticError: the layer has had enough",
+        "ended": "StopIteration: the data iterator ended after 2 micro-batches",
+    }[case.how]
+    if case.how != "killed":
+        assert cause in found["logs"][first] and "failed first" not in found["logs"][first], told
+        cause = f"rank {first} failed first: {cause}"
+    # Rank 0 also keeps what was said, and may have ended with it.
+    assert cause in found["logs"][other] or (first == 0 and gone in found["logs"][other]), told
