@@ -46,12 +46,12 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
 OUTLIVES_A_RECUT = (
-    "agg_additional_losses", "agg_train_loss", "batch_fn", "batch_timer", "client_lr_scheduler", "client_optimizer",
-    "curriculum_scheduler_legacy", "data_iterator", "dynamic_shape", "global_samples", "global_steps",
-    "has_attention_mask", "log_batch_step_id", "losses", "micro_batches", "micro_steps", "monitor",
-    "pipeline_enable_backward_allreduce", "progressive_layer_drop", "random_ltd_scheduler", "skipped_steps", "timers",
-    "torch_autocast_z0_gradscaler", "total_loss", "tput_timer", "training", "training_data", "training_dataloader",
-    "_global_grad_norm",
+    "agg_additional_losses", "agg_train_loss", "batch_fn", "batch_timer", "client_lr_scheduler",
+    "client_optimizer", "curriculum_scheduler_legacy", "data_iterator", "dynamic_shape", "global_samples",
+    "global_steps", "has_attention_mask", "log_batch_step_id", "losses", "micro_batches", "micro_steps", "monitor",
+    "pipeline_enable_backward_allreduce", "progressive_layer_drop", "random_ltd_scheduler", "skipped_steps",
+    "timers", "torch_autocast_z0_gradscaler", "total_loss", "tput_timer", "training", "training_data",
+    "training_dataloader", "_global_grad_norm",
 )  # fmt: skip
 """Attributes that DeepSpeed's ``__init__`` sets anew (not all of them in each version, or configuration)."""
 
@@ -229,7 +229,7 @@ class MadPipeEngine(AnyBoundaryEngine):
             parameter.data = parameter.data.clone()
 
     def _scheduler_to_keep(self, num_groups_before: int) -> Any:
-        """The scheduler that goes on; None where DeepSpeed must make one anew, which happens before the first step.
+        """The scheduler that goes on; None where DeepSpeed makes one anew, as happens before the first step.
 
         A scheduler that DeepSpeed made before this engine owned the cut knows the groups of its rank alone.
         """
