@@ -1,8 +1,8 @@
 """What the optimizer keeps for each parameter, taken out by name, moved between ranks and laid in again.
 
 DeepSpeed's wrapping optimizers train flat tensors in which the parameters of a group lie one after the other, and
-each replica a range of them. Layers that come and go shift all of it. So the flat tensors are taken apart, parameter
-by parameter; what belongs to parameters that leave follows them, from each replica to the same replica of their new
+each replica a range of them. Layers that come and go shift all of it. So the flat tensors are taken apart by
+parameters; what belongs to parameters that leave follows them, from each replica to the same one of their new
 stage; and DeepSpeed starts on the parameters that are there now, as on any. What it then holds is overwritten.
 """
 
@@ -170,8 +170,8 @@ class TrainingState:
             state = self._states[name] = ParameterState(info.share)
             for key, (shape, dtype, device_type) in info.tensors.items():
                 state.tensors[key] = receive_bytes(shape, dtype, _device(), rank).to(device_type)
-            for key, (value, device_type) in info.values.items():
-                state.values[key] = value.to(device_type) if torch.is_tensor(value) else value
+            for key, (value, used_on) in info.values.items():
+                state.values[key] = value.to(used_on) if torch.is_tensor(value) else value
 
     def drop(self, part: str) -> None:
         """Forget the parameters of ``part``, which left."""
@@ -231,8 +231,7 @@ class TrainingState:
                 entries[key] = flat.requires_grad_(False)
             for parameter, share in members:
                 elements = self._states[share.name].tensors.pop(key)
-                if share.num_elements or parameter.numel():
-                    self._fill(flat, elements, parameter.numel(), [of[share.name] for of in shares])
+                self._fill(flat, elements, parameter.numel(), [of[share.name] for of in shares])
         for _, share in members:
             del self._states[share.name]
         return entries
