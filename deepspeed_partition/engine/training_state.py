@@ -1,20 +1,21 @@
 """What the optimizer keeps for each parameter, taken out by name, moved between ranks and laid in again.
 
-DeepSpeed's wrapping optimizers train flat tensors in which the parameters of a group lie one after the other, ZeRO
-each rank a range of them. Layers that come and go shift all of it. So the flat tensors are taken apart, parameter by
-parameter; the ranges of parameters that leave follow them, each to the same replica of their new stage; and DeepSpeed
-starts on the parameters that are there now, as it starts on any. What it then holds is overwritten.
+DeepSpeed's wrapping optimizers train flat tensors in which the parameters of a group lie one after the other, and
+each replica a range of them. Layers that come and go shift all of it. So the flat tensors are taken apart by
+parameters; what belongs to parameters that leave follows them, from each replica to the same one of their new
+stage; and DeepSpeed starts on the parameters that are there now, as on any. What it then holds is overwritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -23,14 +24,16 @@ from torch import nn
 
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
 
-MASTER = None
-"""The key of the master weight, beside the keys of the optimizer, which are texts."""
+Key: TypeAlias = str | None
+"""What an optimizer names an entry of a parameter's state, or ``MASTER``."""
+MASTER: Key = None
+"""Of the master weight, which wrapping optimizers keep beside the weight."""
 FLAT = {
     DeepSpeedZeroOptimizer: ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"),
     BF16_Optimizer: ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
     FP16_Optimizer: ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
 }
-"""Of each wrapping optimizer: parameters by group, the flat tensor that they are views of, what is trained of it."""
+"""Of each wrapping optimizer: parameters by group, the flat tensor that they lie in, what is trained of it."""
 OF_THE_LOSS_SCALE = (
     "loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "torch_autocast_gradscaler",
     "cur_scale", "cur_iter", "last_overflow_iter", "overflow", "_global_grad_norm",
@@ -73,9 +76,9 @@ class ParameterState:
     """What this rank's optimizer keeps for one parameter, by the optimizer's keys."""
 
     share: Share
-    tensors: dict[str | None, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
     """From flat tensors, this rank's elements in one dimension; else of any shape, with one dimension or more."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[Key, Any] = field(default_factory=dict)
     """Tensors without dimensions, such as ``step``, and what is no tensor."""
 
 
@@ -84,27 +87,27 @@ class StateInfo:
     """A :class:`ParameterState` as another rank must know it."""
 
     share: Share
-    tensors: dict[str | None, tuple[torch.Size, torch.dtype, str]]
+    tensors: dict[Key, tuple[torch.Size, torch.dtype, str]]
     """Shape, type, and type of device."""
-    values: dict[str, tuple[Any, str | None]]
+    values: dict[Key, tuple[Any, str | None]]
     """The value, on the CPU if it is a tensor, and the type of device that it is used on."""
 
 
 class TrainingState:
     """The optimizer's state on this rank, on its way from one cut to another.
 
-    Made before a move, used for it once: :meth:`take_out`, then :meth:`send`, :meth:`receive` and :meth:`drop` part
-    by part, then :meth:`lay_into`. Making it is collective over each pipeline and changes nothing.
+    Made before a move, and used for it once: :meth:`take_out`, then :meth:`send`, :meth:`receive` and :meth:`drop`
+    part by part, then :meth:`lay_into`. Making it is collective over each pipeline and changes nothing.
 
     Args:
         group_of: the place of each parameter's group, by its name.
 
     Raises:
-        RuntimeError: on every rank of the pipeline alike: an unknown optimizer, or a state that DeepSpeed keeps for
-            a flat tensor and that cannot be told apart by parameters.
+        RuntimeError: on every rank of the pipeline alike: an unknown optimizer, or a state that DeepSpeed keeps
+            for a flat tensor and that cannot be told apart by parameters.
     """
 
-    def __init__(self, optimizer: Any, module: nn.Module, group_of: Mapping[str, int]) -> None:
+    def __init__(self, optimizer: Any, module: PipelineModule, group_of: Mapping[str, int]) -> None:
         grid = module.mpu()
         self._replicas: dist.ProcessGroup = grid.get_data_parallel_group()
         self._stage: int = grid.get_stage_id()
@@ -167,8 +170,8 @@ class TrainingState:
             state = self._states[name] = ParameterState(info.share)
             for key, (shape, dtype, device_type) in info.tensors.items():
                 state.tensors[key] = receive_bytes(shape, dtype, _device(), rank).to(device_type)
-            for key, (value, device_type) in info.values.items():
-                state.values[key] = value.to(device_type) if torch.is_tensor(value) else value
+            for key, (value, used_on) in info.values.items():
+                state.values[key] = value.to(used_on) if torch.is_tensor(value) else value
 
     def drop(self, part: str) -> None:
         """Forget the parameters of ``part``, which left."""
@@ -180,7 +183,7 @@ class TrainingState:
 
     # Into the optimizer
 
-    def lay_into(self, optimizer: Any, module: nn.Module) -> None:
+    def lay_into(self, optimizer: Any, module: PipelineModule) -> None:
         """Let ``optimizer``, started on the parameters that ``module`` has now, go on with their states.
 
         Collective over the data-parallel replicas of a stage. A parameter that was frozen since has no place in a
@@ -202,7 +205,7 @@ class TrainingState:
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _handed_over(self, trained: Trained) -> dict[str | None, Any]:
+    def _handed_over(self, trained: Trained) -> dict[Key, Any]:
         """The entries of one parameter: the tensors themselves."""
         state = self._states.pop(trained.shares[0].name, None)
         if state is None:
@@ -211,7 +214,7 @@ class TrainingState:
             trained.tensor.data.copy_(state.tensors.pop(MASTER))
         return {**state.tensors, **state.values}
 
-    def _laid_out(self, trained: Trained, shares: list[dict[str, tuple[Share, Share]]]) -> dict[str | None, Any]:
+    def _laid_out(self, trained: Trained, shares: list[dict[str, tuple[Share, Share]]]) -> dict[Key, Any]:
         """The entries of a flat tensor, made of those of its parameters, which are freed on the way."""
         members = [
             (parameter, share)
@@ -221,15 +224,14 @@ class TrainingState:
         if not members:
             return {}
         some = self._states[members[0][1].name]
-        entries: dict[str | None, Any] = dict(some.values)
+        entries: dict[Key, Any] = {**some.values}
         for key, dtype in {key: tensor.dtype for key, tensor in some.tensors.items()}.items():
             flat = trained.tensor.detach() if key is MASTER else torch.zeros_like(trained.tensor, dtype=dtype)
             if key is not MASTER:
                 entries[key] = flat.requires_grad_(False)
             for parameter, share in members:
                 elements = self._states[share.name].tensors.pop(key)
-                if share.num_elements or parameter.numel():
-                    self._fill(flat, elements, parameter.numel(), [of[share.name] for of in shares])
+                self._fill(flat, elements, parameter.numel(), [of[share.name] for of in shares])
         for _, share in members:
             del self._states[share.name]
         return entries
@@ -274,7 +276,7 @@ def _base(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def _trained_by(optimizer: Any, module: nn.Module, replica: int) -> list[Trained]:
+def _trained_by(optimizer: Any, module: PipelineModule, replica: int) -> list[Trained]:
     """What ``optimizer`` trains on this rank, the ``replica``-th of its stage."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     if type(optimizer) in FLAT:
@@ -311,7 +313,7 @@ def _share(
     name: str, parameter: nn.Parameter, weights: torch.Tensor, trained: torch.Tensor, replica: int
 ) -> Share:
     """Which elements of ``parameter``, a view of ``weights``, are in the part of it that is ``trained`` here."""
-    place = parameter.storage_offset() - weights.storage_offset()
+    place = int(parameter.storage_offset()) - int(weights.storage_offset())
     start = replica * trained.numel() if trained.numel() < weights.numel() else 0
     first, stop = max(place, start), min(place + parameter.numel(), start + trained.numel())
     if first >= stop:
@@ -320,20 +322,24 @@ def _share(
 
 
 def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[str, StateInfo]]:
-    master = {} if trained.tensor is trained.parameters[0] else {MASTER: trained.tensor}
-    tensors = {**master, **{key: value for key, value in entries.items() if _has_dimensions(value)}}
-    values = {
-        key: (value.detach().cpu(), value.device.type) if torch.is_tensor(value) else (value, None)
-        for key, value in entries.items()
-        if key not in tensors
-    }
+    tensors: dict[Key, torch.Tensor] = {}
+    values: dict[Key, tuple[Any, str | None]] = {}
+    if trained.tensor is not trained.parameters[0]:
+        tensors[MASTER] = trained.tensor
+    for key, value in entries.items():
+        if _has_dimensions(value):
+            tensors[key] = value
+        elif torch.is_tensor(value):
+            values[key] = value.detach().cpu(), value.device.type
+        else:
+            values[key] = value, None
     for share in trained.shares:
-        yield share.name, StateInfo(share, {
-            key: (
-                torch.Size([share.num_elements]) if trained.is_flat else value.shape, value.dtype, value.device.type,
-            )
-            for key, value in tensors.items()
-        }, values)  # fmt: skip
+        length = torch.Size([share.num_elements])
+        infos = {
+            key: (length if trained.is_flat else tensor.shape, tensor.dtype, tensor.device.type)
+            for key, tensor in tensors.items()
+        }
+        yield share.name, StateInfo(share, infos, values)
 
 
 def _flaw(trained: Trained, entries: Mapping[str, Any]) -> str:
@@ -350,7 +356,7 @@ def _flaw(trained: Trained, entries: Mapping[str, Any]) -> str:
 
 def _disagreement(infos: Iterable[Mapping[str, StateInfo]], group_of: Mapping[str, int]) -> str:
     """Why the parameters of one group, which may come together in a flat tensor, cannot; empty if they can."""
-    known: dict[tuple[int, str], tuple[str, Any]] = {}
+    known: dict[tuple[int, Key], tuple[str, Any]] = {}
     for of_stage in infos:
         for name, info in of_stage.items():
             for key, (value, _) in info.values.items():
@@ -358,7 +364,7 @@ def _disagreement(infos: Iterable[Mapping[str, StateInfo]], group_of: Mapping[st
                 same = torch.equal(value, agreed) if torch.is_tensor(value) else value == agreed
                 if not same:
                     return (
-                        f"the optimizer's {key!r} is {agreed} for {first!r} and {value} for {name!r}, which are in "
-                        "one group: DeepSpeed keeps one for a group, so these layers cannot come together on a rank"
+                        f"the optimizer's {key!r} is {agreed} for {first!r} and {value} for {name!r}, which are "
+                        "in one group: DeepSpeed keeps one for a group, so these cannot come together on a rank"
                     )
     return ""

@@ -366,16 +366,6 @@ def weights_move_as_they_are(_: Path) -> None:
         engine.recut([0, 1, 8] if two() else [0, 1, 3, 5, 8])
 
 
-def a_cut_cannot_change_after_a_step(_: Path) -> None:
-    engine, _, _ = start(mlp(), cut())
-    train(engine, batches(1))
-    other = [0, 4, 8] if two() else [0, 2, 5, 6, 8]
-    with raised(RuntimeError, "1 optimizer steps", str(other)):
-        engine.recut(other)
-    assert engine.module.parts == cut()
-    train(engine, batches(1))
-
-
 def layers_changed_after_they_were_built(_: Path) -> None:
     engine, _, _ = start(mlp(), cut())
     if "7" in dict(engine.module.named_children()):
@@ -583,8 +573,9 @@ def checkpoints_bring_their_cut(folder: Path) -> None:
         other = [0, 4, 8] if two() else [0, 2, 5, 6, 8]
         elsewhere, _, _ = start(mlp(), other, {"zero_optimization": {"stage": zero}})
         train(elsewhere, data[:1])
-        with raised(RuntimeError, "optimizer steps"):
-            elsewhere.load_checkpoint(where)
+        elsewhere.load_checkpoint(where)
+        assert elsewhere.module.parts == cut()
+        assert train(elsewhere, data[3:]) == expected
         weights_only, _, _ = start(mlp(), other, {"zero_optimization": {"stage": zero}})
         weights_only.load_checkpoint(where, load_module_only=True)
         assert weights_only.module.parts == other
@@ -724,7 +715,7 @@ ONLY_TWO = [
     tied_layers_that_meet_train_the_same, shapes_without_dynamic_shape,
     evaluation_before_the_first_step, a_data_set_given_to_the_engine,
     built_modules_as_layers, schedulers_of_the_configuration_and_callables, the_hook_before_the_optimizer_step,
-    a_cut_cannot_change_after_a_step, layers_changed_after_they_were_built, explicit_boundaries,
+    layers_changed_after_they_were_built, explicit_boundaries,
     the_configuration_alone, deepspeeds_methods_stay, planning_turned_off, plan_files, no_plan_fits,
     a_layer_that_fails, options_reach_the_platform, weight_copies_are_what_deepspeed_keeps,
     checkpoints_of_boundaries_and_of_deepspeed, a_checkpoint_from_before_the_first_step,
