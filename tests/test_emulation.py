@@ -92,7 +92,7 @@ def test_rhythm_is_that_of_the_middle():
 @pytest.mark.parametrize(
     ("script", "defaults"),
     [
-        ("plan_vs_engine/main.py", {"rounds": 2}),
+        ("plan_vs_engine/main.py", {"rounds": 3}),
         ("real_links/main.py", {"megabits": [1000.0, 100.0], "rounds": 2}),
     ],
 )
@@ -102,6 +102,13 @@ def test_arguments(script, defaults):
     assert not parse([]).save and parse(["--save"]).save
     with pytest.raises(SystemExit):
         parse(["--rounds", "many"])
+
+
+def test_saving_keeps_what_was_measured_of_other_networks(tmp_path):
+    save, path = loaded("plan_vs_engine/main.py").save, tmp_path / "results" / "rows.json"
+    save(path, [{"network": "one", "step": 1}, {"network": "other", "step": 2}])
+    save(path, [{"network": "one", "step": 3}])
+    assert json.loads(path.read_text())["rows"] == [{"network": "other", "step": 2}, {"network": "one", "step": 3}]
 
 
 def test_who_cannot_make_hosts_is_told_in_a_sentence(monkeypatch):
@@ -117,7 +124,8 @@ def has_hosts() -> bool:
     """Whether this user may make network namespaces, a bridge and a shaped link."""
     if sys.platform != "linux" or os.geteuid() != 0 or any(map(_missing, ("setpriv", "unshare", "ip", "tc"))):
         return False
-    tried = "ip link add a type bridge && tc qdisc add dev lo root tbf rate 1mbit burst 15000 latency 50ms"
+    shaped = "tc qdisc add dev lo root tbf rate 1mbit burst 15000 latency 50ms"
+    tried = f"ip link add name tried type bridge && {shaped}"
     return subprocess.run(["unshare", "--net", "sh", "-c", tried], capture_output=True).returncode == 0
 
 

@@ -1,6 +1,6 @@
 """Does the engine take as long as the plan says, in a step and in steady state, whatever the plan?
 
-    torchrun --nproc_per_node=4 examples/benchmarks/plan_vs_engine/main.py [--networks NAME ...] [--rounds 2]
+    torchrun --nproc_per_node=4 examples/benchmarks/plan_vs_engine/main.py [--networks NAME ...] [--rounds 3]
         [--save]
 
 The networks of the evaluation (``madpipe_vs_pipedream``) on 4 or 8 devices, where several stages on a device gain
@@ -17,6 +17,7 @@ A step of each in turn. The period is taken from when micro-batches leave the pi
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -152,6 +153,7 @@ def rows_of(network: str, kept: str, memory_gb: float, bandwidth_gb: float, roun
         rows.append({
             "network": network, "kept": kept, "num_devices": num_devices, "memory_gb": memory_gb,
             "bandwidth_gb": bandwidth_gb, "num_micro_batches": num_micro_batches, "plan": kind,
+            "rounds": rounds, "environment": environment(),
             "boundaries": plan.boundaries, "devices": [stage.device for stage in plan.stages],
             "planned": asdict(promise),
             "measured": asdict(Promise(
@@ -186,11 +188,20 @@ def report(rows: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows; those that the file has of other networks stay."""
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    networks = {row["network"] for row in rows}
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"rows": [row for row in before if row["network"] not in networks] + rows})
+    print(f"saved {path.name}")
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     networks = [network for network, *_ in SETTINGS[4]]
     parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write results/ beside this file")
     return parser.parse_args(arguments)
 
@@ -210,9 +221,7 @@ def main() -> None:
                 report(rows)
     if dist.get_rank() == 0 and arguments.save:
         path = Path(__file__).parent / "results" / f"{num_devices}_devices_{date.today():%Y%m}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, {"environment": environment(), "rounds": arguments.rounds, "rows": rows})
-        print(f"saved {path.name}")
+        save(path, rows)
     dist.barrier()
     dist.destroy_process_group()
 
