@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from platform import machine, python_version
 from typing import Any
 
 import deepspeed
@@ -12,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import deepspeed_partition.engine  # noqa: F401  prepares DeepSpeed for a CPU
+from deepspeed_partition import Plan
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.transfers import Transfers
 
 
 class GivenCut(deepspeed.PipelineModule):
@@ -34,13 +41,42 @@ def engine_for(
     module = GivenCut(
         layers=layers, num_stages=dist.get_world_size(), loss_fn=loss_fn, partition_method=list(boundaries)
     )
-    config = {
+    return deepspeed.initialize(
+        model=module, config=_config(micro_batches, micro_batch_size), model_parameters=list(module.parameters())
+    )[0]
+
+
+def engine_for_plan(
+    layers: Sequence[nn.Module],
+    plan: Plan,
+    micro_batches: int,
+    loss_fn: Callable[..., Any],
+    transfers_class: type[Transfers] = Transfers,
+    *,
+    told_each_time: bool = False,
+) -> deepspeed.PipelineEngine:
+    """Our engine on any plan, with micro-batches of one sample.
+
+    Args:
+        told_each_time: shapes come with every activation, which a CPU has, and a GPU if its user asks for it.
+    """
+    engine_class = type("Engine", (MadPipeEngine,), {"transfers_class": transfers_class})
+    module = PipelineModule(layers, num_stages=plan.platform.num_devices, plan=plan, loss_fn=loss_fn)
+    parameters = list(module.parameters())
+    engine = initialize_with(
+        engine_class, model=module, config=_config(micro_batches, 1), model_parameters=parameters
+    )[0]
+    engine.dynamic_shape = told_each_time
+    return engine
+
+
+def _config(micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 10**9,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
     }
-    return deepspeed.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
 
 
 def step_seconds(
@@ -65,4 +101,17 @@ def ratios(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
     return {
         name: statistics.median(mine / other for mine, other in zip(each, seconds[to], strict=True))
         for name, each in seconds.items()
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Where times were taken."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    packages = {name: version(name) for name in ("torch", "deepspeed")}
+    return {
+        "processor": next(names, machine()),
+        "num_cores": os.cpu_count(),
+        "backend": f"{dist.get_backend()}, CPU",
+        "versions": {"python": python_version()} | packages,
     }

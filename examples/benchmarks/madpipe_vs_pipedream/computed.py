@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from vision_networks import NETWORKS
 
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling.boundaries import bytes_of
@@ -26,6 +27,7 @@ from deepspeed_partition.profiling.run import Conditions
 from deepspeed_partition.profiling.sources import layer_sources
 from deepspeed_partition.profiling.stash import layer_profiles
 
+MICRO_BATCH_SIZE = 8
 MOVES_NOTHING = {
     "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "expand", "lift_fresh", "permute",
     "select", "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "view",
@@ -95,3 +97,9 @@ def computed_chain(name: str, network: Callable[[int], Any], micro_batch_size: i
         micro_batch_size=micro_batch_size,
         hardware=f"computed: {device.name}",
     )
+
+
+def computed_chains(names: Iterable[str] = NETWORKS) -> list[Chain]:
+    """The paper's networks, on a device of 12 TFLOP/s and 900 GB/s."""
+    device = Roofline("12 TFLOP/s, 900 GB/s", flops_per_second=12e12, bytes_per_second=900e9)
+    return [computed_chain(name, NETWORKS[name], MICRO_BATCH_SIZE, device) for name in names]

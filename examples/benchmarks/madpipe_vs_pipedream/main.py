@@ -27,19 +27,8 @@ from sweep import KEPT, Setting, sweep
 from deepspeed_partition import Chain, ChainFormatError
 from deepspeed_partition.planner.files import write_text
 
-MICRO_BATCH_SIZE = 8
-
 PATIENCE_SECONDS = 600.0
 """For those who prove nothing: the paper's algorithm is not to lose by being cut short."""
-
-
-def computed_chains() -> list[Chain]:
-    """The paper's networks, on a device of 12 TFLOP/s and 900 GB/s."""
-    from computed import Roofline, computed_chain  # torch, which nobody else here needs
-    from vision_networks import NETWORKS
-
-    device = Roofline("12 TFLOP/s, 900 GB/s", flops_per_second=12e12, bytes_per_second=900e9)
-    return [computed_chain(name, network, MICRO_BATCH_SIZE, device) for name, network in NETWORKS.items()]
 
 
 def folder_of(chains: list[Chain]) -> Path:
@@ -72,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     measured = [Chain.load(path) for path in arguments.chains or ()]
-    chains = {chain.name.rpartition(":")[2]: chain for chain in measured or computed_chains()}
+    chains = {chain.name.rpartition(":")[2]: chain for chain in measured or _computed_chains()}
     if 0 < len(chains) < len(measured):
         raise ValueError(f"two chains have the same name: there are {', '.join(chains)}")
     networks = arguments.networks or list(chains)
@@ -96,6 +85,12 @@ def run(arguments: argparse.Namespace) -> None:
             num_jobs=arguments.jobs,
         )
     show(folder)
+
+
+def _computed_chains() -> list[Chain]:
+    from computed import computed_chains  # torch, which nobody else here needs
+
+    return computed_chains()
 
 
 def show(folder: Path) -> None:

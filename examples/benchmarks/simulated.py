@@ -1,0 +1,44 @@
+"""What the planner expects of a step, in the order in which the engine runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from deepspeed_partition import Chain, Plan
+from deepspeed_partition.engine.lowering import Compute, lower
+from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.plan import StepPlan
+from deepspeed_partition.planner.simulate_step import Timeline, run_step, step_ticks
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """By the independent replay, which knows nothing of the engine."""
+
+    step_seconds: float
+    left_seconds: list[float]
+    """When each micro-batch has left the pipeline."""
+
+
+def simulated_step(plan: Plan, chain: Chain, num_micro_batches: int) -> SimulatedStep:
+    """A step of a plan, with or without an order of its own."""
+    orders = tuple(
+        tuple((f"{each.kind}{each.stage}", each.micro_batch) for each in instructions if isinstance(each, Compute))
+        for instructions in lower(plan, num_micro_batches).lists
+    )
+    in_order = StepPlan(
+        num_micro_batches=num_micro_batches, step_seconds=0.0, blocking_step_seconds=None, order=orders
+    )
+    timeline = run_step(replace(plan, step=in_order), chain)
+    assert isinstance(timeline, Timeline), timeline
+    seconds = Clock.of(chain, plan.platform).seconds
+    return SimulatedStep(
+        step_seconds=seconds(step_ticks(plan, chain, timeline)),
+        left_seconds=[seconds(timeline.operations["B0", number][1]) for number in range(num_micro_batches)],
+    )
+
+
+def rhythm(instants: list[float]) -> float:
+    """Seconds from one to the next, in the middle half."""
+    first, last = len(instants) // 4, 3 * len(instants) // 4
+    return (instants[last] - instants[first]) / (last - first)

@@ -1,0 +1,157 @@
+"""What the benchmarks of the engine stand on: layers and links that sleep, hosts with links of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from deepspeed_partition import InfeasibleError, make_plan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+
+from simulated import rhythm, simulated_step
+
+from tests.planner.instances import random_instance
+
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def loaded(path: str) -> ModuleType:
+    """A script as a module of a name of its own."""
+    name = path.removesuffix(".py").replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_messages_take_turns_and_their_time(tmp_path):
+    """Lower bounds alone, which hold however busy the machine is."""
+    output = tmp_path / "naps.json"
+    script = Path(__file__).parent / "emulation_multiproc.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "--nproc_per_node=2", str(script), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    from tests.emulation_multiproc import LAYER_SECONDS, LINK_SECONDS, NUM_MICRO_BATCHES
+
+    naps = json.loads(output.read_text())
+    road = [naps[0]["F"], naps[1]["F"], naps[2]["F"], naps[2]["B"], naps[1]["B"], naps[0]["B"]]
+    assert [len(each) for each in road] == [NUM_MICRO_BATCHES] * 6
+    assert all(end - begin >= LAYER_SECONDS for each in road for begin, end in each)
+    crossings = [0, 1, 3, 4]  # between the last forward and the first backward nothing travels
+    for before in crossings:
+        for (_, ready), (needed, _) in zip(road[before], road[before + 1], strict=True):
+            assert needed - ready >= LINK_SECONDS
+    # All of them travel over one link, one at a time.
+    whole = road[-1][-1][0] - road[0][0][1]
+    assert whole >= len(crossings) * NUM_MICRO_BATCHES * LINK_SECONDS
+
+
+def test_the_simulated_step_is_the_one_that_was_planned():
+    compared = 0
+    for seed in range(30):
+        chain, platform = random_instance(seed)
+        try:
+            plan = make_plan(chain, platform, num_micro_batches=6)
+        except InfeasibleError:
+            continue  # nothing fits
+        assert simulated_step(plan, chain, 6).step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+        compared += 1
+    assert compared > 10
+
+
+def test_micro_batches_leave_a_simulated_pattern_once_per_period():
+    compared = 0
+    for seed in range(30):
+        chain, platform = random_instance(seed)
+        try:
+            plan = make_plan(chain, platform)
+        except InfeasibleError:
+            continue
+        # Run as early as its order allows, a pattern may be faster, where its period is longer than it must be.
+        assert rhythm(simulated_step(plan, chain, 64).left_seconds) <= plan.period_seconds * (1 + 1e-9)
+        compared += 1
+    assert compared > 10
+
+
+def test_rhythm_is_that_of_the_middle():
+    assert rhythm([0, 5, 9, 10, 11, 12, 13, 30]) == pytest.approx((13 - 9) / 4)
+
+
+@pytest.mark.parametrize(
+    ("script", "defaults"),
+    [
+        ("plan_vs_engine/main.py", {"rounds": 3}),
+        ("real_links/main.py", {"megabits": [1000.0, 100.0], "rounds": 2}),
+    ],
+)
+def test_arguments(script, defaults):
+    parse = loaded(script).parse_arguments
+    assert vars(parse([])).items() >= defaults.items()
+    assert not parse([]).save and parse(["--save"]).save
+    with pytest.raises(SystemExit):
+        parse(["--rounds", "many"])
+
+
+def test_saving_keeps_what_was_measured_of_other_networks(tmp_path):
+    save, path = loaded("plan_vs_engine/main.py").save, tmp_path / "results" / "rows.json"
+    save(path, [{"network": "one", "step": 1}, {"network": "other", "step": 2}])
+    save(path, [{"network": "one", "step": 3}])
+    assert json.loads(path.read_text())["rows"] == [{"network": "other", "step": 2}, {"network": "one", "step": 3}]
+
+
+def test_who_cannot_make_hosts_is_told_in_a_sentence(monkeypatch):
+    hosts = loaded("real_links/hosts.py")
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None if name == "tc" else f"/usr/sbin/{name}")
+    assert hosts.why_not().startswith("tc is not installed")
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: f"/usr/sbin/{name}")
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    assert hosts.why_not().startswith("only root can make hosts")
+
+
+def has_hosts() -> bool:
+    """Whether this user may make network namespaces, a bridge and a shaped link."""
+    if sys.platform != "linux" or os.geteuid() != 0 or any(map(_missing, ("setpriv", "unshare", "ip", "tc"))):
+        return False
+    shaped = "tc qdisc add dev lo root tbf rate 1mbit burst 15000 latency 50ms"
+    tried = f"ip link add name tried type bridge && {shaped}"
+    return subprocess.run(["unshare", "--net", "sh", "-c", tried], capture_output=True).returncode == 0
+
+
+def _missing(name: str) -> bool:
+    return shutil.which(name) is None
+
+
+@pytest.mark.skipif(not has_hosts(), reason="only root can make network namespaces")
+def test_hosts_vanish_with_the_one_who_started_them(tmp_path):
+    """Killed in the middle of a job, it leaves no process, and nothing was ever in the machine's own network."""
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\nprint('host', os.environ['RANK'], flush=True)\ntime.sleep(600)\n")
+    before = _network()
+    command = [sys.executable, str(BENCHMARKS / "real_links" / "hosts.py"), "--hosts", "2", "--", str(script)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert job.stdout is not None
+        assert {job.stdout.readline(), job.stdout.readline()} == {"host 0\n", "host 1\n"}
+        assert _network() == before
+    finally:
+        job.kill()
+    # All processes of the job write there: it ends with the last of them.
+    job.communicate(timeout=60)
+    assert _network() == before
+
+
+def _network() -> list[str]:
+    lists = (["ip", "-brief", "link"], ["ip", "netns", "list"])
+    return [subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in lists]
