@@ -93,12 +93,12 @@ def main() -> None:
             side_by_side = {"DeepSpeed": lasting, **engines}
             rows.append({"ratio": ratio, **ideal, **measured(side_by_side, NUMBERS, arguments.rounds)})
     if dist.get_rank() == 0:
-        report(rows, num_stages, micro_batches, arguments.save)
+        report(rows, num_stages, micro_batches, arguments)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, save: bool) -> None:
+def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, arguments: argparse.Namespace) -> None:
     table = Table(
         title=f"{num_stages} stages, {micro_batches} micro-batches: one step over that without transfers"
     )
@@ -111,8 +111,10 @@ def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, save
         gains = [f"{row[name]['deepspeed_takes']:.2f}" for name in ("same depth", "deep")]
         table.add_row(f"{row[link]:g}", *over, *gains)
     Console(width=120).print(table)
-    if save:
-        path = Path(__file__).parent / "results" / f"{link}_{num_stages}_stages_{date.today():%Y%m}.json"
+    if arguments.save:
+        told = "_told_each_time" if arguments.told_each_time else ""
+        name = f"{link}_{num_stages}_stages{told}_{date.today():%Y%m}.json"
+        path = Path(__file__).parent / "results" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"saved {path.name}")
