@@ -27,6 +27,7 @@ from deepspeed_partition.engine.module import (  # noqa: E402
     check_plan,
     trial_boundaries,
 )
+from deepspeed_partition.engine.planning import on_ranks_with_data  # noqa: E402
 from deepspeed_partition.planner.allocation import Allocation  # noqa: E402
 from deepspeed_partition.planner.errors import (  # noqa: E402
     InfeasibleError,
@@ -104,6 +105,24 @@ def test_a_plan_with_several_stages_on_a_device_or_out_of_order(devices, cuts):
     check_plan(plan, num_layers=8, num_ranks=2)
     with pytest.raises(PlanMismatchError, match="DeepSpeed's own schedule runs here, because layers are sliced"):
         check_plan(plan, num_layers=8, num_ranks=2, one_stage_each="layers are sliced")
+
+
+@pytest.mark.parametrize(
+    ("devices", "renumbered"),
+    [
+        ((0, 1, 2), (0, 1, 2)),
+        ((2, 0, 1), (0, 1, 2)),
+        ((1, 0, 1, 2, 1), (0, 1, 0, 2, 0)),
+        ((1, 2, 0, 1, 0), (0, 1, 2, 0, 2)),
+        ((1, 0, 2, 0), (0, 2, 1, 2)),
+    ],
+)
+def test_plans_of_a_run_read_data_where_scripts_give_it(devices, renumbered):
+    """The first stage on the first rank, the last one there or on the last rank."""
+    cuts = range(len(devices) + 1)
+    plan = plans.plan_of(plans.chain_of(len(devices)), plans.platform_of(3), cuts, devices)
+    found = on_ranks_with_data(plan)
+    assert tuple(stage.device for stage in found.stages) == renumbered
 
 
 def test_every_rank_has_something_to_train():
