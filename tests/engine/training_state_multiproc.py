@@ -334,8 +334,8 @@ def nothing_is_lost(_: Path) -> None:
     original = TrainingState.receive
 
     def losing(key: str | None) -> Callable[..., None]:
-        def receive(self: TrainingState, part: str, stage: int, rank: int) -> None:
-            original(self, part, stage, rank)
+        def receive(self: TrainingState, part: str, pipe_rank: int, rank: int) -> None:
+            original(self, part, pipe_rank, rank)
             for name, state in self._states.items():
                 if name == "3.linear.weight" and name.startswith(f"{part}."):
                     lost = state.tensors if key in state.tensors else state.values
