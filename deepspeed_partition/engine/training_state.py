@@ -110,7 +110,7 @@ class TrainingState:
     def __init__(self, optimizer: Any, module: PipelineModule, group_of: Mapping[str, int]) -> None:
         grid = module.mpu()
         self._replicas: dist.ProcessGroup = grid.get_data_parallel_group()
-        self._stage: int = grid.get_stage_id()
+        self._pipe_rank: int = grid.get_stage_id()
         self._trained = _trained_by(optimizer, module, dist.get_rank(self._replicas))
         states = _base(optimizer).state
         self._entries = [dict(states.get(trained.tensor, {})) for trained in self._trained]
@@ -160,26 +160,26 @@ class TrainingState:
 
     def send(self, part: str, rank: int) -> None:
         """Send what is kept for the parameters of ``part`` to ``rank``, which calls :meth:`receive`."""
-        for name, info in self._infos_of(part, self._stage):
+        for name, info in self._infos_of(part, self._pipe_rank):
             for key in info.tensors:
-                send_bytes(self._states[name].tensors[key].to(_device()), rank)
+                send_bytes(self._states[name].tensors[key].to(_here()), rank)
 
-    def receive(self, part: str, stage: int, rank: int) -> None:
-        """Take over what ``stage`` keeps for the parameters of ``part``; ``rank`` is its rank of this replica."""
-        for name, info in self._infos_of(part, stage):
+    def receive(self, part: str, pipe_rank: int, rank: int) -> None:
+        """Take over what the ``pipe_rank``-th rank of this pipeline, which is ``rank``, keeps for ``part``."""
+        for name, info in self._infos_of(part, pipe_rank):
             state = self._states[name] = ParameterState(info.share)
             for key, (shape, dtype, device_type) in info.tensors.items():
-                state.tensors[key] = receive_bytes(shape, dtype, _device(), rank).to(device_type)
+                state.tensors[key] = receive_bytes(shape, dtype, _here(), rank).to(device_type)
             for key, (value, used_on) in info.values.items():
                 state.values[key] = value.to(used_on) if torch.is_tensor(value) else value
 
     def drop(self, part: str) -> None:
         """Forget the parameters of ``part``, which left."""
-        for name, _ in self._infos_of(part, self._stage):
+        for name, _ in self._infos_of(part, self._pipe_rank):
             self._states.pop(name, None)
 
-    def _infos_of(self, part: str, stage: int) -> Iterator[tuple[str, StateInfo]]:
-        return ((name, info) for name, info in self._infos[stage].items() if name.startswith(f"{part}."))
+    def _infos_of(self, part: str, pipe_rank: int) -> Iterator[tuple[str, StateInfo]]:
+        return ((name, info) for name, info in self._infos[pipe_rank].items() if name.startswith(f"{part}."))
 
     # Into the optimizer
 
@@ -249,7 +249,7 @@ class TrainingState:
         old, new = shares[rank]
         first = old.first
         if not all(before.contains(after) for before, after in shares):
-            whole = torch.empty(num_elements, dtype=elements.dtype, device=_device())
+            whole = torch.empty(num_elements, dtype=elements.dtype, device=_here())
             for replica, (before, _) in enumerate(shares):
                 if before.num_elements:
                     range_ = whole.narrow(0, before.first, before.num_elements)
@@ -263,7 +263,7 @@ class TrainingState:
             flat.narrow(0, new.place, new.num_elements).copy_(wanted)
 
 
-def _device() -> torch.device:
+def _here() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
@@ -357,8 +357,8 @@ def _flaw(trained: Trained, entries: Mapping[str, Any]) -> str:
 def _disagreement(infos: Iterable[Mapping[str, StateInfo]], group_of: Mapping[str, int]) -> str:
     """Why the parameters of one group, which may come together in a flat tensor, cannot; empty if they can."""
     known: dict[tuple[int, Key], tuple[str, Any]] = {}
-    for of_stage in infos:
-        for name, info in of_stage.items():
+    for of_rank in infos:
+        for name, info in of_rank.items():
             for key, (value, _) in info.values.items():
                 first, agreed = known.setdefault((group_of[name], key), (name, value))
                 same = torch.equal(value, agreed) if torch.is_tensor(value) else value == agreed

@@ -153,6 +153,10 @@ def _exchange(
             gone = held.pop(part.name)
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
                 gone.to("cpu")
+            else:
+                for tensor in _tensors(gone).values():
+                    # DeepSpeed makes its methods attributes of parameters: that circle outlives the last use.
+                    tensor.data = tensor.data.new_empty(0)
 
 
 def _tensors(part: nn.Module) -> dict[str, torch.Tensor]:
