@@ -187,19 +187,19 @@ class SleepingTransfers(Transfers):
 
     def _start_receiving(self, tensor: Tensor, peer: int) -> Any:
         posted = torch.tensor([time.monotonic()], dtype=torch.float64)
-        told = dist.isend(posted, self._ranks[peer], group=self._received_from[peer])
+        told = dist.isend(posted, self.ranks[peer], group=self._received_from[peer])
         arrival = torch.empty(1, dtype=torch.float64)
         return _Arrival(
             arrival, [told, super()._start_receiving(arrival, peer), super()._start_receiving(tensor, peer)]
         )
 
     def _carry(self, peer: int) -> None:
-        ends = dist.get_rank(), self._ranks[peer]
+        ends = dist.get_rank(), self.ranks[peer]
         link = (min(ends), max(ends)) if self.links.half_duplex else ends
         posted = torch.empty(1, dtype=torch.float64)
         while True:
             tensor, ready, seconds, departure = self._departing[peer].get()
-            dist.recv(posted, self._ranks[peer], group=self._sent_to[peer])
+            dist.recv(posted, self.ranks[peer], group=self._sent_to[peer])
             end = self._reservations.take(*link, max(ready, float(posted)), seconds)
             for each in (torch.tensor([end], dtype=torch.float64), tensor):
                 super()._start_sending(each, peer).wait()
