@@ -72,11 +72,10 @@ class MadPipeEngine(MovingEngine):
         self._waits_for_plan = self._in_step = False
         super().__init__(**kwargs)
         self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
-        if (path := self.options.save_timeline) is not None:
-            from_rank_0(lambda: check_writable(path, "save_timeline"))
-            self._recorder = Recorder(path, self.device)
         self._cut_as_configured()
         self._announce_schedule()
+        if self.options.save_timeline is not None:
+            self._record_into(self.options.save_timeline)
         if self.owns_cut and self.device.type == "cpu":
             # On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond.
             self.dynamic_shape = True
@@ -137,6 +136,15 @@ class MadPipeEngine(MovingEngine):
         else:
             reason = why_deepspeeds_schedule(self.module) or "MADPIPE=0 asks for it"
             announce(f"DeepSpeed's own schedule runs here, one stage per rank, because {reason}")
+
+    def _record_into(self, path: str) -> None:
+        from_rank_0(lambda: check_writable(path, "save_timeline"))
+        if self.runs_lists and (self.plan is not None or self._waits_for_plan):
+            self._recorder = Recorder(path, self.device)
+        else:
+            announce(
+                f"no timeline is saved in {path}: no plan runs here that it could be laid over", logging.WARNING
+            )
 
     def _check(self, plan: Plan) -> None:
         reason = why_deepspeeds_schedule(self.module)

@@ -6,8 +6,11 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,10 +19,11 @@ from deepspeed.pipe import LayerSpec
 from harness import run_cases
 from memory_cases import no_more_bytes_than_planned
 from pipelines import mlp
-from running import NUM_MICRO_BATCHES, batches, mine, raised, train
+from running import NUM_MICRO_BATCHES, batches, mine, raised, start, train
 from torch import nn
 
 from deepspeed_partition import Plan
+from deepspeed_partition.engine import environment
 from deepspeed_partition.engine.timeline import NUM_STEPS
 from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation
 
@@ -129,6 +133,24 @@ def who_does_not_ask_pays_nothing(folder: Path) -> None:
         assert len(json.loads(path.read_text())["steps"]) == 1
 
 
+def there_is_no_timeline_without_a_plan(folder: Path) -> None:
+    """Lists of given boundaries, DeepSpeed's own schedule: rank 0 says that nothing is saved."""
+    path = folder / "timeline.json"
+    for method in ([0, 3, 8], "uniform"):
+        with said(f"no timeline is saved in {path}"):
+            engine, _, _ = start(mlp(), method, saving_to(path))
+        train(engine, batches(1))
+    assert not path.exists()
+
+
+@contextmanager
+def said(sentence: str) -> Iterator[None]:
+    with patch.object(environment, "logger") as logger:
+        yield
+    sentences = [str(call.args[1]) for call in logger.log.call_args_list]
+    assert any(sentence in each for each in sentences) == (dist.get_rank() == 0), sentences
+
+
 def a_timeline_that_cannot_be_written(folder: Path) -> None:
     """Refused before the training; where it cannot be written later, the training goes on."""
     devices, cuts = (0, 1, 0), MAPS[0, 1, 0]
@@ -149,6 +171,7 @@ def a_timeline_that_cannot_be_written(folder: Path) -> None:
 CASES = [
     the_timeline_is_what_ran,
     who_does_not_ask_pays_nothing,
+    there_is_no_timeline_without_a_plan,
     a_timeline_that_cannot_be_written,
     no_more_bytes_than_planned,
 ]
