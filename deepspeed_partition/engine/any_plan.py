@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine import lowering
@@ -42,7 +43,11 @@ class AnyPlanEngine(AnyBoundaryEngine):
     transfers_class: type[Transfers] = Transfers
     fwd_outputs: list[Any]
     loss: Any
+    num_stages: int
     _active = _ANY
+    _partly_unread: Any = None
+    """The iterator of training data of a rank that reads none, of which it is behind the others by ``_unread``."""
+    _unread = 0
     _recorder: Recorder | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -91,7 +96,26 @@ class AnyPlanEngine(AnyBoundaryEngine):
         return last in self.module.own_stages if self._active == _ANY else self._active == last
 
     def _loss_stage_global_rank(self) -> int:
-        return self.grid.stage_to_global(self.module.stage_owner(self.module._num_layers - 1))
+        return self.grid.stage_to_global(self._rank_of_loss())
+
+    def _rank_of_loss(self) -> int:
+        return int(self.module.stage_owner(self.module._num_layers - 1))
+
+    # Before 0.19.8 the loss is looked for on the last rank.
+
+    def _aggregate_total_loss(self) -> Any:
+        num_stages = self.num_stages
+        if self.runs_lists:
+            self.num_stages = self._rank_of_loss() + 1
+        try:
+            return super()._aggregate_total_loss()
+        finally:
+            self.num_stages = num_stages
+
+    def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, **options: Any) -> Any:
+        if src_rank is None and self.runs_lists:
+            src_rank = self._loss_stage_global_rank()
+        return super()._bcast_pipe_scalar(data, src_rank=src_rank, **options)
 
     @contextmanager
     def _as_stage(self, stage: int) -> Iterator[None]:
@@ -121,10 +145,22 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _read(self, number: int) -> Any:
         """The micro-batch of this number; those before it are kept until they are asked for."""
+        while self._unread and self.data_iterator is self._partly_unread:
+            super()._next_batch()
+            self._unread -= 1
         while self._num_read <= number:
             self._micro_batches[self._num_read] = super()._next_batch()
             self._num_read += 1
         return self._micro_batches[number]
+
+    def _count_unread(self, num_micro_batches: int) -> None:
+        """Where this rank reads nothing: how far behind its iterator is, in case that layers move and it will."""
+        if not torch.is_grad_enabled():
+            return
+        if self.data_iterator is not self._partly_unread:
+            self._partly_unread, self._unread = self.data_iterator, 0
+        if not (self.is_first_stage() or self.is_last_stage()):
+            self._unread += num_micro_batches
 
     def _flaw_of_data(self) -> Exception | None:
         """What keeps this rank from reading the first micro-batch of a batch, if it is to read."""
@@ -160,9 +196,12 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if not self.runs_lists:
             super()._exec_schedule(program)
             return
+        if not isinstance(program, Program):  # before 0.19.8, which asks for its schedules
+            program = self._lowered(program.micro_batches, trains=isinstance(program, schedule.TrainSchedule))
         self._begin_batch()
+        self._count_unread(program.num_micro_batches)
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        with first_failure_told(), self._recorded() as execute:
+        with first_failure_told(self._transfers.ranks[0]), self._recorded() as execute:
             for instruction in program.lists[self.stage_id]:
                 execute(instruction)
             self._transfers.finish()

@@ -76,9 +76,7 @@ class MadPipeEngine(MovingEngine):
         self._announce_schedule()
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
-        if self.owns_cut and self.device.type == "cpu":
-            # On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond.
-            self.dynamic_shape = True
+        self._tell_shapes_each_time()
         in_fp32_without_zero = self.optimizer is not None and self.optimizer is self.basic_optimizer
         if not self.owns_cut and self.num_stages > 1 and in_fp32_without_zero and self.gradient_clipping():
             warn_of_clipping(deepspeed.__version__, self.module.parts)
@@ -127,6 +125,13 @@ class MadPipeEngine(MovingEngine):
         """Let a module that DeepSpeed cut hold stages, where lists can run."""
         if not self.runs_lists and why_deepspeeds_schedule(self.module) is None:
             hold_built_stages(self.module)
+            self.module.madpipe_cut = Cut("boundaries")
+            self._tell_shapes_each_time()
+
+    def _tell_shapes_each_time(self) -> None:
+        """On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond."""
+        if self.owns_cut and self.device.type == "cpu":
+            self.dynamic_shape = True
 
     def _announce_schedule(self) -> None:
         if not self.owns_cut or self.num_stages == 1:

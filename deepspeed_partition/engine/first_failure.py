@@ -14,8 +14,11 @@ _steps = itertools.count()
 
 
 @contextmanager
-def first_failure_told() -> Iterator[None]:
-    """Around what ranks do together and cannot go on with after an error.
+def first_failure_told(pipeline: int) -> Iterator[None]:
+    """Around what the ranks of a pipeline do together and cannot go on with after an error.
+
+    Args:
+        pipeline: the global rank of its first device.
 
     Raises:
         RuntimeError: another rank failed before this one, and with what.
@@ -24,16 +27,17 @@ def first_failure_told() -> Iterator[None]:
     try:
         yield
     except Exception as flaw:
-        first = _first(step, f"rank {dist.get_rank()} failed first: {type(flaw).__name__}: {flaw}")
+        first = _first(f"{pipeline}/{step}", f"rank {dist.get_rank()} failed first: {type(flaw).__name__}: {flaw}")
         if first is None:
             raise
-        raise RuntimeError(first) from flaw
+        # As the cause of another error, contextlib would take a StopIteration for that error itself.
+        raise RuntimeError(first) from (None if isinstance(flaw, StopIteration) else flaw)
 
 
-def _first(step: int, mine: str) -> str | None:
+def _first(key: str, mine: str) -> str | None:
     """What another rank has said; None where this one is the first, or where nobody can be asked any more."""
     try:
-        said = _get_default_store().compare_set(f"madpipe/first_failure/{step}", "", mine).decode()
+        said = _get_default_store().compare_set(f"madpipe/first_failure/{key}", "", mine).decode()
     except RuntimeError:  # the store has ended with its rank, whose own end is what this one has met
         return None
     return None if said == mine else said

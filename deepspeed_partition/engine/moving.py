@@ -65,6 +65,7 @@ class MovingEngine(AnyPlanEngine):
             if groups is not None and self._every_group is not None:
                 num_groups = len(self._every_group.param_groups)
                 groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
+                self._every_group.follow(groups.groups)
                 training_state = TrainingState(optimizer, self.module, groups.place_of())
                 scheduler = self._scheduler_to_keep(num_groups)
             self._release_parameters()

@@ -48,13 +48,16 @@ Stamp = Any
 class Recorder:
     """Records the first training steps of the job's first pipeline, and writes them to a file.
 
-    The file is whole after each step. Where it cannot be written the training goes on, and a warning says so.
+    The file is whole after each step. Where it cannot be written the training goes on, and a warning says so. It
+    has the steps of one plan, the last one, and of one number of micro-batches, that of its first step.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
         self._path = path
         self._device = device
         self._num_left = NUM_STEPS
+        self._plan: Plan | None = None
+        self._num_micro_batches = 0
         self._steps: list[TimedStep] = []
         self._arrivals: _Arrivals | None = None
 
@@ -93,13 +96,21 @@ class Recorder:
 
     def _write(self, plan: Plan, parts: list[_Part]) -> None:
         devices = tuple(stage.device for stage in plan.stages)
-        errors = tuple(part.clock_error_seconds for part in parts)
-        operations = merged(parts, devices)
-        self._steps.append(TimedStep(step=len(self._steps), clock_error_seconds=errors, operations=operations))
+        num_micro_batches = sum(name == "F0" for part in parts for name, *_ in part.computed)
+        if plan is not self._plan:
+            self._plan, self._num_micro_batches = plan, num_micro_batches
+            self._steps.clear()
+        if num_micro_batches == self._num_micro_batches:
+            step = TimedStep(
+                step=NUM_STEPS - self._num_left - 1,
+                clock_error_seconds=tuple(part.clock_error_seconds for part in parts),
+                operations=merged(parts, devices),
+            )
+            self._steps.append(step)
         timeline = MeasuredTimeline(
             chain=plan.chain,
             devices=devices,
-            num_micro_batches=sum(name == "F0" for part in parts for name, *_ in part.computed),
+            num_micro_batches=self._num_micro_batches,
             steps=tuple(self._steps),
         )
         try:

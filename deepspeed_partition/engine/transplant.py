@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -154,9 +155,16 @@ def _exchange(
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
                 gone.to("cpu")
             else:
-                for tensor in _tensors(gone).values():
-                    # DeepSpeed makes its methods attributes of parameters: that circle outlives the last use.
-                    tensor.data = tensor.data.new_empty(0)
+                _empty(gone, held)
+
+
+def _empty(gone: nn.Module, held: dict[str, nn.Module]) -> None:
+    """Free the tensors of a part that left, but those that parts which are here have, too."""
+    shared = {id(tensor) for part in held.values() for tensor in _tensors(part).values()}
+    for tensor in _tensors(gone).values():
+        if id(tensor) not in shared:
+            # DeepSpeed makes its methods attributes of parameters: that circle outlives the last use.
+            tensor.data = tensor.data.new_empty(0)
 
 
 def _tensors(part: nn.Module) -> dict[str, torch.Tensor]:
@@ -179,7 +187,7 @@ def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: its specification builds {sorted(tensors)} and rank {rank} "
             f"has {sorted(info.name for info in description)}; change layers in their specification, "
-            "or call train_batch once before changing them"
+            "not after they are built"
         )
     for info in description:
         tensor = tensors[info.name]
@@ -198,6 +206,9 @@ def _let_go(module: PipelineModule) -> None:
     module.fwd_map = {}
     module.tied_modules = nn.ModuleDict()
     module.tied_weight_attrs = {}
+    for key in sorted(module.tied_comms):  # in one order on all ranks
+        with suppress(ValueError):  # it has ended with all groups
+            dist.destroy_process_group(module.tied_comms[key]["group"])
     module.tied_comms = {}
 
 

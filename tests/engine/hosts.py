@@ -128,6 +128,56 @@ def training_after_moves_equals_one_process(_: Path) -> None:
         same(train(engine, data), expected)
 
 
+def one_iterator_for_a_run_whose_ends_move(_: Path) -> None:
+    """Each rank has an iterator of its own; one that comes to read takes no micro-batch that others have had."""
+    data = batches(6)
+    expected = train_alone(mlp(), data, adam)
+    for plan in all_maps():
+        engine, _, _ = start(mlp(), contiguous())
+        given = Counted([item for batch in data for item in batch])
+        losses = []
+        for cut in (plan, contiguous(), plan):
+            engine.recut(cut)
+            losses += [float(engine.train_batch(given)) for _ in range(2)]
+            engine.eval_batch(Counted(list(data[0])))
+        same(losses, expected)
+
+
+class Scaled(nn.Linear):
+    """Has a buffer that other layers have, too."""
+
+    def __init__(self, width: int, shared: nn.Module) -> None:
+        super().__init__(width, width)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.shared.scale.mean()
+
+
+def layers_that_share_a_buffer(_: Path) -> None:
+    shared = nn.Module()
+    shared.register_buffer("scale", torch.full((16,), 2.0))
+    specs = [LayerSpec(nn.Linear, 8, 16), *[LayerSpec(Scaled, 16, shared) for _ in range(6)]]
+    specs.append(LayerSpec(nn.Linear, 16, 4))
+    data = batches(2)
+    engine, _, _ = start(specs, [0, 5, 8])
+    expected = train(engine, data)
+    engine, _, _ = start(specs, [0, 5, 8])
+    for cut in ([0, 2, 8], looped(*MAPS[2][0]), [0, 5, 8]):
+        engine.recut(cut)
+    same(train(engine, data), expected)
+
+
+def a_refused_cut_changes_nothing(_: Path) -> None:
+    data = batches(2)
+    expected = train_alone(mlp(), data, adam)
+    engine, _, _ = start(mlp(), "uniform", {"gradient_clipping": 0.0})
+    losses = train(engine, data[:1])
+    with raised(ValueError, "without trainable parameters"):
+        engine.recut(looped((0, 1, 0), [0, 1, 2, 8]))
+    same([*losses, *train(engine, data[1:])], expected)
+
+
 def the_groups_of_an_old_map_are_ended(_: Path) -> None:
     """Process groups for the transfers of one map at a time."""
     data = batches(1)
@@ -296,11 +346,13 @@ def installed_plans(_: Path) -> None:
 
 OF_MAPS = [
     moves_between_any_maps, training_after_moves_equals_one_process, planned_onto_several_stages,
+    one_iterator_for_a_run_whose_ends_move,
 ]  # fmt: skip
 CASES = {
     2: [
         *OF_MAPS, the_groups_of_an_old_map_are_ended, plans_from_everywhere, ranks_without_data_are_told,
-        timers_and_profiler_of_deepspeed, installed_plans,
+        timers_and_profiler_of_deepspeed, installed_plans, layers_that_share_a_buffer,
+        a_refused_cut_changes_nothing,
     ],
     3: OF_MAPS,
     4: [two_pipelines_of_any_map, layers_that_are_sliced],

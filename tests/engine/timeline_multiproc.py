@@ -133,6 +133,25 @@ def who_does_not_ask_pays_nothing(folder: Path) -> None:
         assert len(json.loads(path.read_text())["steps"]) == 1
 
 
+def steps_of_one_plan_and_one_length(folder: Path) -> None:
+    """A shorter step is left out; another plan begins anew."""
+    path = folder / "timeline.json"
+    engine, _, _ = begin(mlp(), plan_for((0, 1, 0), MAPS[0, 1, 0]), saving_to(path))
+    train(engine, batches(2))
+    engine.micro_batches = NUM_MICRO_BATCHES // 2
+    engine.train_batch(mine(engine, batches(1)))
+    engine.micro_batches = NUM_MICRO_BATCHES
+    train(engine, batches(1))
+    dist.barrier()
+    assert [step.step for step in MeasuredTimeline.load(path).steps] == [0, 1, 3]
+    other = plan_for((0, 1, 1, 0), MAPS[0, 1, 1, 0])
+    engine.recut(other)
+    train(engine, batches(1))
+    dist.barrier()
+    timeline = MeasuredTimeline.load(path)
+    assert timeline.devices == (0, 1, 1, 0) and [step.step for step in timeline.steps] == [4]
+
+
 def there_is_no_timeline_without_a_plan(folder: Path) -> None:
     """Lists of given boundaries, DeepSpeed's own schedule: rank 0 says that nothing is saved."""
     path = folder / "timeline.json"
@@ -171,6 +190,7 @@ def a_timeline_that_cannot_be_written(folder: Path) -> None:
 CASES = [
     the_timeline_is_what_ran,
     who_does_not_ask_pays_nothing,
+    steps_of_one_plan_and_one_length,
     there_is_no_timeline_without_a_plan,
     a_timeline_that_cannot_be_written,
     no_more_bytes_than_planned,
