@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import boundaries as transfers
-import hosts
+import host_cases
 import pipelines
 import plans
 import torch
@@ -451,7 +451,7 @@ OF_MAPS = [
 ]
 CASES = {2: CASES_OF_ANY, 3: OF_MAPS, 4: [two_pipelines]}
 CASES = {
-    num_processes: {case.__name__: case for case in [*cases, *hosts.CASES[num_processes]]}
+    num_processes: {case.__name__: case for case in [*cases, *host_cases.CASES[num_processes]]}
     for num_processes, cases in CASES.items()
 }
 

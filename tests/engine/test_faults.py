@@ -36,7 +36,7 @@ class Engine(MadPipeEngine):
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.has_attention_mask = self.has_bool_tensors = False
-        self.using_bf16_optimizer = self._running_engine_backward = False
+        self.using_bf16_optimizer = self._running_engine_backward = self._force_grad_boundary = False
         self.engine_timers = SimpleNamespace(backward_timers=[], backward_inner_timers=[])
         self.dynamic_shape, self.device, self._grad_layer_buf, self.grad_layer = (
             True,
