@@ -11,7 +11,13 @@ from deepspeed_partition.planner import files
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.problem import Chain, Platform
-from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation
+from deepspeed_partition.planner.schedule import (
+    Order,
+    PeriodicSchedule,
+    PlacedOperation,
+    place_from_dict,
+    place_to_dict,
+)
 
 PLAN_FORMAT = "madpipe-plan/1"
 
@@ -27,6 +33,13 @@ class ChainReference:
     @classmethod
     def of(cls, chain: Chain) -> ChainReference:
         return cls(name=chain.name, num_layers=chain.num_layers, digest=chain.digest())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "num_layers": self.num_layers, "digest": self.digest}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ChainReference:
+        return cls(name=data["name"], num_layers=int(data["num_layers"]), digest=data["digest"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +169,7 @@ class Plan:
         """The JSON form, ``madpipe-plan/1``."""
         data: dict[str, Any] = {
             "format": PLAN_FORMAT,
-            "chain": {
-                "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest,
-            },
+            "chain": self.chain.to_dict(),
             "platform": self.platform.to_dict(),
             "algorithm": self.algorithm,
             "period_seconds": self.period_seconds,
@@ -199,11 +210,7 @@ class Plan:
         mapping = files.validated(data, schema="plan", where=where, error=PlanFormatError)
         try:
             return cls(
-                chain=ChainReference(
-                    name=mapping["chain"]["name"],
-                    num_layers=int(mapping["chain"]["num_layers"]),
-                    digest=mapping["chain"]["digest"],
-                ),
+                chain=ChainReference.from_dict(mapping["chain"]),
                 platform=Platform.from_dict(mapping["platform"]),
                 algorithm=mapping["algorithm"],
                 period_seconds=float(mapping["period_seconds"]),
@@ -305,13 +312,9 @@ def _stage_from_dict(data: Mapping[str, Any]) -> PlannedStage:
 
 
 def _operation_to_dict(operation: PlacedOperation) -> dict[str, Any]:
-    if operation.link is None:
-        place: dict[str, Any] = {"device": operation.device}
-    else:
-        place = {"link": list(operation.link)}
     return {
         "operation": operation.operation,
-        **place,
+        **place_to_dict(operation.device, operation.link),
         "start_seconds": operation.start_seconds,
         "duration_seconds": operation.duration_seconds,
         "shift": operation.shift,
@@ -319,14 +322,8 @@ def _operation_to_dict(operation: PlacedOperation) -> dict[str, Any]:
 
 
 def _operation_from_dict(data: Mapping[str, Any]) -> PlacedOperation:
-    name = data["operation"]
-    place = "link" if name.startswith("S") else "device"
-    if place not in data:
-        raise ValueError(f"operation {name} has no {place}")
     return PlacedOperation(
-        operation=name,
-        device=int(data["device"]) if place == "device" else None,
-        link=(int(data["link"][0]), int(data["link"][1])) if place == "link" else None,
+        **place_from_dict(data),
         start_seconds=float(data["start_seconds"]),
         duration_seconds=float(data["duration_seconds"]),
         shift=int(data["shift"]),

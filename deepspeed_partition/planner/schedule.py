@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,26 @@ class PlacedOperation:
     """Of a forward or backward."""
     link: tuple[int, int] | None = None
     """Of a transfer: the device of stage i and of stage i + 1, in both directions."""
+
+
+def place_to_dict(device: int | None, link: tuple[int, int] | None) -> dict[str, Any]:
+    """Where an operation runs, in the JSON form of plans and timelines."""
+    return {"device": device} if link is None else {"link": list(link)}
+
+
+def place_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``operation`` and ``device`` or ``link``, as arguments.
+
+    Raises:
+        ValueError: the operation has no place.
+    """
+    name = data["operation"]
+    place = "link" if name.startswith("S") else "device"
+    if place not in data:
+        raise ValueError(f"operation {name} has no {place}")
+    if place == "device":
+        return {"operation": name, "device": int(data["device"])}
+    return {"operation": name, "link": (int(data["link"][0]), int(data["link"][1]))}
 
 
 @dataclass(frozen=True, slots=True)

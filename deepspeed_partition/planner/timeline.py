@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import PlanMismatchError, TimelineFormatError
 from deepspeed_partition.planner.plan import ChainReference, Plan
+from deepspeed_partition.planner.schedule import place_from_dict, place_to_dict
 
 TIMELINE_FORMAT = "madpipe-timeline/1"
 
@@ -134,9 +135,7 @@ class MeasuredTimeline:
         """The JSON form, ``madpipe-timeline/1``."""
         return {
             "format": TIMELINE_FORMAT,
-            "chain": {
-                "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest,
-            },
+            "chain": self.chain.to_dict(),
             "devices": list(self.devices),
             "num_micro_batches": self.num_micro_batches,
             "steps": [
@@ -159,11 +158,7 @@ class MeasuredTimeline:
         mapping = files.validated(data, schema="timeline", where=where, error=TimelineFormatError)
         try:
             return cls(
-                chain=ChainReference(
-                    name=mapping["chain"]["name"],
-                    num_layers=int(mapping["chain"]["num_layers"]),
-                    digest=mapping["chain"]["digest"],
-                ),
+                chain=ChainReference.from_dict(mapping["chain"]),
                 devices=tuple(int(device) for device in mapping["devices"]),
                 num_micro_batches=int(mapping["num_micro_batches"]),
                 steps=tuple(
@@ -293,12 +288,9 @@ def _medians(operations: Iterable[TimedOperation]) -> Iterator[tuple[str, float]
 
 
 def _operation_to_dict(operation: TimedOperation) -> dict[str, Any]:
-    place: dict[str, Any] = {"device": operation.device}
-    if operation.link is not None:
-        place = {"link": list(operation.link)}
     return {
         "operation": operation.operation,
-        **place,
+        **place_to_dict(operation.device, operation.link),
         "micro_batch": operation.micro_batch,
         "start_seconds": operation.start_seconds,
         "duration_seconds": operation.duration_seconds,
@@ -306,15 +298,9 @@ def _operation_to_dict(operation: TimedOperation) -> dict[str, Any]:
 
 
 def _operation_from_dict(data: Mapping[str, Any]) -> TimedOperation:
-    name = data["operation"]
-    place = "link" if name.startswith("S") else "device"
-    if place not in data:
-        raise ValueError(f"operation {name} has no {place}")
     return TimedOperation(
-        operation=name,
+        **place_from_dict(data),
         micro_batch=int(data["micro_batch"]),
-        device=int(data["device"]) if place == "device" else None,
-        link=(int(data["link"][0]), int(data["link"][1])) if place == "link" else None,
         start_seconds=float(data["start_seconds"]),
         duration_seconds=float(data["duration_seconds"]),
     )

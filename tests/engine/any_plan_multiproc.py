@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from harness import run_cases
-from pipelines import Counted, Whole, loss_fn, micro_batch, mlp, tied, train_alone
+from pipelines import Counted, Whole, halving, loss_fn, micro_batch, mlp, tied, train_alone
 from running import (
     NUM_MICRO_BATCHES,
     adam,
@@ -317,9 +317,6 @@ def what_else_deepspeeds_engine_does(_: Path) -> None:
     samples = [(x[row], y[row]) for x, y in (micro_batch(number) for number in range(16)) for row in range(4)]
     fed, _, _ = begin(mlp(), plan, training_data=samples)
     same([float(fed.train_batch()) for _ in data], expected)
-
-    def halving(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
     scheduled, _, _ = begin(mlp(), plan, optimizer=adam, lr_scheduler=halving)
     same(train(scheduled, data), train_alone(mlp(), data, adam, make_scheduler=halving))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from harness import run_cases
-from pipelines import Counted, loss_fn, micro_batch, mlp, tied, train_alone, weights_and_biases
+from pipelines import Counted, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
 from running import (
     ADAM,
     NUM_MICRO_BATCHES,
@@ -215,13 +215,6 @@ def built_modules_as_layers(_: Path) -> None:
 
 def the_users_optimizer_and_scheduler_stay(_: Path) -> None:
     data = batches()
-
-    def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(weights_and_biases(model), lr=1e-2)
-
-    def halving(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
     expected = train_alone(mlp(), data, two_groups, make_scheduler=halving)
     for zero in (0, 1):
         kept: list[Any] = []
@@ -261,15 +254,15 @@ def schedulers_of_the_configuration_and_callables(_: Path) -> None:
         losses[zero] = fixed
     same(losses[0], losses[1])
 
-    def halving(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    def for_engine(optimizer: torch.optim.Optimizer) -> Any:
+        return halving(optimizer)
 
-    halving.for_engine = True  # type: ignore[attr-defined]
+    for_engine.for_engine = True  # type: ignore[attr-defined]
     engine, _, scheduler = start(
-        mlp(), "madpipe", planned(cut()), optimizer=lambda _: torch.optim.AdamW, lr_scheduler=halving
+        mlp(), "madpipe", planned(cut()), optimizer=lambda _: torch.optim.AdamW, lr_scheduler=for_engine
     )
     same(train(engine, data), train(start(mlp(), cut(), optimizer=lambda _: torch.optim.AdamW,
-                                          lr_scheduler=halving)[0], data), digits=1e-6)  # fmt: skip
+                                          lr_scheduler=for_engine)[0], data), digits=1e-6)  # fmt: skip
     assert engine.lr_scheduler is scheduler and scheduler.last_epoch == NUM_STEPS
 
 

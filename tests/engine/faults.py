@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
-from pipelines import mlp, train_alone, weights_and_biases
+from pipelines import mlp, train_alone, two_groups
 from running import adam, batches, cut, planned, same, start, train
 from torch import nn
 
@@ -75,9 +75,6 @@ def clipping_of_deepspeeds_cuts(_: Path) -> None:
 
 def states(_: Path) -> None:
     """``safe_get_full_optimizer_state`` of the second group, under ZeRO-1."""
-
-    def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(weights_and_biases(model), lr=1e-2)
 
     def first_moments(engine: Any) -> list[Any]:
         train(engine, batches(1))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from pipelines import Counted, Whole, loss_fn, micro_batch, mlp, tied, train_alone, weights_and_biases
+from pipelines import Counted, Whole, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
 from running import (
     NUM_MICRO_BATCHES,
     adam,
@@ -95,13 +95,6 @@ def moves_between_any_maps(_: Path) -> None:
 def training_after_moves_equals_one_process(_: Path) -> None:
     """With the user's optimizer of two groups and scheduler, evaluation before and between, ZeRO-1, and ties."""
     data = batches()
-
-    def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(weights_and_biases(model), lr=1e-2)
-
-    def halving(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
     expected = train_alone(mlp(), data, two_groups, make_scheduler=halving, clip=0.05)
     shown = [micro_batch(90 + number, size=2) for number in range(3)]
     for plan, zero in zip(all_maps(), itertools.cycle((0, 1)), strict=False):

@@ -158,6 +158,16 @@ def weights_and_biases(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """The user's optimizer, with decay on weights alone."""
+    return torch.optim.AdamW(weights_and_biases(model), lr=1e-2)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    """The user's schedule."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
 class Counted(Iterator):
     """An iterator that knows what was taken from it."""
 
