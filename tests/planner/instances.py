@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from deepspeed_partition import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers.problem import Constraints, Problem
+from deepspeed_partition.planner.solvers.road import Placement, Road
 
 FREE = 2.0**1000
 """A bandwidth at which transfers take no time."""
@@ -122,3 +124,19 @@ def instances(draw: st.DrawFn) -> tuple[Chain, Platform]:
         weight_copies=draw(st.sampled_from([3, 1, 2.5, 8])),
     )
     return made, platform
+
+
+def shared_instance(seed):
+    """Two or three stages on one device, others between them, and memory in which they must avoid one another."""
+    pick = random.Random(seed)
+    devices = pick.choice([(0, 1, 0), (0, 1, 2, 0), (0, 1, 0, 2), (1, 0, 2, 0), (0, 1, 2, 3, 0), (0, 1, 0, 2, 0)])
+    size = len(devices)
+    made = chain(
+        [pick.randint(1, 9) for _ in range(size)], [pick.randint(1, 12) for _ in range(size)],
+        outputs=[pick.choice([0, 1, 3]) for _ in range(size)], stash=[pick.randint(1, 20) for _ in range(size)],
+        transient=[pick.choice([0, 0, 6, 12]) for _ in range(size)],
+    )  # fmt: skip
+    placement = Placement.of(range(size + 1), devices)
+    free = Platform(num_devices=4, memory_bytes=10**4, bandwidth=pick.choice([1, 4]))
+    smallest = max(device.bytes_for_one for device in Road(problem_of(made, free), placement).memory)
+    return made, replace(free, memory_bytes=smallest + pick.randint(0, 25)), placement

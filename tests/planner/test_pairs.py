@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 
-from deepspeed_partition import Platform
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.compact import estimated_bytes, most_compact
 from deepspeed_partition.planner.solvers.road import Placement, Road
 from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
 from tests.planner import oracles
-from tests.planner.instances import chain, problem_of, random_instance
-
-
-def shared_instance(seed):
-    """Two or three stages on one device, others between them, and memory in which they must avoid one another."""
-    pick = random.Random(seed)
-    devices = pick.choice([(0, 1, 0), (0, 1, 2, 0), (0, 1, 0, 2), (1, 0, 2, 0), (0, 1, 2, 3, 0), (0, 1, 0, 2, 0)])
-    size = len(devices)
-    made = chain(
-        [pick.randint(1, 9) for _ in range(size)], [pick.randint(1, 12) for _ in range(size)],
-        outputs=[pick.choice([0, 1, 3]) for _ in range(size)], stash=[pick.randint(1, 20) for _ in range(size)],
-        transient=[pick.choice([0, 0, 6, 12]) for _ in range(size)],
-    )  # fmt: skip
-    placement = Placement.of(range(size + 1), devices)
-    free = Platform(num_devices=4, memory_bytes=10**4, bandwidth=pick.choice([1, 4]))
-    smallest = max(device.bytes_for_one for device in Road(problem_of(made, free), placement).memory)
-    return made, replace(free, memory_bytes=smallest + pick.randint(0, 25)), placement
+from tests.planner.instances import problem_of, random_instance, shared_instance
 
 
 def test_no_schedule_is_shorter_and_often_one_is_as_short(monkeypatch):
@@ -41,6 +21,8 @@ def test_no_schedule_is_shorter_and_often_one_is_as_short(monkeypatch):
         peak, pair, pairs = (road.shortest_that_may_fit(estimate) for estimate in ("peak", "pair", "pairs"))
         with monkeypatch.context() as patched:  # an integer program that is not told of pairs
             patched.setattr(Road, "_pairs_may_fit", lambda *_: True)
+            patched.setattr(ilp, "refuted", lambda *_: False)
+            patched.setattr(ilp, "least_unrefuted", lambda road, least, *_: least)
             found = ilp.schedule(road, None, Deadline())
         assert peak <= pair <= pairs <= found.pattern.period * (1 + 2 * ilp.RESOLUTION)
         better += pair > peak

@@ -29,6 +29,7 @@ from itertools import accumulate
 from typing import Any
 
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
+from deepspeed_partition.planner.solvers.refutation import least_unrefuted, refuted
 from deepspeed_partition.planner.solvers.road import Pattern, Resource, Road, pattern_of
 
 RESOLUTION = 1e-6
@@ -62,8 +63,9 @@ def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Schedu
         if shorter_than is None
         else min(road.sequential, math.floor(shorter_than * (1 - RESOLUTION)))
     )
-    if least is None or least > most:
+    if least is None or least > most or refuted(road, most, deadline):
         return Scheduled(None, None)
+    least = least_unrefuted(road, least, most, deadline)
     relaxed = _solve(road, least, most, deadline, single_slots=False)
     if relaxed.pattern is None and relaxed.closed:
         return Scheduled(None, None)

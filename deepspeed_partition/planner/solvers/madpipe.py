@@ -7,7 +7,7 @@ The candidates come in the order of what they may promise:
    one also with two special stages alone, of which it is mostly right, each with the schedule that an integer
    linear program finds for it (``ilp.py``);
 3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
-   of the "pairs" bound, until none is left, which proves the answer, or the time is up;
+   of what ``refutation.py`` leaves of it, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
    best one.
 
@@ -18,7 +18,7 @@ answer may be far from the best of its own class.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from deepspeed_partition.planner.allocation import Allocation
@@ -28,6 +28,7 @@ from deepspeed_partition.planner.solvers import ilp
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import Contiguous, best_cut, narrow
 from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem
+from deepspeed_partition.planner.solvers.refutation import least_unrefuted, refuted
 from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placement, Road, one_by_one
 from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
@@ -159,6 +160,8 @@ class _Search:
             return True
         self.tried_below = max(self.tried_below, found.bound)
         search = SpecialSearch(problem, "pair")
+        for period in self._periods_to_try(found.bound):
+            self._try_all(search.some(period))
         return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
 
     def _class_bound(self) -> int:
@@ -209,16 +212,20 @@ class _Search:
             placements: all with a bound up to a period; None where they are too many.
             bound: of all of them.
         """
-        for level in LEVELS:
-            best = self._best_or_longest()
-            if best <= bound:
-                break
-            period = bound + (best - 1 - bound) // level
+        for period in self._periods_to_try(bound):
             found = placements(period)
             if found is None or not self._try_all(found):
                 return False
             self.tried_below = period + 1
         return True
+
+    def _periods_to_try(self, bound: int) -> Iterator[int]:
+        """From a bound to just below what is then the best period."""
+        for level in LEVELS:
+            best = self._best_or_longest()
+            if best <= bound:
+                return
+            yield bound + (best - 1 - bound) // level
 
     def _with_share(self, share: float) -> Problem:
         """The problem with a part of the time that is left."""
@@ -256,17 +263,11 @@ class _Search:
         return True
 
     def _promise(self, road: Road) -> int | None:
-        """No pattern is shorter, by the "pairs" bound; None: none is shorter than the best."""
-        least, most = max(road.busiest, self.bound), self._best_or_longest() - 1
-        if not road.may_fit(most, "pairs"):
+        """No pattern is shorter, as far as one look tells; None: none is shorter than the best."""
+        least, most, deadline = max(road.busiest, self.bound), self._best_or_longest() - 1, self.problem.deadline
+        if least > most or not road.may_fit(most, "peak") or refuted(road, most, deadline, most_trials=1):
             return None
-        for _ in range(PROMISE_STEPS):
-            middle = (least + most) // 2
-            if road.may_fit(middle, "pairs"):
-                most = middle
-            else:
-                least = middle + 1
-        return least
+        return least_unrefuted(road, least, most, deadline, PROMISE_STEPS)
 
     def _try(self, placement: Placement) -> None:
         """Schedule an allocation."""

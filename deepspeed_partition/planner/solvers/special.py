@@ -53,6 +53,8 @@ CAME_FROM = slice(STOP, FIRST)
 NUM_COLUMNS = 20
 Labels = NDArray[np.int64]
 """[column, label]"""
+Places = NDArray[np.intp]
+"""Of labels at their boundary."""
 STEPS_PER_LABEL = 30
 """Of the recurrence that bounds completions: as fine as the labels made so far are worth."""
 MOST_PAIRS = 500_000
@@ -148,10 +150,21 @@ class SpecialSearch:
             return None
         return self._trace(boundaries, 0)
 
+    def some(self, period: int) -> list[Placement]:
+        """Allocations that fit, those that no other one dominates; none where the deadline passes."""
+        try:
+            boundaries = self._labels(period, everything=None)
+        except DeadlinePassed:
+            return []
+        return [self._trace(boundaries, place) for place in range(boundaries[0].shape[1])] if boundaries else []
+
     def all(self, period: int, limit: int) -> list[Placement] | None:
         """Every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
         try:
-            boundaries = self._labels(period, everything=limit)
+            boundaries = self._labels(period, everything=None, to_the_end=True)
+            if boundaries is None:
+                return []
+            boundaries = self._labels(period, everything=limit, dead=self._dead(boundaries, period))
             if boundaries is None:
                 return []
             if not boundaries:
@@ -164,6 +177,38 @@ class SpecialSearch:
         except DeadlinePassed:
             return None
 
+    def _dead(self, boundaries: dict[int, Labels], period: int) -> dict[int, Labels]:
+        """The labels that nothing completes; what they dominate is dead, too.
+
+        Args:
+            boundaries: all labels that no other one dominates.
+        """
+        completion = Completion(self, period)
+        dead: dict[int, Labels] = {}
+        for stop in sorted(boundaries):
+            labels = boundaries[stop]
+            alive = np.full(labels.shape[1], stop == 0)
+            if stop:
+                for made in self._in_parts(labels, stop, period, completion):
+                    for first, part in _by_first(made):
+                        alive[self._living(part, dead.get(first), period)[PLACE]] = True
+            dead[stop] = labels[:, ~alive]
+        return dead
+
+    def _living(self, labels: Labels, dead: Labels | None, period: int) -> Labels:
+        """The labels of a boundary that no dead one dominates."""
+        if dead is None or not dead.size:
+            return labels
+        known = _Measures(dead, period + 1)
+        step = max(1, MOST_PAIRS // dead.shape[1])
+        living = []
+        for begin in range(0, labels.shape[1], step):
+            some = labels[:, begin : begin + step]
+            these = _Measures(some, period + 1)
+            dominated = known.dominate(np.arange(dead.shape[1]), these, np.arange(some.shape[1])).any(axis=0)
+            living.append(some[:, ~dominated])
+        return np.concatenate(living, axis=1)
+
     def _trace(self, boundaries: dict[int, Labels], place: int) -> Placement:
         cuts, devices, boundary = [0], [], 0
         while boundary < self.num_layers:
@@ -172,8 +217,21 @@ class SpecialSearch:
             devices.append(0 if special else len(cuts))  # a number of its own for every normal stage
         return Placement.of(cuts, devices)
 
-    def _labels(self, period: int, everything: int | None) -> dict[int, Labels] | None:
-        """The labels of each boundary; None where none reaches the beginning, empty where they are too many."""
+    def _labels(
+        self,
+        period: int,
+        everything: int | None,
+        *,
+        to_the_end: bool = False,
+        dead: dict[int, Labels] | None = None,
+    ) -> dict[int, Labels] | None:
+        """The labels of each boundary; None where none reaches the beginning, empty where they are too many.
+
+        Args:
+            everything: so many labels at the most, dominated or not; None: those that no other one dominates.
+            to_the_end: all of those, and not only until one reaches the beginning.
+            dead: labels that nothing completes.
+        """
         size, deadline = self.num_layers, self.problem.deadline
         completion = Completion(self, period)
         start = np.zeros((NUM_COLUMNS, 1), dtype=np.int64)
@@ -194,13 +252,10 @@ class SpecialSearch:
                 total += made.shape[1]
                 if everything is not None and total > everything:
                     return {}
-                if made.size:
-                    made = made[:, made[FIRST].argsort(kind="stable")]
-                    firsts, begins = np.unique(made[FIRST], return_index=True)
-                    parts = np.split(made, begins[1:], axis=1)
-                    for first, part in zip(firsts.tolist(), parts, strict=True):
-                        waiting.setdefault(first, []).append(part)
-            if everything is None and 0 in waiting:
+                for first, part in _by_first(made):
+                    living = part if dead is None else self._living(part, dead.get(first), period)
+                    waiting.setdefault(first, []).append(living)
+            if everything is None and not to_the_end and 0 in waiting:
                 break
         if 0 not in waiting:
             return None
@@ -295,35 +350,56 @@ class SpecialSearch:
         return made[:, kept]
 
 
-def _undominated(values: Labels, base: int, deadline: Deadline) -> NDArray[np.intp]:
-    """The labels to keep: none of them is at least as good as another one in everything.
+def _by_first(labels: Labels) -> Iterator[tuple[int, Labels]]:
+    """The labels of each boundary."""
+    if labels.size:
+        labels = labels[:, labels[FIRST].argsort(kind="stable")]
+        firsts, begins = np.unique(labels[FIRST], return_index=True)
+        yield from zip(firsts.tolist(), np.split(labels, begins[1:], axis=1), strict=True)
+
+
+class _Measures:
+    """What the labels of a boundary are compared by.
 
     A group that may still grow counts only against labels of the same group: one that is a group behind pays
     for every further stage what the other one may add to its group. Of the last special stage all sums count that
     ``may_share`` compares with a period; stages of different groups do not compare.
     """
+
+    def __init__(self, values: Labels, base: int) -> None:
+        self.group, self.current, self.last_group = values[DELAY] // base, values[CURRENT], values[GROUP]
+        self.others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK, SPECIALS]]
+        if self.last_group.any():
+            fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
+            both = forward + backward
+            sums = (fill, fill + ahead, fill + back, fill + ahead + back, both, both + ahead, both + back,
+                    forward + ahead, backward + back)  # fmt: skip
+            self.others = np.concatenate([self.others, values[[STASH, TRANSIENT]], sums])
+
+    def dominate(self, one: Places, those: _Measures, other: Places) -> NDArray[np.bool_]:
+        """[one, other]: whether one of these labels is at least as good as another one of those in everything."""
+        one, other = one[:, None], other[None]
+        rows = min(len(self.others), len(those.others))  # without a last special stage there is less to compare
+        better: NDArray[np.bool_] = (self.others[:rows, one] <= those.others[:rows, other]).all(axis=0)
+        better &= (self.group[one] < those.group[other]) | (self.current[one] <= those.current[other])
+        better &= (self.last_group[one] == 0) | (self.last_group[one] == those.last_group[other])
+        return better
+
+
+def _undominated(values: Labels, base: int, deadline: Deadline) -> Places:
+    """The labels to keep: none of them dominates another one."""
     size = values.shape[1]
     if size < 2:
         return np.arange(size)
     order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
-    values = values[:, order]
-    group, current, last_group = values[DELAY] // base, values[CURRENT], values[GROUP]
-    others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK, SPECIALS]]
-    if last_group.any():
-        fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
-        both = forward + backward
-        sums = (fill, fill + ahead, fill + back, fill + ahead + back, both, both + ahead, both + back,
-                forward + ahead, backward + back)  # fmt: skip
-        others = np.concatenate([others, values[[STASH, TRANSIENT]], sums])
+    measures = _Measures(values[:, order], base)
     kept = np.ones(size, dtype=bool)
     step = max(1, min(MOST_ROWS, MOST_PAIRS // size))
     for begin in range(0, size, step):
         deadline.check()
         # Dominance is transitive: one that is dominated, too, may stay among those that dominate.
-        one = begin + np.flatnonzero(kept[begin : begin + step])[:, None]
-        other = begin + np.flatnonzero(kept[begin:])[None]
-        worse = (others[:, one] <= others[:, other]).all(axis=0) & (one < other)
-        worse &= (group[one] < group[other]) | (current[one] <= current[other])
-        worse &= (last_group[one] == 0) | (last_group[one] == last_group[other])
-        kept[other[0]] = ~worse.any(axis=0)
+        one = begin + np.flatnonzero(kept[begin : begin + step])
+        other = begin + np.flatnonzero(kept[begin:])
+        worse = measures.dominate(one, measures, other) & (one[:, None] < other)
+        kept[other] = ~worse.any(axis=0)
     return order[kept]
