@@ -56,6 +56,8 @@ def test_finds_every_allocation_below_a_period(seed):
             (several if oracles.num_shared(placed) > 1 else special).add(placed)
     found = SpecialSearch(problem, "peak").all(period, PLENTY)
     assert {(each.cuts, each.devices) for each in found} == special
+    paired = {each for each in found if Road(problem, each).may_fit(period, "pair")}
+    assert paired <= set(SpecialSearch(problem, "pair").all(period, PLENTY)) <= set(found)
     found = SeveralSearch(problem).all(period, PLENTY)
     assert {(each.cuts, each.devices) for each in found} == several
     assert len(set(found)) == len(found)

@@ -11,8 +11,8 @@ is a distance again, and longest paths carry it on. So does the memory: when an 
     k(F_j, e) - k(B_j, e)                               micro-batches of stage j are in flight there
 
 Where some k has several values left they are tried in turn, those with the fewest first. A pattern of a shorter
-period can be slowed down, so a period is refuted with all below it. What no schedule has room for is mostly refuted
-without any trial, in a thousandth of the time of the integer program.
+period can be slowed down, so a period is refuted with all below it. What has no schedule is mostly refuted without
+any trial, in a hundredth of the time of the integer program or less.
 """
 
 from __future__ import annotations

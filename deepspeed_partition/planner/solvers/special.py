@@ -380,7 +380,8 @@ class _Measures:
         """[one, other]: whether one of these labels is at least as good as another one of those in everything."""
         one, other = one[:, None], other[None]
         rows = min(len(self.others), len(those.others))  # without a last special stage there is less to compare
-        better: NDArray[np.bool_] = (self.others[:rows, one] <= those.others[:rows, other]).all(axis=0)
+        better: NDArray[np.bool_] = self.group[one] <= those.group[other]
+        better &= (self.others[:rows, one] <= those.others[:rows, other]).all(axis=0)
         better &= (self.group[one] < those.group[other]) | (self.current[one] <= those.current[other])
         better &= (self.last_group[one] == 0) | (self.last_group[one] == those.last_group[other])
         return better
