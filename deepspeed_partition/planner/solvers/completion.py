@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = np.array([(1, 0), (0, 1), (1, 1), (1, 2), (2, 1)], dtype=float)
 """Of load and memory, both as shares of what the special device has: what a completion is bounded by."""
-ROUNDING = 1e-9
+ENOUGH = WEIGHTS.sum(axis=1)[:, None] + 1e-9
+"""Of both together, and rounding."""
 BUCKETS_PER_PERIOD, MOST_BUCKETS = 16, 256
 """Of the delay at a boundary."""
 MOST_STEPS = 2e7
@@ -59,9 +60,9 @@ class Completion:
         search, period, base = self.search, self.period, self.period + 1
         self.count = count
         self.width = -(-self.periods * base // count)
-        shape = 2, (search.num_layers + 1) * count, len(WEIGHTS), search.max_normals + 1
+        shape = 2, (search.num_layers + 1) * count, search.max_normals + 1, len(WEIGHTS)
         self.table = np.full(shape, np.inf)
-        """[after a special stage, boundary and bucket, weight, normals left]"""
+        """[after a special stage, boundary and bucket, normals left, weight]"""
         self.table[:, :count] = 0.0
         either, normal = self.table
         loads = search.loads.T[:, None]  # [k, bucket, j] here and below
@@ -80,9 +81,9 @@ class Completion:
             if self.least[k] < UNREACHED and search.transfer[k] <= period and self.first[k] < k:
                 j, here = slice(self.first[k], k), slice(k * count, (k + 1) * count)
                 reached = place[k, :, j]
-                on_normal = either[reached, :, :-1] + blocked[k, :, j, None, None]
-                normal[here, :, 1:] = on_normal.min(axis=1)
-                on_special = (normal[reached] + cost[k, :, j, :, None]).min(axis=1)
+                on_normal = either[reached, :-1] + blocked[k, :, j, None, None]
+                normal[here, 1:] = on_normal.min(axis=1)
+                on_special = (normal[reached] + cost[k, :, j, None]).min(axis=1)
                 either[here] = np.minimum(normal[here], on_special)
 
     def _least_delays(self) -> NDArray[np.int64]:
@@ -112,9 +113,9 @@ class Completion:
         after_special: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
         """Whether layers 0 to ``first`` might still be laid below so much; an entry for each label."""
-        needed = self.table[after_special, self._place(first, delay), :, self.search.max_normals - used]
-        shares = np.stack([load / max(self.period, 1), kept / self.search.memory], axis=-1)
-        found: NDArray[np.bool_] = (shares @ WEIGHTS.T + needed <= WEIGHTS.sum(axis=1) + ROUNDING).all(axis=1)
+        needed = self.table[after_special, self._place(first, delay), self.search.max_normals - used]
+        shares = np.array([load / max(self.period, 1), kept / self.search.memory])
+        found: NDArray[np.bool_] = (WEIGHTS @ shares + needed.T <= ENOUGH).all(axis=0)
         return found
 
 

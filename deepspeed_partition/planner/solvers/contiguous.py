@@ -112,18 +112,19 @@ def narrow(
         start: the answer at ``period``; None where only shorter ones are of interest.
     """
     found: Found | Start = start
-    failures, anything = 0, False
+    failures, anything, answered = 0, False, False
     while bound < period and not (deadline is not None and deadline.stopped):
-        # Halve until there is an answer, which is often the best one: then ask for anything better at all.
+        # Halve until there is an answer, which is often the best one: then ask for anything better at all. Where
+        # there is, halve again.
         probe = period - 1 if anything else (bound + period) // 2
         better = decide(probe)
         if better is None:
             bound = probe + 1
             failures += 1
-            anything = failures % MOST_FAILURES == 0
+            anything, answered = failures % MOST_FAILURES == 0, False
         else:
             found, period = better, snap(better, probe)
-            failures, anything = 0, not anything
+            failures, anything, answered = 0, not answered, not answered
     return found, period
 
 

@@ -22,16 +22,19 @@ The memory of the special device depends on the schedule, so it is estimated:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
+from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.completion import Completion
-from deepspeed_partition.planner.solvers.contiguous import lower_bound_ticks, narrow
+from deepspeed_partition.planner.solvers.contiguous import narrow
 from deepspeed_partition.planner.solvers.pairs import Side, may_share
 from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Placement, Road
@@ -83,7 +86,7 @@ def best_special(
     """
     search = SpecialSearch(problem, estimate, most_specials)
     most = problem.longest_period if shorter_than is None else shorter_than - 1
-    bound = lower_bound_ticks(problem.times, problem.platform.num_devices)
+    bound = math.ceil(lower_bound(problem))
     if most < bound:
         return Special(None, None)
     try:
@@ -354,8 +357,10 @@ def _by_first(labels: Labels) -> Iterator[tuple[int, Labels]]:
     """The labels of each boundary."""
     if labels.size:
         labels = labels[:, labels[FIRST].argsort(kind="stable")]
-        firsts, begins = np.unique(labels[FIRST], return_index=True)
-        yield from zip(firsts.tolist(), np.split(labels, begins[1:], axis=1), strict=True)
+        firsts = labels[FIRST]
+        begins = [0, *(np.flatnonzero(firsts[1:] != firsts[:-1]) + 1).tolist()]
+        for begin, end in pairwise([*begins, len(firsts)]):
+            yield int(firsts[begin]), labels[:, begin:end]
 
 
 class _Measures:
@@ -369,7 +374,8 @@ class _Measures:
     def __init__(self, values: Labels, base: int) -> None:
         self.group, self.current, self.last_group = values[DELAY] // base, values[CURRENT], values[GROUP]
         self.others = values[[USED, DELAY, LOAD, KEPT, PEAK, LINK, SPECIALS]]
-        if self.last_group.any():
+        self.paired = bool(self.last_group.any())
+        if self.paired:
             fill, forward, backward, ahead, back = values[[FILL, FORWARD, BACKWARD, AHEAD, BACK]]
             both = forward + backward
             sums = (fill, fill + ahead, fill + back, fill + ahead + back, both, both + ahead, both + back,
@@ -380,10 +386,12 @@ class _Measures:
         """[one, other]: whether one of these labels is at least as good as another one of those in everything."""
         one, other = one[:, None], other[None]
         rows = min(len(self.others), len(those.others))  # without a last special stage there is less to compare
-        better: NDArray[np.bool_] = self.group[one] <= those.group[other]
+        better: NDArray[np.bool_] = (self.group[one] < those.group[other]) | (
+            self.current[one] <= those.current[other]
+        )
         better &= (self.others[:rows, one] <= those.others[:rows, other]).all(axis=0)
-        better &= (self.group[one] < those.group[other]) | (self.current[one] <= those.current[other])
-        better &= (self.last_group[one] == 0) | (self.last_group[one] == those.last_group[other])
+        if self.paired:
+            better &= (self.last_group[one] == 0) | (self.last_group[one] == those.last_group[other])
         return better
 
 
