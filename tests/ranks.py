@@ -19,7 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
-LIBRARIES = ["torch", "torch._dynamo", "numpy", "deepspeed", "pytorch_lightning"]
+LIBRARIES = [
+    "torch", "torch._dynamo", "numpy", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pytorch_lightning",
+]  # fmt: skip
 """Not ours, which the coverage and the cases should find as a process of its own would. What lacks is left out."""
 ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 OF_A_JOB = ("PL_", "RANK", "WORLD", "LOCAL_", "MASTER_", "MADPIPE")
@@ -57,7 +60,7 @@ def run_ranks(
         multiprocessing.forkserver.ensure_running()
     log.touch()
     ranks = [
-        context.Process(target=_rank, args=(script, list(arguments), environment, log), daemon=True)
+        context.Process(target=_rank, args=(script, list(arguments), environment, log))
         for environment in environments
     ]
     for rank in ranks:
