@@ -1,26 +1,40 @@
 """Lets the files of this folder import each other, in tests as in workers; starts the workers."""
 
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+from tests.ranks import run_ranks
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 
 @pytest.fixture(scope="session")
 def check_case(tmp_path_factory):
     """Checks what became of a case; a worker is started for the first one that needs it with so many processes."""
-    from harness import run_worker
-
     known = {}
 
     def check(worker, num_processes, case):
         if (worker, num_processes) not in known:
-            script = Path(__file__).with_name(worker)
-            known[worker, num_processes] = run_worker(script, num_processes, tmp_path_factory.mktemp("cases"))
+            folder = tmp_path_factory.mktemp("cases")
+            known[worker, num_processes] = run_worker(HERE / worker, num_processes, folder)
         found = known[worker, num_processes]
         assert case in found, f"not run, because another case failed:\n{found['output'][-3000:]}"
         assert found[case] == "", found[case]
 
     return check
+
+
+def run_worker(script: Path, num_processes: int, folder: Path) -> dict[str, str]:
+    """What became of each case of ``script``: an empty text, or what went wrong."""
+    out, log = folder / "outcomes.json", folder / "output.txt"
+    chosen = {name: os.environ[name] for name in ("MADPIPE_CASES",) if name in os.environ}
+    run_ranks(script, [str(out), str(folder)], num_processes, log, timeout_seconds=900, variables=chosen)
+    printed = log.read_text()
+    if not out.exists():
+        raise RuntimeError(f"the worker wrote no outcomes:\n{printed[-12000:]}")
+    return {"output": printed, **json.loads(out.read_text())}

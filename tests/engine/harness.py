@@ -1,4 +1,4 @@
-"""Runs many cases in one start of several processes: a worker runs them, a test file reads what came out."""
+"""The body of a worker: runs many cases in one start of several processes, and writes what came out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,21 +13,6 @@ from pathlib import Path
 
 Case = Callable[[Path], None]
 LONGEST_CASE_SECONDS = 150
-
-
-def run_worker(script: Path, num_processes: int, folder: Path, timeout_seconds: int = 900) -> dict[str, str]:
-    """Start ``script`` under torchrun; what became of each case: an empty text, or what went wrong."""
-    out = folder / "outcomes.json"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes),
-        str(script), str(out), str(folder),
-    ]  # fmt: skip
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment.pop("MADPIPE", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-    if not out.exists():
-        raise RuntimeError(f"the worker wrote no outcomes:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
-    return {"output": done.stdout + done.stderr, **json.loads(out.read_text())}
 
 
 def run_cases(cases: dict[str, Case]) -> None:
@@ -45,6 +29,9 @@ def run_cases(cases: dict[str, Case]) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    gc.freeze()  # what the cases import
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = _nothing_to_seed
     out, folder = Path(sys.argv[1]), Path(sys.argv[2])
     only = os.environ.get("MADPIPE_CASES")
     outcomes: dict[str, str] = {}
@@ -72,6 +59,10 @@ def run_cases(cases: dict[str, Case]) -> None:
         out.write_text(json.dumps(outcomes))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _nothing_to_seed(_: int) -> None:
+    """In the place of what formats a traceback, and keeps it, for each seed of a GPU that is not there."""
 
 
 def forget_engines() -> None:

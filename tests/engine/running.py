@@ -40,8 +40,9 @@ def configuration(**more: Any) -> dict[str, Any]:
 
 
 def planned(boundaries: list[int] | str, **options: Any) -> dict[str, Any]:
-    """A configuration that measures and plans, with this answer."""
-    return {"pipeline": {"madpipe": {"algorithm": boundaries, **options}}}
+    """A configuration that measures the layers, on links that are told, and plans, with this answer."""
+    link = {"bandwidth": 1e9, "latency_seconds": 0.0}
+    return {"pipeline": {"madpipe": {"algorithm": boundaries, **link, **options}}}
 
 
 def start(

@@ -13,20 +13,12 @@ from typing import Any
 import pytest
 import pytorch_lightning.callbacks
 import torch
-from test_lightning_pipeline import Records, assert_same, python, run, torchrun
+from test_lightning_pipeline import Records, assert_same, records_of, run, torchrun
 
 import lightning_madpipe
 
 HERE = Path(__file__).parent
-SCRIPT = HERE / "lightning_multiproc.py"
 FEATURES = Path(lightning_madpipe.__file__).parent / "FEATURES.md"
-
-
-def records_of(folder: Path, num_processes: int) -> Records:
-    for mode, start in (("reference", python()), ("pipeline", torchrun(num_processes))):
-        command = ["env", "CASES_OF=callbacks", *start, str(SCRIPT), mode, str(num_processes), str(folder / mode)]
-        run(command, folder / f"{mode}.log")
-    return Records(folder, "pipeline", num_processes)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Records:
-    return records_of(folder, 2)
+    return records_of(2, folder, "callbacks")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(tmp_path_factory.mktemp("callbacks-4"), 4)
+    return records_of(4, tmp_path_factory.mktemp("callbacks-4"), "callbacks")
 
 
 @pytest.mark.parametrize(

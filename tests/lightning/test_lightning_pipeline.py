@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import run_ranks
+
 HERE = Path(__file__).parent
 SCRIPT = HERE / "lightning_multiproc.py"
 TIMEOUT_SECONDS = 300
@@ -34,10 +36,14 @@ def run(command: list[str], log: Path) -> None:
         except subprocess.TimeoutExpired:
             code = -1
             os.killpg(process.pid, signal.SIGKILL)
+    check_end(code, " ".join(command), log)
+
+
+def check_end(code: int, command: str, log: Path) -> None:
     if code != 0:
         printed = log.read_text()
         where = max(printed.find("failed on rank"), len(printed) - 12000, 0)
-        pytest.fail(f"{' '.join(command)} ended with {code}:\n{printed[where : where + 12000]}")
+        pytest.fail(f"{command} ended with {code}:\n{printed[where : where + 12000]}")
 
 
 def python(*arguments: str) -> list[str]:
@@ -65,20 +71,25 @@ class Records:
         return self.ranks[0][case]
 
 
+def records_of(num_processes: int, folder: Path, kind: str = "loops") -> Records:
+    """Run the cases of a kind in one process with Lightning alone, and through the strategy."""
+    for mode, num_ranks in (("reference", None), ("pipeline", num_processes)):
+        log, arguments = folder / f"{mode}.log", [mode, str(num_processes), str(folder / mode)]
+        code = run_ranks(
+            SCRIPT, arguments, num_ranks, log, timeout_seconds=TIMEOUT_SECONDS, variables={"CASES_OF": kind}
+        )
+        check_end(code, f"{SCRIPT.name} {' '.join(arguments)}", log)
+    return Records(folder, "pipeline", num_processes)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    folder = tmp_path_factory.mktemp("two")
-    for mode, start in (("reference", python()), ("pipeline", torchrun(2))):
-        run([*start, str(SCRIPT), mode, "2", str(folder / mode)], folder / f"{mode}.log")
-    return Records(folder, "pipeline", 2)
+    return records_of(2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    folder = tmp_path_factory.mktemp("four")
-    for mode, start in (("reference", python()), ("pipeline", torchrun(4))):
-        run([*start, str(SCRIPT), mode, "4", str(folder / mode)], folder / f"{mode}.log")
-    return Records(folder, "pipeline", 4)
+    return records_of(4, tmp_path_factory.mktemp("four"))
 
 
 def assert_same(actual: Any, expected: Any, path: str = "", tolerance: float = 1e-5) -> None:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_cases import Classifier
-from test_lightning_pipeline import HERE, SCRIPT, Records, assert_same, python, run, torchrun
+from test_lightning_pipeline import HERE, Records, assert_same, python, records_of, torchrun
 from torch import nn
 from torchmetrics import Metric
 
@@ -26,22 +26,14 @@ from lightning_madpipe.module import detach_layers, find_layers
 from lightning_madpipe.parcels import packed, unpacked
 
 
-def records_of(num_processes: int, folder: Path) -> Records:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CASES_OF", "steps")
-        for mode, start in (("reference", python()), ("pipeline", torchrun(num_processes))):
-            run([*start, str(SCRIPT), mode, str(num_processes), str(folder / mode)], folder / f"{mode}.log")
-    return Records(folder, "pipeline", num_processes)
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(2, tmp_path_factory.mktemp("two"))
+    return records_of(2, tmp_path_factory.mktemp("two"), "steps")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(4, tmp_path_factory.mktemp("four"))
+    return records_of(4, tmp_path_factory.mktemp("four"), "steps")
 
 
 # Records.of asserts that every rank saw the same.

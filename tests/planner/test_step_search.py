@@ -27,6 +27,9 @@ from tests.planner.instances import FREE, chain, instances, problem_of, random_i
 
 LINKS = [0.5, 1, 2, 4, FREE]
 
+ENOUGH_SECONDS = 3600.0
+"""Of which searches take shares; with these they end by themselves, however busy the machine is."""
+
 
 def run_in(plan: Plan, made: Chain, orders: Sequence[Order], m: int) -> tuple[float, int]:
     """Seconds and bytes of a step of the plan's allocation in given orders, as the replay finds them."""
@@ -54,7 +57,7 @@ def order_of_pattern(plan: Plan, m: int) -> list[Order]:
 def step_of(made: Chain, platform: Platform, m: int, algorithm="madpipe") -> Plan | None:
     """A plan that the replay confirms; None where nothing fits."""
     try:
-        plan = make_plan(made, platform, algorithm, num_micro_batches=m)
+        plan = make_plan(made, platform, algorithm, num_micro_batches=m, time_limit_seconds=ENOUGH_SECONDS)
     except InfeasibleError:
         return None
     found = replay(plan, made)
@@ -69,10 +72,10 @@ def test_never_slower_than_the_periodic_plan(seed: int) -> None:
     made, platform = random_instance(seed)
     platform = replace(platform, num_devices=max(2, platform.num_devices))
     try:
-        periodic = make_plan(made, platform)
+        periodic = make_plan(made, platform, time_limit_seconds=ENOUGH_SECONDS)
     except InfeasibleError as error:
         platform = replace(platform, memory_bytes=error.smallest_memory_bytes)
-        periodic = make_plan(made, platform)
+        periodic = make_plan(made, platform, time_limit_seconds=ENOUGH_SECONDS)
     for m in (1, 3, 20):
         plan = step_of(made, platform, m)
         assert plan is not None

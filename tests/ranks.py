@@ -1,0 +1,113 @@
+"""Starts the ranks of a job as torchrun does, forked from one process that has imported the libraries.
+
+Importing torch, DeepSpeed and Lightning takes a rank longer than most cases do.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import random
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+LIBRARIES = [
+    "torch", "torch._dynamo", "numpy", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pytorch_lightning",
+]  # fmt: skip
+"""Not ours, which the coverage and the cases should find as a process of its own would. What lacks is left out."""
+ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+OF_A_JOB = ("PL_", "RANK", "WORLD", "LOCAL_", "MASTER_", "MADPIPE")
+"""How variables begin that belong to a job, and that this one must not inherit."""
+
+
+def run_ranks(
+    script: Path, arguments: Sequence[str], num_ranks: int | None, log: Path, *, timeout_seconds: float,
+    variables: Mapping[str, str] | None = None,
+) -> int:  # fmt: skip
+    """Run ``script`` on every rank, in the folder of ``log``, where all that it prints goes.
+
+    Args:
+        num_ranks: None: one process, that is not a rank of anything.
+        variables: of the environment.
+
+    Returns:
+        0, or the exit status of the first rank that failed, at which all the others are ended; -9 when the
+        time is up.
+    """
+    common = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
+    common |= {**ON_THE_CPU, **(variables or {})}
+    environments = [common]
+    if num_ranks is not None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        job = {
+            "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "forked",
+        }  # fmt: skip
+        environments = [{**common, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    with mock.patch.dict(os.environ, ON_THE_CPU):  # as DeepSpeed asks for it when it is imported
+        multiprocessing.forkserver.ensure_running()
+    log.touch()
+    ranks = [
+        context.Process(target=_rank, args=(script, list(arguments), environment, log))
+        for environment in environments
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        return _first_failure(ranks, time.monotonic() + timeout_seconds)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _first_failure(ranks: list[multiprocessing.process.BaseProcess], until: float) -> int:
+    running = list(ranks)
+    while running:
+        left = max(0.0, until - time.monotonic())
+        ended = multiprocessing.connection.wait([rank.sentinel for rank in running], timeout=left)
+        if not ended:
+            return -9
+        for rank in [rank for rank in running if rank.sentinel in ended]:
+            rank.join()
+            running.remove(rank)
+            if rank.exitcode:
+                _let_end(running)
+                return rank.exitcode
+    return 0
+
+
+def _let_end(ranks: list[multiprocessing.process.BaseProcess]) -> None:
+    """Time for the others to say what they saw of it."""
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        rank.join(timeout=10)
+
+
+def _rank(script: Path, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(log.parent)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()  # ranks that must draw the same numbers have to see to it
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    gc.freeze()  # a million objects of the libraries, through which each collection would go
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
