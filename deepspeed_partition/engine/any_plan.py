@@ -20,10 +20,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine import lowering
 from deepspeed_partition.engine.collectives import gather_objects, portable
-from deepspeed_partition.engine.dry_run import dry_run
+from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.first_failure import first_failure_told
 from deepspeed_partition.engine.instructions import AnyBoundaryEngine
-from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
+from deepspeed_partition.engine.program import Compute, Instruction, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
 from deepspeed_partition.engine.timeline import Recorder
@@ -182,7 +182,14 @@ class AnyPlanEngine(AnyBoundaryEngine):
     # A batch
 
     def _lower(self, num_micro_batches: int, trains: bool) -> Program:
-        return program_of(self.module.madpipe_cut.plan, self.num_stages, num_micro_batches, trains=trains)
+        plan = self.module.madpipe_cut.plan
+        program = program_of(plan, self.num_stages, num_micro_batches, trains=trains)
+        if plan is not None and trains and not program.within_room:
+            announce(
+                "where a rank is late, its neighbours may keep a tensor more than the plan says: with less, its "
+                "order could come to a standstill"
+            )
+        return program
 
     def _train_schedule(self) -> Any:
         return self._lowered(self.micro_batches, trains=True) if self.runs_lists else super()._train_schedule()
@@ -224,6 +231,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 run(instruction)
         elif instruction.kind == "S":
             self._transfers.send(instruction.message, instruction.peer, self._between.pop(instruction.message))
+        elif instruction.kind == "D":
+            self._transfers.wait_until_left(instruction.message, instruction.peer)
         elif instruction.kind == "R":
             self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
         else:
@@ -317,7 +326,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
 
 def program_of(plan: Plan | None, num_ranks: int, num_micro_batches: int, *, trains: bool) -> Program:
-    """The lists of one batch, tried out.
+    """The lists of one batch.
 
     A cut without a plan has one stage per rank and runs as DeepSpeed would run it, with as many micro-batches in
     flight.
@@ -327,14 +336,11 @@ def program_of(plan: Plan | None, num_ranks: int, num_micro_batches: int, *, tra
     """
     if plan is not None:
         lower = lowering.lower if trains else lowering.lower_evaluation
-        program = lower(plan, num_micro_batches)
-    else:
-        orders = [
-            one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
-            if trains
-            else tuple((f"F{stage}", number) for number in range(num_micro_batches))
-            for stage in range(num_ranks)
-        ]
-        program = lowering.with_transfers(orders, range(num_ranks))
-    dry_run(program)
-    return program
+        return lower(plan, num_micro_batches)
+    orders = [
+        one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
+        if trains
+        else tuple((f"F{stage}", number) for number in range(num_micro_batches))
+        for stage in range(num_ranks)
+    ]
+    return lowering.with_transfers(orders, range(num_ranks))

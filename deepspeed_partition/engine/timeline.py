@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.helper import Helper
-from deepspeed_partition.engine.lowering import Compute, Instruction, Message
+from deepspeed_partition.engine.program import Compute, Instruction, Message
 from deepspeed_partition.engine.transfers import Transfers
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation, TimedStep
