@@ -58,7 +58,9 @@ def maps() -> list[tuple[tuple[int, ...], list[int]]]:
     return list(MAPS[dist.get_world_size()].items())
 
 
-def plan_for(devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES) -> Plan:
+def plan_for(
+    devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES, **more: Any
+) -> Plan:
     """``depth`` micro-batches in flight; None: GPipe."""
     orders = (
         plans.gpipe(devices, num_micro_batches)
@@ -66,7 +68,8 @@ def plan_for(devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: 
         else plans.depth_first(devices, num_micro_batches, depth)
     )
     num_devices = max(devices) + 1
-    return plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(num_devices), cuts, devices, orders=orders)
+    chain, platform = plans.chain_of(cuts[-1]), plans.platform_of(num_devices)
+    return plans.plan_of(chain, platform, cuts, devices, orders=orders, **more)
 
 
 def begin(specs: list[Any], plan: Plan, config: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -269,6 +272,57 @@ def checkpoints_are_saved_and_loaded(folder: Path) -> None:
         same([*losses, *train(other, data[2:])], expected)
 
 
+def recomputed_layers(_: Path) -> None:
+    """Whole stages and some of their layers, tied ones too, where the first input has no gradient."""
+    if not recomputes_on_a_cpu():
+        return
+    for specs, tokens, config in (
+        (mlp, False, {}), (tied, True, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+    ):  # fmt: skip
+        data = batches(tokens=tokens)
+        expected = train_alone(specs(), data, adam, clip=config.get("gradient_clipping", 1.0))
+        for devices, cuts in maps()[2:4] if two() else maps()[:1]:
+            first, last = cuts[-3:-1]
+            partly = {0: True, len(devices) - 2: [(first, first + 1)], len(devices) - 1: [(last, last + 1)]}
+            for recomputed in (partly, dict.fromkeys(range(len(devices)), True)):
+                engine, _, _ = begin(specs(), plan_for(devices, cuts, recomputed=recomputed), config)
+                same(train(engine, data), expected)
+                assert engine.runs_lists and all(
+                    engine.module._num_forwards[stage] == 16 for stage in engine.module.own_stages
+                )
+
+
+def recomputed_dropout(_: Path) -> None:
+    """The same masks in the forward and when it is run again, whether layers are seeded or not."""
+    if not recomputes_on_a_cpu():
+        return
+    specs = [*mlp()[:3], LayerSpec(nn.Dropout, 0.5), *mlp()[3:5], LayerSpec(nn.Dropout, 0.5), *mlp()[5:]]
+    data = batches(3)
+    devices, cuts = (0, 1, 1, 0), [0, 3, 5, 8, 10]
+    for seed_layers in (True, False):
+        losses = []
+        for recomputed in ({}, dict.fromkeys(range(4), True), {1: [(3, 4)], 2: [(6, 8)]}):
+            engine, _, _ = begin(specs, plan_for(devices, cuts, recomputed=recomputed), seed_layers=seed_layers)
+            for number, weight in sorted(engine.module.named_parameters()):
+                torch.manual_seed(len(number))
+                weight.data.normal_(0.0, 0.3)
+            torch.manual_seed(7)
+            losses.append(train(engine, data))
+        same(losses[1], losses[0], digits=1e-6)
+        same(losses[2], losses[0], digits=1e-6)
+
+
+def recomputed_layers_that_work_in_place(_: Path) -> None:
+    """Their input is gone when they are run again."""
+    if not recomputes_on_a_cpu():
+        return
+    specs = [*mlp()[:3], LayerSpec(nn.ReLU, inplace=True), *mlp()[3:]]
+    engine, _, _ = begin(specs, plan_for((0, 1), [0, 3, 9], recomputed={1: [(3, 5)]}))
+    if engine.stage_id == 1:
+        with raised(RuntimeError, "layers 3 to 5 change their input in place"), engine.module.active(1):
+            engine.module(torch.randn(4, pipelines.WIDTH))
+
+
 class WithAnotherLoss(PipelineModule):
     def get_additional_losses(self) -> dict[str, torch.Tensor]:
         return {"another": torch.tensor(float(self.is_asked_where_the_loss_is()))}
@@ -436,6 +490,9 @@ CASES_OF_ANY = [
     data_that_ends_between_two_steps,
     checkpoints_are_saved_and_loaded,
     dropout,
+    recomputed_layers,
+    recomputed_dropout,
+    recomputed_layers_that_work_in_place,
     no_more_in_flight_than_planned,
     what_is_refused,
     what_else_deepspeeds_engine_does,
@@ -444,6 +501,7 @@ OF_MAPS = [
     every_map_equals_one_process,
     random_maps_equal_one_process,
     tied_layers,
+    recomputed_layers,
     no_more_in_flight_than_planned,
 ]
 CASES = {2: CASES_OF_ANY, 3: OF_MAPS, 4: [two_pipelines]}

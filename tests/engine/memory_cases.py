@@ -18,7 +18,7 @@ import torch
 from any_plan_multiproc import MAPS
 from deepspeed.pipe import LayerSpec
 from pipelines import loss_fn
-from running import start
+from running import recomputes_on_a_cpu, start
 from torch import nn
 
 from deepspeed_partition import Chain, Plan, Platform, replay
@@ -112,6 +112,10 @@ class Expected:
         self.platform = plan.platform
         self.devices = [stage.device for stage in plan.stages]
         self.stash = [sum(map(chain.stash, chain.layers[slice(*stage.layers)])) for stage in plan.stages]
+        for index, stage in enumerate(plan.stages):
+            for first, last in stage.blocks:
+                kept = sum(map(chain.stash, chain.layers[first:last]))
+                self.stash[index] += chain.boundary_bytes(first) - kept
         self.across = [chain.boundary_bytes(stage.layers[1]) for stage in plan.stages[:-1]]
         cuts = [cut for cut in range(len(self.across)) if self.devices[cut] != self.devices[cut + 1]]
         self.ends = [(cut, stage) for cut in cuts for stage in (cut, cut + 1) if self.devices[stage] == device]
@@ -196,6 +200,14 @@ def no_more_bytes_than_planned(_: Path) -> None:
         pattern = plans.packed(chain, slow, cuts, devices)
         assert max(stage.in_flight for stage in pattern.stages) > 1
         holds_what_is_planned(chain, pattern, False)
+    if not recomputes_on_a_cpu():
+        return
+    for devices, recomputed in (((0, 1), {0: True, 1: [(4, 7)]}), ((0, 1, 1, 0), {0: [(0, 2)], 1: True, 3: True})):
+        plan = plans.plan_of(
+            chain, fast, MAPS[2][devices], devices, recomputed=recomputed,
+            orders=plans.depth_first(devices, NUM_MICRO_BATCHES, 3),
+        )  # fmt: skip
+        holds_what_is_planned(chain, plan, False)
 
 
 def holds_what_is_planned(chain: Chain, plan: Plan, dynamic_shape: bool) -> None:
