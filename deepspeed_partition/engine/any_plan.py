@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine import lowering
+from deepspeed_partition.engine import lowering, staging
 from deepspeed_partition.engine.collectives import gather_objects, portable
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.first_failure import first_failure_told
@@ -52,7 +52,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._active = _STARTING
-        super().__init__(**kwargs)
+        with staging.deepspeeds_messages():
+            super().__init__(**kwargs)
         self._active = _ANY
         self._between: dict[Message, Boundary] = {}
         self._arrived: dict[int, Arrived] = {}

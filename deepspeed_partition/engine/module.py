@@ -9,8 +9,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import deepspeed.pipe
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
 
@@ -216,9 +214,6 @@ def why_deepspeeds_schedule(module: deepspeed.pipe.PipelineModule) -> str | None
     num_slices = module.mpu().model_parallel_size
     if num_slices > 1:
         return f"each layer is sliced over {num_slices} ranks"
-    device = get_accelerator().device_name()
-    if device != "cpu" and dist.get_backend() == "gloo":
-        return f"gloo sends no tensors of a {device} (init_distributed(dist_backend='nccl') does)"
     return None
 
 

@@ -76,7 +76,8 @@ class Recorder:
         offset_seconds, error_seconds = _offset_to_first(transfers)
         clock = _Clock() if self._device.type == "cpu" else _DeviceClock()
         if self._arrivals is None:
-            self._arrivals = _Arrivals() if self._device.type == "cpu" else _DeviceArrivals()
+            on_host = self._device.type == "cpu" or transfers.through_host
+            self._arrivals = _Arrivals() if on_host else _DeviceArrivals()
         recorded = _Recorded(clock, self._arrivals)
         transfers.watch = recorded.watch
         yield recorded.timed(execute)

@@ -13,7 +13,7 @@ behind it: a thread for each device that tensors come from reads the headers, an
     told each time      header  F0.0 header F0.1 header ...
 
 A sent tensor is kept until it has left. gloo tells that only to who waits for it: a thread for each device that
-tensors go to does.
+tensors go to does. Where gloo serves a GPU, tensors go through the host (``staging.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine import staging
 from deepspeed_partition.engine.helper import Helper
 from deepspeed_partition.engine.program import Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
@@ -93,9 +94,9 @@ Posted = tuple[Boundary, list[Any]]
 class _Departures:
     """Tensors sent to one device, until they have left."""
 
-    def __init__(self, rank: int, *, on_cpu: bool) -> None:
+    def __init__(self, rank: int, *, on_host: bool) -> None:
         self._rank = rank
-        self._helper = Helper(f"departures-to-{rank}") if on_cpu else None
+        self._helper = Helper(f"departures-to-{rank}") if on_host else None
         self._marks: dict[Message, threading.Event] = {}
         self._on_device: deque[tuple[Message, Any, torch.Tensor]] = deque()
 
@@ -247,11 +248,15 @@ class Transfers:
     """The global ranks of this pipeline, by device."""
     cpu_group: dist.ProcessGroup
     """Theirs, on the CPU."""
+    through_host: bool
+    """Messages begin and end in the host's memory: somebody must wait for them, as on a CPU."""
 
     def __init__(
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
     ) -> None:
         self._device = device
+        self.through_host = staging.goes_through_host(device)
+        self._computes_on = None if device.type == "cpu" else get_accelerator().current_stream()
         self._groups: list[dist.ProcessGroup] = []
         self._sent_to: dict[int, dist.ProcessGroup] = {}
         self._received_from: dict[int, dist.ProcessGroup] = {}
@@ -259,15 +264,15 @@ class Transfers:
         directions = sorted(pairs | {(after, before) for before, after in pairs})
         me = dist.get_rank()
         for ranks in pipelines:
-            on_cpu = dist.new_group(list(ranks), backend="gloo")
+            on_host = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
-                self.ranks, self.cpu_group = list(ranks), on_cpu
-                self._groups.append(on_cpu)
+                self.ranks, self.cpu_group = list(ranks), on_host
+                self._groups.append(on_host)
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
                 # the groups in one order, and not in the middle of a step.
-                token = torch.zeros(1, device=device)
+                token = torch.zeros(1, device="cpu" if self.through_host else device)
                 if me in (ranks[source], ranks[destination]):
                     self._groups.append(group)
                 if me == ranks[source]:
@@ -277,7 +282,8 @@ class Transfers:
                     self._received_from[source] = group
                     dist.recv(token, ranks[source], group=group)
         self._departures = {
-            peer: _Departures(self.ranks[peer], on_cpu=device.type == "cpu") for peer in self._sent_to
+            peer: _Departures(self.ranks[peer], on_host=device.type == "cpu" or self.through_host)
+            for peer in self._sent_to
         }
         self._headers = Helper("headers")
         self._lines = {
@@ -289,10 +295,8 @@ class Transfers:
         self._headers_posted: set[str] = set()
 
     def _stream(self) -> AbstractContextManager[object]:
-        """For a thread that posts: the stream on which this one computes."""
-        if self._device.type == "cpu":
-            return nullcontext()
-        return get_accelerator().stream(get_accelerator().current_stream())
+        """For any thread: the stream on which this one computes."""
+        return nullcontext() if self._computes_on is None else get_accelerator().stream(self._computes_on)
 
     def agree(self, holds: bool) -> bool:
         """Whether it holds on every rank of the pipeline."""
@@ -319,7 +323,11 @@ class Transfers:
         for tensor in tensors_of(boundary):
             if tensor.numel():
                 contiguous = tensor.contiguous()
-                self._departures[peer].add(message, self._start_sending(contiguous, peer), contiguous)
+                if self.through_host:
+                    leaving = staging.Departing(contiguous, functools.partial(self._start_sending, peer=peer))
+                    self._departures[peer].add(message, leaving, leaving.host)
+                else:
+                    self._departures[peer].add(message, self._start_sending(contiguous, peer), contiguous)
         self._departures[peer].mark(message)
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
@@ -363,7 +371,10 @@ class Transfers:
 
     def _start_message(self, peer: int, message: Message, shapes: Shapes) -> Posted:
         boundary = shapes.empty(self._device)
-        works = [self._start_receiving(each, peer) for each in tensors_of(boundary) if each.numel()]
+        start = functools.partial(self._start_receiving, peer=peer)
+        if self.through_host:
+            start = functools.partial(staging.Arriving, receive=start, stream=self._stream)
+        works = [start(each) for each in tensors_of(boundary) if each.numel()]
         return boundary, works if self.watch is None else self.watch(message, peer, works)
 
     def take(self, message: Message, peer: int) -> Boundary:

@@ -8,6 +8,7 @@ import random
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock, patch
 
 import boundaries as transfers
 import host_cases
@@ -35,7 +36,7 @@ from running import (
 from torch import nn
 
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine import PipelineModule, staging
 from deepspeed_partition.planner.errors import PlanMismatchError
 
 MAPS = {
@@ -183,6 +184,26 @@ def a_boundary_without_any_gradient(_: Path) -> None:
         for devices, cuts in (((0, 1), [0, 2, 6]), ((0, 1, 0), [0, 2, 4, 6]), ((0, 0, 1), [0, 2, 4, 6])):
             engine, _, _ = begin(specs, plan_for(devices, cuts))
             same(train(engine, data), expected)
+
+
+def messages_through_the_host(folder: Path) -> None:
+    """As gloo's messages between GPUs go: DeepSpeed's first ones, those of a step, and layers that move."""
+    copies = Mock(wraps=staging._on_host)
+    data, saved = batches(3), {"pipeline": {"madpipe": {"save_timeline": str(folder / "timeline.json")}}}
+    with patch.object(staging, "goes_through_host", lambda _: True), patch.object(staging, "_on_host", copies):
+        devices, cuts = maps()[-1]
+        engine, _, _ = begin(transfers.carrying(), plan_for(devices, cuts), saved)
+        assert copies.call_count == 1, "DeepSpeed sends one number"
+        losses = train(engine, data[:2])
+        num_messages = 2 * NUM_MICRO_BATCHES * 2 * 2  # steps, two cuts between the ranks, forth and back
+        assert copies.call_count > num_messages, "of several tensors each"
+        before = copies.call_count
+        engine.recut(plan_for(*maps()[0]))
+        assert copies.call_count > before
+        losses += train(engine, data[2:])
+    same(losses, train_alone(transfers.carrying(), data, adam))
+    dist.barrier()
+    assert (folder / "timeline.json").exists()
 
 
 def layers_that_work_in_place(_: Path) -> None:
@@ -484,6 +505,7 @@ CASES_OF_ANY = [
     zero_1_clipping_and_bf16,
     boundaries_of_all_kinds,
     a_boundary_without_any_gradient,
+    messages_through_the_host,
     layers_that_work_in_place,
     training_and_evaluation_in_turns,
     micro_batches_of_different_shapes,
