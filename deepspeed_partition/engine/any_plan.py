@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_partition.engine import lowering, staging
 from deepspeed_partition.engine.collectives import gather_objects, portable
 from deepspeed_partition.engine.environment import announce
-from deepspeed_partition.engine.first_failure import first_failure_told
+from deepspeed_partition.engine.first_failure import FirstFailure
 from deepspeed_partition.engine.instructions import AnyBoundaryEngine
 from deepspeed_partition.engine.program import Compute, Instruction, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
@@ -44,6 +44,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     fwd_outputs: list[Any]
     loss: Any
     num_stages: int
+    _failure: FirstFailure
     _active = _ANY
     _partly_unread: Any = None
     """The iterator of training data of a rank that reads none, of which it is behind the others by ``_unread``."""
@@ -105,11 +106,13 @@ class AnyPlanEngine(AnyBoundaryEngine):
     # Before 0.19.8 the loss is looked for on the last rank.
 
     def _aggregate_total_loss(self) -> Any:
-        num_stages = self.num_stages
-        if self.runs_lists:
-            self.num_stages = self._rank_of_loss() + 1
-        try:
+        if not self.runs_lists:
             return super()._aggregate_total_loss()
+        num_stages = self.num_stages
+        self.num_stages = self._rank_of_loss() + 1
+        try:
+            with self._failure.told():
+                return super()._aggregate_total_loss()
         finally:
             self.num_stages = num_stages
 
@@ -209,14 +212,16 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._begin_batch()
         self._count_unread(program.num_micro_batches)
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        with first_failure_told(self._transfers.ranks[0]), self._recorded() as execute:
-            for instruction in program.lists[self.stage_id]:
-                execute(instruction)
-            self._transfers.finish()
-        if torch.is_grad_enabled():
-            self._exec_reduce_tied_grads()
-            self._exec_reduce_grads()
-            self._exec_optimizer_step()
+        self._failure = FirstFailure(self._transfers.ranks[0])
+        with self._failure.told():
+            with self._recorded() as execute:
+                for instruction in program.lists[self.stage_id]:
+                    execute(instruction)
+                self._transfers.finish()
+            if torch.is_grad_enabled():
+                self._exec_reduce_tied_grads()
+                self._exec_reduce_grads()
+                self._exec_optimizer_step()
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
         """What runs an instruction: where a timeline is asked for, it is recorded in training."""
