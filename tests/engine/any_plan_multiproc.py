@@ -96,7 +96,7 @@ def every_map_equals_one_process(_: Path) -> None:
     wanted: dict[str, torch.Tensor] = {}
     expected = train_alone(mlp(), data, adam, before_step=lambda model: first_gradients(wanted, model))
     for devices, cuts in maps():
-        for depth in (3, None) if two() else (3,):
+        for depth in (3, None) if devices == (0, 1, 0, 1) else (3,):
             engine, _, _ = begin(mlp(), plan_for(devices, cuts, depth))
             found: dict[str, torch.Tensor] = {}
             engine.before_optimizer_step = functools.partial(first_gradients, found, engine.module)
@@ -110,7 +110,7 @@ def random_maps_equal_one_process(_: Path) -> None:
     data = batches(2)
     expected = train_alone(mlp(), data, adam)
     pick = random.Random(5)
-    for _ in range(8 if two() else 12):
+    for _ in range(8 if two() else 12):  # 20 in all
         num_stages = pick.randint(3, 6)
         devices = [*range(dist.get_world_size())]
         devices += [pick.choice(devices) for _ in range(num_stages - len(devices))]
@@ -137,7 +137,7 @@ def tied_layers(_: Path) -> None:
     data = batches(tokens=True)
     for clip, config in ((1.0, {}), (0.05, {"gradient_clipping": 0.05, "zero_optimization": {"stage": 1}})):
         expected = train_alone(tied(), data, adam, clip=clip)
-        for devices, cuts in maps():
+        for devices, cuts in maps() if not config else maps()[-2:]:
             engine, _, _ = begin(tied(), plan_for(devices, cuts), config)
             same(train(engine, data), expected)
 
@@ -443,7 +443,7 @@ def no_more_in_flight_than_planned(_: Path) -> None:
     specs[2:7] = [LayerSpec(Watched, pipelines.WIDTH, index) for index in range(2, 7)]
     data = batches(2)
     for devices, cuts in maps():
-        for depth in (2, 3):
+        for depth in (2, 3) if devices == maps()[0][0] else (2,):
             plan = plan_for(devices, cuts, depth)
             engine, _, _ = begin(specs, plan)
             _Counter.alive.clear()
