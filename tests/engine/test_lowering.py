@@ -112,7 +112,7 @@ def any_plans(draw):
     return (plans.packed(chain, platform, cuts, devices, orders), chain), num_micro_batches
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(any_plans())
 def test_any_plan_runs_as_deep_as_it_says(plan_and_number):
     (plan, _), number = plan_and_number
@@ -156,7 +156,7 @@ def most_bytes(plan, chain, program, device):
     return most
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(any_plans())
 def test_no_device_holds_more_than_planned_however_late_the_others_are(plan_and_number):
     """In a pattern also while it fills and drains. Of an order only where all can wait for what must leave."""
