@@ -18,12 +18,12 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine import lowering
+from deepspeed_partition.engine import lowering, staging
 from deepspeed_partition.engine.collectives import gather_objects, portable
-from deepspeed_partition.engine.dry_run import dry_run
-from deepspeed_partition.engine.first_failure import first_failure_told
+from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.first_failure import FirstFailure
 from deepspeed_partition.engine.instructions import AnyBoundaryEngine
-from deepspeed_partition.engine.lowering import Compute, Instruction, Message, Program
+from deepspeed_partition.engine.program import Compute, Instruction, Message, Program
 from deepspeed_partition.engine.stage_graph import Arrived, Boundary, Departed, Loaded, tensors_of
 from deepspeed_partition.engine.stages import StagesModule
 from deepspeed_partition.engine.timeline import Recorder
@@ -44,6 +44,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     fwd_outputs: list[Any]
     loss: Any
     num_stages: int
+    _failure: FirstFailure
     _active = _ANY
     _partly_unread: Any = None
     """The iterator of training data of a rank that reads none, of which it is behind the others by ``_unread``."""
@@ -52,7 +53,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._active = _STARTING
-        super().__init__(**kwargs)
+        with staging.deepspeeds_messages():
+            super().__init__(**kwargs)
         self._active = _ANY
         self._between: dict[Message, Boundary] = {}
         self._arrived: dict[int, Arrived] = {}
@@ -104,11 +106,13 @@ class AnyPlanEngine(AnyBoundaryEngine):
     # Before 0.19.8 the loss is looked for on the last rank.
 
     def _aggregate_total_loss(self) -> Any:
-        num_stages = self.num_stages
-        if self.runs_lists:
-            self.num_stages = self._rank_of_loss() + 1
-        try:
+        if not self.runs_lists:
             return super()._aggregate_total_loss()
+        num_stages = self.num_stages
+        self.num_stages = self._rank_of_loss() + 1
+        try:
+            with self._failure.told():
+                return super()._aggregate_total_loss()
         finally:
             self.num_stages = num_stages
 
@@ -182,7 +186,14 @@ class AnyPlanEngine(AnyBoundaryEngine):
     # A batch
 
     def _lower(self, num_micro_batches: int, trains: bool) -> Program:
-        return program_of(self.module.madpipe_cut.plan, self.num_stages, num_micro_batches, trains=trains)
+        plan = self.module.madpipe_cut.plan
+        program = program_of(plan, self.num_stages, num_micro_batches, trains=trains)
+        if plan is not None and trains and not program.within_room:
+            announce(
+                "where a rank is late, its neighbours may keep a tensor more than the plan says: with less, its "
+                "order could come to a standstill"
+            )
+        return program
 
     def _train_schedule(self) -> Any:
         return self._lowered(self.micro_batches, trains=True) if self.runs_lists else super()._train_schedule()
@@ -201,14 +212,16 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._begin_batch()
         self._count_unread(program.num_micro_batches)
         self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-        with first_failure_told(self._transfers.ranks[0]), self._recorded() as execute:
-            for instruction in program.lists[self.stage_id]:
-                execute(instruction)
-            self._transfers.finish()
-        if torch.is_grad_enabled():
-            self._exec_reduce_tied_grads()
-            self._exec_reduce_grads()
-            self._exec_optimizer_step()
+        self._failure = FirstFailure(self._transfers.ranks[0])
+        with self._failure.told():
+            with self._recorded() as execute:
+                for instruction in program.lists[self.stage_id]:
+                    execute(instruction)
+                self._transfers.finish()
+            if torch.is_grad_enabled():
+                self._exec_reduce_tied_grads()
+                self._exec_reduce_grads()
+                self._exec_optimizer_step()
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
         """What runs an instruction: where a timeline is asked for, it is recorded in training."""
@@ -224,6 +237,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 run(instruction)
         elif instruction.kind == "S":
             self._transfers.send(instruction.message, instruction.peer, self._between.pop(instruction.message))
+        elif instruction.kind == "D":
+            self._transfers.wait_until_left(instruction.message, instruction.peer)
         elif instruction.kind == "R":
             self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
         else:
@@ -317,7 +332,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
 
 def program_of(plan: Plan | None, num_ranks: int, num_micro_batches: int, *, trains: bool) -> Program:
-    """The lists of one batch, tried out.
+    """The lists of one batch.
 
     A cut without a plan has one stage per rank and runs as DeepSpeed would run it, with as many micro-batches in
     flight.
@@ -327,14 +342,11 @@ def program_of(plan: Plan | None, num_ranks: int, num_micro_batches: int, *, tra
     """
     if plan is not None:
         lower = lowering.lower if trains else lowering.lower_evaluation
-        program = lower(plan, num_micro_batches)
-    else:
-        orders = [
-            one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
-            if trains
-            else tuple((f"F{stage}", number) for number in range(num_micro_batches))
-            for stage in range(num_ranks)
-        ]
-        program = lowering.with_transfers(orders, range(num_ranks))
-    dry_run(program)
-    return program
+        return lower(plan, num_micro_batches)
+    orders = [
+        one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
+        if trains
+        else tuple((f"F{stage}", number) for number in range(num_micro_batches))
+        for stage in range(num_ranks)
+    ]
+    return lowering.with_transfers(orders, range(num_ranks))

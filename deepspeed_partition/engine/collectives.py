@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from deepspeed_partition.engine import staging
+
 T = TypeVar("T")
 
 
@@ -54,12 +56,12 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def send_bytes(tensor: torch.Tensor, rank: int) -> None:
     """Send the values of ``tensor``, of any type, to a rank that knows its shape."""
     if tensor.numel():
-        dist.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8), rank)
+        staging.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8), rank)
 
 
 def receive_bytes(shape: torch.Size, dtype: torch.dtype, device: torch.device, rank: int) -> torch.Tensor:
     """The tensor that :func:`send_bytes` sends."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.numel():
-        dist.recv(tensor.view(-1).view(torch.uint8), rank)
+        staging.receive(tensor.view(-1).view(torch.uint8), rank)
     return tensor

@@ -2,10 +2,9 @@
 
 It shares with ``lowering.py`` only the types of the instructions. The rules:
 
-- A device runs its list in order. ``S`` and ``R`` never wait; ``W`` waits until its message was sent and posted;
-  nothing else waits.
+- A device runs its list in order. ``S`` and ``R`` never wait; ``W`` and ``D`` wait until their message was sent
+  and posted; nothing else waits. So no tensor leaves before there is room for it, as if links held nothing.
 - From one device to another, the n-th send and the n-th posted receive are the same message, or the run is wrong.
-- Of one cut and direction at most ``receive_slots`` messages are posted and not yet waited for.
 - A forward finds its input (handed over, or waited for) and a free slot; a backward finds its gradient, and its
   micro-batch in its slot.
 """
@@ -15,13 +14,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from deepspeed_partition.engine.lowering import (
+from deepspeed_partition.engine.program import (
     Compute,
     DeadlockError,
     LoweringError,
     Message,
     Program,
     Transfer,
+    output_of,
 )
 
 
@@ -33,6 +33,9 @@ class DryRun:
     """Of each stage: the most micro-batches forwarded and not yet through their backward."""
     num_posted: dict[str, int]
     """Of each cut and direction (``"F0"``): the most messages posted and not yet waited for."""
+    waiting: tuple[tuple[dict[int, int], ...], ...]
+    """Of each device, after each of its instructions: by cut, the most tensors that may be at its end there, with
+    any delay of the other devices: those made and not waited for to leave, and those posted and not waited for."""
 
 
 def dry_run(program: Program) -> DryRun:
@@ -66,6 +69,10 @@ class _DryRun:
         self.live: Counter[int] = Counter()
         self.in_flight: Counter[int] = Counter()
         self.num_posted: Counter[str] = Counter()
+        self.left: set[Message] = set()
+        """Waited for."""
+        self.at_end: list[Counter[int]] = [Counter() for _ in program.lists]
+        self.waiting: list[list[dict[int, int]]] = [[] for _ in program.lists]
 
     def run(self) -> DryRun:
         advanced = True
@@ -78,13 +85,18 @@ class _DryRun:
                         self._compute(device, instruction)
                     elif not self._transfer(device, instruction):
                         break
+                    self.waiting[device].append(dict(self.at_end[device]))
                     self.position[device] += 1
                     advanced = True
         if any(at < len(each) for at, each in zip(self.position, self.program.lists, strict=True)):
             self._refuse_circle()
         self._check_all_done()
         stages = range(len(self.devices))
-        return DryRun(tuple(self.in_flight[stage] for stage in stages), dict(self.num_posted))
+        return DryRun(
+            tuple(self.in_flight[stage] for stage in stages),
+            dict(self.num_posted),
+            tuple(tuple(each) for each in self.waiting),
+        )
 
     def _compute(self, device: int, instruction: Compute) -> None:
         kind, stage, micro_batch = instruction.kind, instruction.stage, instruction.micro_batch
@@ -109,6 +121,9 @@ class _DryRun:
         if kind == "B" or not self.has_backwards:
             self.live[stage] -= 1
         self.done.add((f"{kind}{stage}", micro_batch))
+        made = output_of(f"{kind}{stage}", micro_batch, len(self.devices))
+        if made is not None and len(set(made.ends(self.devices))) == 2:
+            self.at_end[device][made.cut] += 1
 
     def _require_input(self, message: Message, instruction: Compute) -> None:
         here = self.devices[message.cut] == self.devices[message.cut + 1]
@@ -118,27 +133,32 @@ class _DryRun:
     def _transfer(self, device: int, instruction: Transfer) -> bool:
         """False where it waits."""
         message, peer = instruction.message, instruction.peer
-        ends = [self.devices[message.cut], self.devices[message.cut + 1]]
-        if message.direction == "B":
-            ends.reverse()
-        expected = [device, peer] if instruction.kind == "S" else [peer, device]
-        self._require(ends == expected and device != peer, f"{instruction} of device {device} names device {peer}")
+        expected = (device, peer) if instruction.kind in "SD" else (peer, device)
+        self._require(
+            message.ends(self.devices) == expected and device != peer,
+            f"{instruction} of device {device} names device {peer}",
+        )
         if instruction.kind == "S":
             self._require(message.producer in self.done, f"{instruction} comes before its tensor")
             self._match(device, peer, message, self.sent)
+        elif instruction.kind == "D":
+            self._require(message in self.sent[device, peer], f"{instruction} waits for what was not sent")
+            self._require(message not in self.left, f"{instruction} waits once more for what has left")
+            if message not in self.posted[device, peer]:
+                return False
+            self.left.add(message)
+            self.at_end[device][message.cut] -= 1
         elif instruction.kind == "R":
             self._match(peer, device, message, self.posted)
             self.open[message.channel] += 1
             self.num_posted[message.channel] = max(self.num_posted[message.channel], self.open[message.channel])
-            self._require(
-                self.open[message.channel] <= self.program.receive_slots,
-                f"{instruction} is one receive too many: there are {self.program.receive_slots} slots",
-            )
+            self.at_end[device][message.cut] += 1
         else:
             self._require(message in self.posted[peer, device], f"{instruction} waits for what was not posted")
             if message not in self.sent[peer, device]:
                 return False
             self.open[message.channel] -= 1
+            self.at_end[device][message.cut] -= 1
             self.waited_for.add(message)
         return True
 

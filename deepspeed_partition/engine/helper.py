@@ -27,17 +27,25 @@ class Helper:
         """Call ``function`` after all before it; it is not referred to any more when it has returned."""
         self._queue.put(function)
 
-    def finish(self) -> None:
-        """Return when everything is done.
+    def mark(self) -> threading.Event:
+        """To be given to :meth:`reach`."""
+        mark = threading.Event()
+        self._queue.put(mark)
+        return mark
+
+    def reach(self, mark: threading.Event) -> None:
+        """Return when everything before the mark is done.
 
         Raises:
             Exception: what failed first; nothing behind it was run.
         """
-        reached = threading.Event()
-        self._queue.put(reached)
-        reached.wait()
+        mark.wait()
         if self._flaw is not None:
             raise self._flaw
+
+    def finish(self) -> None:
+        """Return when everything is done; raises what :meth:`reach` does."""
+        self.reach(self.mark())
 
     def close(self) -> None:
         atexit.unregister(self._at_exit)

@@ -9,8 +9,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import deepspeed.pipe
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
 
@@ -99,8 +97,8 @@ def check_plan(plan: Plan, num_layers: int, num_ranks: int, *, one_stage_each: s
             instructions do.
 
     Raises:
-        PlanMismatchError: the plan is for another model or another number of ranks; a rank without a stage;
-            recomputed layers; what DeepSpeed's schedule cannot do, where that runs.
+        PlanMismatchError: the plan is for another model or another number of ranks; a rank without a stage; what
+            DeepSpeed's schedule cannot do, where that runs.
     """
     if plan.chain.num_layers != num_layers:
         raise PlanMismatchError(
@@ -118,14 +116,14 @@ def check_plan(plan: Plan, num_layers: int, num_ranks: int, *, one_stage_each: s
             f"the plan uses {num_used} of its {num_ranks} devices, and DeepSpeed's optimizer cannot start on a "
             "rank without parameters: make a plan that uses all of them, or start fewer ranks and plan for those"
         )
+    if one_stage_each is None:
+        return
     recomputed = [index for index, stage in enumerate(plan.stages) if stage.blocks]
     if recomputed:
         raise PlanMismatchError(
-            f"the plan recomputes layers of stage {recomputed[0]}, which this version cannot run: use "
-            "activation_checkpoint_interval, or make a plan without recomputation"
+            f"the plan recomputes layers of stage {recomputed[0]}, and DeepSpeed's own schedule runs here, "
+            f"because {one_stage_each}: use activation_checkpoint_interval, or make a plan without recomputation"
         )
-    if one_stage_each is None:
-        return
     if not plan.is_contiguous:
         raise PlanMismatchError(
             f"the plan puts several stages on a device, or stages out of order, and DeepSpeed's own schedule runs "
@@ -216,9 +214,6 @@ def why_deepspeeds_schedule(module: deepspeed.pipe.PipelineModule) -> str | None
     num_slices = module.mpu().model_parallel_size
     if num_slices > 1:
         return f"each layer is sliced over {num_slices} ranks"
-    device = get_accelerator().device_name()
-    if device != "cpu" and dist.get_backend() == "gloo":
-        return f"gloo sends no tensors of a {device} (init_distributed(dist_backend='nccl') does)"
     return None
 
 

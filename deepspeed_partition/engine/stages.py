@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.pipe
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.utils import set_random_seed
 
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
@@ -31,6 +35,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     device_of_stage: list[int]
     """The pipeline's ranks are its devices."""
     forward_funcs: list[Any]
+    madpipe_cut: Any
     micro_offset: int
     _is_active = False
     _loads_stages = False
@@ -71,6 +76,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self._functions.clear()
 
     def _show(self, stage: int) -> None:
+        self._shown = stage
         self.forward_funcs = self._functions[stage]
         self.is_checkpointable_results = self._checkpointable[stage]
         self._set_bounds(*self.allocation.stages[stage].layers)
@@ -95,7 +101,54 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 "cannot run: call deepspeed_partition.install() first, or start the engine by "
                 "deepspeed_partition.engine.initialize"
             )
-        return super().forward(forward_input)
+        blocks = self._recomputed_blocks()
+        if not blocks or not torch.is_grad_enabled():
+            return super().forward(forward_input)
+        return self._forward_recomputing(forward_input, blocks)
+
+    def _recomputed_blocks(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of layers of the active stage that the plan recomputes."""
+        plan = self.madpipe_cut.plan if self.madpipe_cut is not None else None
+        return () if plan is None or not self._is_active else plan.stages[self._shown].blocks
+
+    def _forward_recomputing(self, forward_input: Any, blocks: Sequence[tuple[int, int]]) -> Any:
+        """DeepSpeed's ``forward``, whose checkpoints all have one length, with these ranges of layers instead."""
+        self.micro_offset += 1
+        # DeepSpeed's default for the first of two needs an input that has a gradient.
+        checkpoint = self.activation_checkpoint_func
+        if checkpoint is checkpointing.checkpoint:
+            checkpoint = checkpointing.non_reentrant_checkpoint
+        ends = sorted({self._local_start, self._local_stop, *(end for block in blocks for end in block)})
+        passed = forward_input
+        for block in itertools.pairwise(ends):
+            tensors = passed if isinstance(passed, tuple) else (passed,)
+            run = self._layers_in_turn(*block)
+            if block in blocks:
+                versions = [tensor._version for tensor in tensors]
+                passed = checkpoint(run, *tensors)
+                if versions != [tensor._version for tensor in tensors]:
+                    raise RuntimeError(
+                        f"layers {block[0]} to {block[1]} change their input in place, and the plan wants them "
+                        "run again from it: build that layer without inplace=True, or plan without recomputation"
+                    )
+            else:
+                passed = run(*tensors)
+        return passed
+
+    def _layers_in_turn(self, first: int, last: int) -> Callable[..., Any]:
+        """What runs these layers of the active stage, now and again, with the same seeds."""
+        functions = self.forward_funcs[first - self._local_start : last - self._local_start]
+        seed = self.base_seed * (self.micro_offset + 1)
+
+        def run(*tensors: Any) -> Any:
+            passed = tensors[0] if len(tensors) == 1 else tensors
+            for self.curr_layer, function in enumerate(functions, first):
+                if self.seed_layers:
+                    (self.seed_fn or set_random_seed)(seed + self.curr_layer)
+                passed = function(passed)
+            return passed
+
+        return run
 
     # DeepSpeed's methods for one stage, on each
 

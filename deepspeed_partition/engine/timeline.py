@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.helper import Helper
-from deepspeed_partition.engine.lowering import Compute, Instruction, Message
+from deepspeed_partition.engine.program import Compute, Instruction, Message
 from deepspeed_partition.engine.transfers import Transfers
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation, TimedStep
@@ -76,7 +76,8 @@ class Recorder:
         offset_seconds, error_seconds = _offset_to_first(transfers)
         clock = _Clock() if self._device.type == "cpu" else _DeviceClock()
         if self._arrivals is None:
-            self._arrivals = _Arrivals() if self._device.type == "cpu" else _DeviceArrivals()
+            on_host = self._device.type == "cpu" or transfers.through_host
+            self._arrivals = _Arrivals() if on_host else _DeviceArrivals()
         recorded = _Recorded(clock, self._arrivals)
         transfers.watch = recorded.watch
         yield recorded.timed(execute)

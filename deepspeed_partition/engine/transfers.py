@@ -12,7 +12,8 @@ behind it: a thread for each device that tensors come from reads the headers, an
     told once           header  F0.0        F0.1    F0.2
     told each time      header  F0.0 header F0.1 header ...
 
-A sent tensor is kept until it has left. gloo tells that only to who waits for it: another thread does.
+A sent tensor is kept until it has left. gloo tells that only to who waits for it: a thread for each device that
+tensors go to does. Where gloo serves a GPU, tensors go through the host (``staging.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine import staging
 from deepspeed_partition.engine.helper import Helper
-from deepspeed_partition.engine.lowering import Message
+from deepspeed_partition.engine.program import Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 
 Header = tuple[torch.Tensor, Any]
@@ -90,36 +92,54 @@ Posted = tuple[Boundary, list[Any]]
 
 
 class _Departures:
-    """Sent tensors, until they have left."""
+    """Tensors sent to one device, until they have left."""
 
-    def __init__(self) -> None:
-        self._on_device: deque[tuple[Any, torch.Tensor]] = deque()
-        self._helper = Helper("departures")
+    def __init__(self, rank: int, *, on_host: bool) -> None:
+        self._rank = rank
+        self._helper = Helper(f"departures-to-{rank}") if on_host else None
+        self._marks: dict[Message, threading.Event] = {}
+        self._on_device: deque[tuple[Message, Any, torch.Tensor]] = deque()
 
-    def add(self, work: Any, tensor: torch.Tensor, rank: int) -> None:
-        if tensor.device.type == "cpu":
-            self._helper.do(functools.partial(self._wait_holding, work, tensor, rank))
+    def add(self, message: Message, work: Any, tensor: torch.Tensor) -> None:
+        if self._helper is not None:
+            self._helper.do(functools.partial(_wait_holding, work, tensor, self._rank))
             return
-        self._on_device.append((work, tensor))
-        while self._on_device and self._on_device[0][0].is_completed():
+        self._on_device.append((message, work, tensor))
+        while self._on_device and self._on_device[0][1].is_completed():
             self._on_device.popleft()
 
-    def finish(self) -> None:
-        """Return when all have left (on a GPU: let its stream wait for them).
+    def mark(self, message: Message) -> None:
+        """All tensors of a message have been added."""
+        if self._helper is not None:
+            self._marks[message] = self._helper.mark()
+
+    def wait_for(self, message: Message) -> None:
+        """Return when a message and those before it have left (on a GPU: let its stream wait for them).
 
         Raises:
             Exception: what a send failed with.
         """
-        self._helper.finish()
+        if self._helper is not None:
+            self._helper.reach(self._marks.pop(message))
+            return
+        while any(each == message for each, *_ in self._on_device):
+            self._on_device.popleft()[1].wait()
+
+    def finish(self) -> None:
+        """The same for all messages."""
+        self._marks.clear()
+        if self._helper is not None:
+            self._helper.finish()
         while self._on_device:
-            self._on_device.popleft()[0].wait()
+            self._on_device.popleft()[1].wait()
 
     def close(self) -> None:
-        self._helper.close()
+        if self._helper is not None:
+            self._helper.close()
 
-    @staticmethod
-    def _wait_holding(work: Any, _: torch.Tensor, rank: int) -> None:
-        _wait(work, rank)
+
+def _wait_holding(work: Any, _: torch.Tensor, rank: int) -> None:
+    _wait(work, rank)
 
 
 def _wait(work: Any, rank: int) -> None:
@@ -228,11 +248,15 @@ class Transfers:
     """The global ranks of this pipeline, by device."""
     cpu_group: dist.ProcessGroup
     """Theirs, on the CPU."""
+    through_host: bool
+    """Messages begin and end in the host's memory: somebody must wait for them, as on a CPU."""
 
     def __init__(
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
     ) -> None:
         self._device = device
+        self.through_host = staging.goes_through_host(device)
+        self._computes_on = None if device.type == "cpu" else get_accelerator().current_stream()
         self._groups: list[dist.ProcessGroup] = []
         self._sent_to: dict[int, dist.ProcessGroup] = {}
         self._received_from: dict[int, dist.ProcessGroup] = {}
@@ -240,15 +264,15 @@ class Transfers:
         directions = sorted(pairs | {(after, before) for before, after in pairs})
         me = dist.get_rank()
         for ranks in pipelines:
-            on_cpu = dist.new_group(list(ranks), backend="gloo")
+            on_host = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
-                self.ranks, self.cpu_group = list(ranks), on_cpu
-                self._groups.append(on_cpu)
+                self.ranks, self.cpu_group = list(ranks), on_host
+                self._groups.append(on_host)
             for source, destination in directions:
                 group = dist.new_group([ranks[source], ranks[destination]])
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
                 # the groups in one order, and not in the middle of a step.
-                token = torch.zeros(1, device=device)
+                token = torch.zeros(1, device="cpu" if self.through_host else device)
                 if me in (ranks[source], ranks[destination]):
                     self._groups.append(group)
                 if me == ranks[source]:
@@ -257,7 +281,11 @@ class Transfers:
                 elif me == ranks[destination]:
                     self._received_from[source] = group
                     dist.recv(token, ranks[source], group=group)
-        self._departures = _Departures()
+        self._departures = {
+            peer: _Departures(self.ranks[peer], on_host=device.type == "cpu" or self.through_host)
+            for peer in self._sent_to
+        }
+        self._headers = Helper("headers")
         self._lines = {
             peer: _Line(self.ranks[peer], functools.partial(self._start_message, peer), self._stream())
             for peer in self._received_from
@@ -267,10 +295,8 @@ class Transfers:
         self._headers_posted: set[str] = set()
 
     def _stream(self) -> AbstractContextManager[object]:
-        """For a thread that posts: the stream on which this one computes."""
-        if self._device.type == "cpu":
-            return nullcontext()
-        return get_accelerator().stream(get_accelerator().current_stream())
+        """For any thread: the stream on which this one computes."""
+        return nullcontext() if self._computes_on is None else get_accelerator().stream(self._computes_on)
 
     def agree(self, holds: bool) -> bool:
         """Whether it holds on every rank of the pipeline."""
@@ -297,7 +323,12 @@ class Transfers:
         for tensor in tensors_of(boundary):
             if tensor.numel():
                 contiguous = tensor.contiguous()
-                self._departures.add(self._start_sending(contiguous, peer), contiguous, self.ranks[peer])
+                if self.through_host:
+                    leaving = staging.Departing(contiguous, functools.partial(self._start_sending, peer=peer))
+                    self._departures[peer].add(message, leaving, leaving.host)
+                else:
+                    self._departures[peer].add(message, self._start_sending(contiguous, peer), contiguous)
+        self._departures[peer].mark(message)
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
         return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
@@ -318,7 +349,11 @@ class Transfers:
         self._shapes_sent[message.channel] = shapes
         header = shapes.header()
         work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
-        self._departures.add(work, header, self.ranks[peer])
+        self._headers.do(functools.partial(_wait_holding, work, header, self.ranks[peer]))
+
+    def wait_until_left(self, message: Message, peer: int) -> None:
+        """Return when what was sent is kept no more (on a GPU: as soon as its stream gets there)."""
+        self._departures[peer].wait_for(message)
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
         """Make room for a message, behind those that were posted before it.
@@ -336,7 +371,10 @@ class Transfers:
 
     def _start_message(self, peer: int, message: Message, shapes: Shapes) -> Posted:
         boundary = shapes.empty(self._device)
-        works = [self._start_receiving(each, peer) for each in tensors_of(boundary) if each.numel()]
+        start = functools.partial(self._start_receiving, peer=peer)
+        if self.through_host:
+            start = functools.partial(staging.Arriving, receive=start, stream=self._stream)
+        works = [start(each) for each in tensors_of(boundary) if each.numel()]
         return boundary, works if self.watch is None else self.watch(message, peer, works)
 
     def take(self, message: Message, peer: int) -> Boundary:
@@ -348,11 +386,15 @@ class Transfers:
 
     def finish(self) -> None:
         """End a batch: everything has been received, and everything sent has left."""
-        self._departures.finish()
+        for departures in self._departures.values():
+            departures.finish()
+        self._headers.finish()
 
     def close(self) -> None:
         """End what runs beside the engine, and the connections. On all ranks of the job, in the same order."""
-        self._departures.close()
+        self._headers.close()
+        for departures in self._departures.values():
+            departures.close()
         for line in self._lines.values():
             line.close()
         for group in self._groups:

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.collectives import gather_objects, portable, receive_bytes, send_bytes
 from deepspeed_partition.engine.module import place_layers
 from deepspeed_partition.engine.stages import StagesModule, allocation_of, owner
 from deepspeed_partition.engine.training_state import TrainingState
@@ -108,16 +108,61 @@ def move_layers(
     Collective over each pipeline; a data-parallel replica moves its own copies. The module keeps its
     process groups, and layers that stay keep their modules and ``Parameter`` objects. What the optimizer keeps for
     their parameters, in ``training_state``, goes with them. A rank lets go of each layer when it has sent it.
+
+    Raises:
+        RuntimeError: a layer is not what its specification builds; on all ranks, and no layer has moved.
     """
     held = held_modules(module)
+    described = _descriptions(module, held, allocation)
+    built = _build_missing(module, described, allocation)
     _let_go(module)
-    _exchange(module, held, allocation, training_state)
+    _exchange(module, held, described, built, allocation, training_state)
     _rebuild(module, held, allocation)
+
+
+def _descriptions(
+    module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation
+) -> dict[str, list[TensorInfo]]:
+    """Of all parts that somebody will be sent."""
+    grid, current = module.mpu(), allocation_of(module)
+    sent = {}
+    for part in parts_of(module):
+        before = part.owners(current)
+        if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
+            sent[part.name] = _describe(held[part.name])
+    described: dict[str, list[TensorInfo]] = {}
+    for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
+        described.update(descriptions)
+    return described
+
+
+def _build_missing(
+    module: PipelineModule, described: dict[str, list[TensorInfo]], allocation: Allocation
+) -> dict[str, nn.Module]:
+    """What this rank will be sent, built as its owner has it, but for the values. Collective."""
+    grid, current = module.mpu(), allocation_of(module)
+    rank = grid.get_stage_id()
+    built: dict[str, nn.Module] = {}
+    flaw = None
+    try:
+        for part in parts_of(module):
+            before = part.owners(current)
+            if rank in part.owners(allocation) and rank not in before:
+                sender = grid.stage_to_global(stage_id=before[0])
+                built[part.name] = _build(part, described[part.name], sender)
+    except Exception as error:  # of the user's layers; every rank must hear of it
+        flaw = portable(error)
+    for found in gather_objects(flaw, grid.get_pipe_parallel_group()):
+        if found is not None:
+            raise found
+    return built
 
 
 def _exchange(
     module: PipelineModule,
     held: dict[str, nn.Module],
+    described: dict[str, list[TensorInfo]],
+    built: dict[str, nn.Module],
     allocation: Allocation,
     training_state: TrainingState | None,
 ) -> None:
@@ -132,10 +177,6 @@ def _exchange(
         before, after = part.owners(current), part.owners(allocation)
         receivers = [destination for destination in after if destination not in before]
         moves.append((part, before[0], receivers, rank not in after))
-    sent = {part.name: _describe(held[part.name]) for part, source, to, _ in moves if to and source == rank}
-    described: dict[str, list[TensorInfo]] = {}
-    for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
-        described.update(descriptions)
     for part, source, receivers, leaves in moves:
         for destination in receivers:
             if rank == source:
@@ -145,7 +186,8 @@ def _exchange(
                     training_state.send(part.name, grid.stage_to_global(stage_id=destination))
             elif rank == destination:
                 sender = grid.stage_to_global(stage_id=source)
-                held[part.name] = _receive(part, described[part.name], sender)
+                held[part.name] = built[part.name]
+                _receive(built[part.name], described[part.name], sender)
                 if training_state is not None:
                     training_state.receive(part.name, source, sender)
         if leaves and part.name in held:
@@ -178,9 +220,8 @@ def _describe(part: nn.Module) -> list[TensorInfo]:
     ]
 
 
-def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
-    """Build ``part`` as its owner had it."""
-    device = torch.device(get_accelerator().current_device_name())
+def _build(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
+    """A part as its owner has it, whose own tensors take no room until they come."""
     built = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
     tensors = _tensors(built)
     if tensors.keys() != {info.name for info in description}:
@@ -189,11 +230,20 @@ def _receive(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
             f"has {sorted(info.name for info in description)}; change layers in their specification, "
             "not after they are built"
         )
+    if built is not part.spec:
+        for tensor in tensors.values():
+            tensor.data = tensor.data.new_empty(0)
+    return built
+
+
+def _receive(built: nn.Module, description: list[TensorInfo], rank: int) -> None:
+    """Fill a part that was built with what its owner sends."""
+    device = torch.device(get_accelerator().current_device_name())
+    tensors = _tensors(built)
     for info in description:
         tensor = tensors[info.name]
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
         tensor.requires_grad_(info.requires_grad)
-    return built
 
 
 def _let_go(module: PipelineModule) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition import Chain, Plan
 from deepspeed_partition.engine.collectives import from_rank_0
-from deepspeed_partition.engine.lowering import Message
+from deepspeed_partition.engine.program import Message
 from deepspeed_partition.engine.stage_graph import Boundary
 from deepspeed_partition.engine.transfers import Transfers
 

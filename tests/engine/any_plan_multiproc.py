@@ -8,6 +8,7 @@ import random
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock, patch
 
 import boundaries as transfers
 import host_cases
@@ -35,7 +36,7 @@ from running import (
 from torch import nn
 
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine import PipelineModule, staging
 from deepspeed_partition.planner.errors import PlanMismatchError
 
 MAPS = {
@@ -58,7 +59,9 @@ def maps() -> list[tuple[tuple[int, ...], list[int]]]:
     return list(MAPS[dist.get_world_size()].items())
 
 
-def plan_for(devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES) -> Plan:
+def plan_for(
+    devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES, **more: Any
+) -> Plan:
     """``depth`` micro-batches in flight; None: GPipe."""
     orders = (
         plans.gpipe(devices, num_micro_batches)
@@ -66,7 +69,8 @@ def plan_for(devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: 
         else plans.depth_first(devices, num_micro_batches, depth)
     )
     num_devices = max(devices) + 1
-    return plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(num_devices), cuts, devices, orders=orders)
+    chain, platform = plans.chain_of(cuts[-1]), plans.platform_of(num_devices)
+    return plans.plan_of(chain, platform, cuts, devices, orders=orders, **more)
 
 
 def begin(specs: list[Any], plan: Plan, config: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -92,7 +96,7 @@ def every_map_equals_one_process(_: Path) -> None:
     wanted: dict[str, torch.Tensor] = {}
     expected = train_alone(mlp(), data, adam, before_step=lambda model: first_gradients(wanted, model))
     for devices, cuts in maps():
-        for depth in (3, None) if two() else (3,):
+        for depth in (3, None) if devices == (0, 1, 0, 1) else (3,):
             engine, _, _ = begin(mlp(), plan_for(devices, cuts, depth))
             found: dict[str, torch.Tensor] = {}
             engine.before_optimizer_step = functools.partial(first_gradients, found, engine.module)
@@ -106,7 +110,7 @@ def random_maps_equal_one_process(_: Path) -> None:
     data = batches(2)
     expected = train_alone(mlp(), data, adam)
     pick = random.Random(5)
-    for _ in range(8 if two() else 12):
+    for _ in range(8 if two() else 12):  # 20 in all
         num_stages = pick.randint(3, 6)
         devices = [*range(dist.get_world_size())]
         devices += [pick.choice(devices) for _ in range(num_stages - len(devices))]
@@ -133,7 +137,7 @@ def tied_layers(_: Path) -> None:
     data = batches(tokens=True)
     for clip, config in ((1.0, {}), (0.05, {"gradient_clipping": 0.05, "zero_optimization": {"stage": 1}})):
         expected = train_alone(tied(), data, adam, clip=clip)
-        for devices, cuts in maps():
+        for devices, cuts in maps() if not config else maps()[-2:]:
             engine, _, _ = begin(tied(), plan_for(devices, cuts), config)
             same(train(engine, data), expected)
 
@@ -180,6 +184,26 @@ def a_boundary_without_any_gradient(_: Path) -> None:
         for devices, cuts in (((0, 1), [0, 2, 6]), ((0, 1, 0), [0, 2, 4, 6]), ((0, 0, 1), [0, 2, 4, 6])):
             engine, _, _ = begin(specs, plan_for(devices, cuts))
             same(train(engine, data), expected)
+
+
+def messages_through_the_host(folder: Path) -> None:
+    """As gloo's messages between GPUs go: DeepSpeed's first ones, those of a step, and layers that move."""
+    copies = Mock(wraps=staging._on_host)
+    data, saved = batches(3), {"pipeline": {"madpipe": {"save_timeline": str(folder / "timeline.json")}}}
+    with patch.object(staging, "goes_through_host", lambda _: True), patch.object(staging, "_on_host", copies):
+        devices, cuts = maps()[-1]
+        engine, _, _ = begin(transfers.carrying(), plan_for(devices, cuts), saved)
+        assert copies.call_count == 1, "DeepSpeed sends one number"
+        losses = train(engine, data[:2])
+        num_messages = 2 * NUM_MICRO_BATCHES * 2 * 2  # steps, two cuts between the ranks, forth and back
+        assert copies.call_count > num_messages, "of several tensors each"
+        before = copies.call_count
+        engine.recut(plan_for(*maps()[0]))
+        assert copies.call_count > before
+        losses += train(engine, data[2:])
+    same(losses, train_alone(transfers.carrying(), data, adam))
+    dist.barrier()
+    assert (folder / "timeline.json").exists()
 
 
 def layers_that_work_in_place(_: Path) -> None:
@@ -267,6 +291,57 @@ def checkpoints_are_saved_and_loaded(folder: Path) -> None:
         other.load_checkpoint(where)
         assert other.plan == engine.plan and other.module.device_of_stage == list(devices)
         same([*losses, *train(other, data[2:])], expected)
+
+
+def recomputed_layers(_: Path) -> None:
+    """Whole stages and some of their layers, tied ones too, where the first input has no gradient."""
+    if not recomputes_on_a_cpu():
+        return
+    for specs, tokens, config in (
+        (mlp, False, {}), (tied, True, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+    ):  # fmt: skip
+        data = batches(tokens=tokens)
+        expected = train_alone(specs(), data, adam, clip=config.get("gradient_clipping", 1.0))
+        for devices, cuts in maps()[2:4] if two() else maps()[:1]:
+            first, last = cuts[-3:-1]
+            partly = {0: True, len(devices) - 2: [(first, first + 1)], len(devices) - 1: [(last, last + 1)]}
+            for recomputed in (partly, dict.fromkeys(range(len(devices)), True)):
+                engine, _, _ = begin(specs(), plan_for(devices, cuts, recomputed=recomputed), config)
+                same(train(engine, data), expected)
+                assert engine.runs_lists and all(
+                    engine.module._num_forwards[stage] == 16 for stage in engine.module.own_stages
+                )
+
+
+def recomputed_dropout(_: Path) -> None:
+    """The same masks in the forward and when it is run again, whether layers are seeded or not."""
+    if not recomputes_on_a_cpu():
+        return
+    specs = [*mlp()[:3], LayerSpec(nn.Dropout, 0.5), *mlp()[3:5], LayerSpec(nn.Dropout, 0.5), *mlp()[5:]]
+    data = batches(3)
+    devices, cuts = (0, 1, 1, 0), [0, 3, 5, 8, 10]
+    for seed_layers in (True, False):
+        losses = []
+        for recomputed in ({}, dict.fromkeys(range(4), True), {1: [(3, 4)], 2: [(6, 8)]}):
+            engine, _, _ = begin(specs, plan_for(devices, cuts, recomputed=recomputed), seed_layers=seed_layers)
+            for number, weight in sorted(engine.module.named_parameters()):
+                torch.manual_seed(len(number))
+                weight.data.normal_(0.0, 0.3)
+            torch.manual_seed(7)
+            losses.append(train(engine, data))
+        same(losses[1], losses[0], digits=1e-6)
+        same(losses[2], losses[0], digits=1e-6)
+
+
+def recomputed_layers_that_work_in_place(_: Path) -> None:
+    """Their input is gone when they are run again."""
+    if not recomputes_on_a_cpu():
+        return
+    specs = [*mlp()[:3], LayerSpec(nn.ReLU, inplace=True), *mlp()[3:]]
+    engine, _, _ = begin(specs, plan_for((0, 1), [0, 3, 9], recomputed={1: [(3, 5)]}))
+    if engine.stage_id == 1:
+        with raised(RuntimeError, "layers 3 to 5 change their input in place"), engine.module.active(1):
+            engine.module(torch.randn(4, pipelines.WIDTH))
 
 
 class WithAnotherLoss(PipelineModule):
@@ -368,7 +443,7 @@ def no_more_in_flight_than_planned(_: Path) -> None:
     specs[2:7] = [LayerSpec(Watched, pipelines.WIDTH, index) for index in range(2, 7)]
     data = batches(2)
     for devices, cuts in maps():
-        for depth in (2, 3):
+        for depth in (2, 3) if devices == maps()[0][0] else (2,):
             plan = plan_for(devices, cuts, depth)
             engine, _, _ = begin(specs, plan)
             _Counter.alive.clear()
@@ -430,12 +505,16 @@ CASES_OF_ANY = [
     zero_1_clipping_and_bf16,
     boundaries_of_all_kinds,
     a_boundary_without_any_gradient,
+    messages_through_the_host,
     layers_that_work_in_place,
     training_and_evaluation_in_turns,
     micro_batches_of_different_shapes,
     data_that_ends_between_two_steps,
     checkpoints_are_saved_and_loaded,
     dropout,
+    recomputed_layers,
+    recomputed_dropout,
+    recomputed_layers_that_work_in_place,
     no_more_in_flight_than_planned,
     what_is_refused,
     what_else_deepspeeds_engine_does,
@@ -444,6 +523,7 @@ OF_MAPS = [
     every_map_equals_one_process,
     random_maps_equal_one_process,
     tied_layers,
+    recomputed_layers,
     no_more_in_flight_than_planned,
 ]
 CASES = {2: CASES_OF_ANY, 3: OF_MAPS, 4: [two_pipelines]}

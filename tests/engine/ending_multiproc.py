@@ -22,6 +22,7 @@ import torch
 from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
 from pipelines import micro_batch, mlp
+from running import NUM_MICRO_BATCHES
 from torch import nn
 
 PATIENCE_SECONDS = 300
@@ -32,21 +33,22 @@ class Case(NamedTuple):
     """What goes wrong, and where."""
 
     how: str
-    """``killed``, ``raised`` (in a layer) or ``ended`` (the data)."""
+    """``killed``, ``raised`` (in a layer), ``raised late`` (in the last backward of a batch) or ``ended`` (the
+    data)."""
     devices: tuple[int, ...]
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.how}_{'-'.join(map(str, self.devices))}_rank{self.rank}"
+        return f"{self.how.replace(' ', '_')}_{'-'.join(map(str, self.devices))}_rank{self.rank}"
 
 
-CUTS = {(0, 1, 0): [0, 3, 6, 9], (0, 1, 1, 0): [0, 3, 5, 7, 9], (0, 1, 0, 1): [0, 3, 5, 7, 9]}
+CUTS = {(1, 0): [0, 4, 9], (0, 1, 0): [0, 3, 6, 9], (0, 1, 1, 0): [0, 3, 5, 7, 9], (0, 1, 0, 1): [0, 3, 5, 7, 9]}
 CASES = [
     Case("killed", (0, 1, 0), 1),
     Case("killed", (0, 1, 1, 0), 0),
     Case("raised", (0, 1, 0), 1),
     Case("raised", (0, 1, 1, 0), 0),
-    Case("ended", (0, 1, 0), 0),
+    Case("raised late", (1, 0), 1),  # when the other rank waits to apply its gradients
     Case("ended", (0, 1, 0, 1), 0),  # the first stage's
     Case("ended", (0, 1, 0, 1), 1),  # the last stage's
 ]
@@ -55,7 +57,7 @@ CASES = [
 class Failing(nn.Module):
     """Goes wrong in the third step."""
 
-    num_forwards = 0
+    num_forwards = num_backwards = 0
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -63,11 +65,18 @@ class Failing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Failing.num_forwards += 1
-        if Failing.num_forwards == 11:
+        if self.how == "raised late":
+            x.register_hook(self.fail_late)
+        elif Failing.num_forwards == 11:
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError("the layer has had enough")
         return x
+
+    def fail_late(self, _: torch.Tensor) -> None:
+        Failing.num_backwards += 1
+        if Failing.num_backwards == 3 * NUM_MICRO_BATCHES:
+            raise ArithmeticError("the layer has had enough")
 
 
 def data(num: float) -> Iterator[Any]:
@@ -111,15 +120,18 @@ def run(case: Case, folder: Path) -> dict[str, Any] | None:
             return None
         started[process] = rank
     exits: list[int | None] = [None, None]
+    ends: list[float] = []
     deadline = time.monotonic() + PATIENCE_SECONDS
     while started and time.monotonic() < deadline:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process:
             exits[started.pop(process)] = os.waitstatus_to_exitcode(status)
+            ends.append(time.monotonic())
         time.sleep(0.05)
     for process in started:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+    print(f"{case}: the other rank ended {ends[-1] - ends[0]:.2f} s after the first one")
     return {"exits": exits, "logs": [log.read_text() for log in logs]}
 
 

@@ -171,6 +171,15 @@ def a_refused_cut_changes_nothing(_: Path) -> None:
     same([*losses, *train(engine, data[1:])], expected)
 
 
+def a_layer_that_was_changed_after_it_was_built(_: Path) -> None:
+    """Its receiver cannot build it, and every rank hears of it before a tensor is sent."""
+    engine, _, _ = start(mlp(), [0, 3, 8])
+    if engine.stage_id == 0:
+        engine.module._modules["2"].register_buffer("more", torch.zeros(1))
+    with raised(RuntimeError, "layer '2' cannot be moved", "builds ['linear.bias', 'linear.weight', 'seen']"):
+        engine.recut([0, 2, 8])
+
+
 def the_groups_of_an_old_map_are_ended(_: Path) -> None:
     """Process groups for the transfers of one map at a time."""
     data = batches(1)
@@ -346,6 +355,7 @@ CASES = {
         *OF_MAPS, the_groups_of_an_old_map_are_ended, plans_from_everywhere, ranks_without_data_are_told,
         timers_and_profiler_of_deepspeed, installed_plans, layers_that_share_a_buffer,
         a_refused_cut_changes_nothing,
+        a_layer_that_was_changed_after_it_was_built,
     ],
     3: OF_MAPS,
     4: [two_pipelines_of_any_map, layers_that_are_sliced],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, replay
+from deepspeed_partition.planner.allocation import Rematerialize, Stage
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order, PlacedOperation
 
@@ -31,7 +33,12 @@ def platform_of(num_devices: int, *, bandwidth: float = 4.0, comm_buffers: int =
 
 
 def pattern(
-    chain: Chain, platform: Platform, cuts: Sequence[int], devices: Sequence[int], period: float
+    chain: Chain,
+    platform: Platform,
+    cuts: Sequence[int],
+    devices: Sequence[int],
+    period: float,
+    recomputed: Mapping[int, Rematerialize] = MappingProxyType({}),
 ) -> list[PlacedOperation]:
     """Each operation of the chain's road at the first instant at which its device or link is free in every period.
 
@@ -46,6 +53,9 @@ def pattern(
     def compute(kind: str, stage: int) -> None:
         layers = chain.layers[slice(*stages[stage])]
         times = [layer.forward_seconds if kind == "F" else layer.backward_seconds for layer in layers]
+        if kind == "B":
+            blocks = Stage(layers=stages[stage], device=0, rematerialize=recomputed.get(stage, False)).blocks
+            times += [layer.forward_seconds for block in blocks for layer in chain.layers[slice(*block)]]
         road.append((f"{kind}{stage}", sum(times), (devices[stage],)))
 
     def send(kind: str, cut: int) -> None:
@@ -98,12 +108,13 @@ def plan_of(
     devices: Sequence[int],
     period: float | None = None,
     orders: Sequence[Order] | None = None,
+    recomputed: Mapping[int, Rematerialize] = MappingProxyType({}),
 ) -> Plan:
     """A plan whose micro-batches in flight the replay counted; ``orders`` are those of one step.
 
     Left out, the period is so long that each micro-batch is alone.
     """
-    alone = chain.compute_seconds + 2 * sum(
+    alone = 2 * chain.compute_seconds + 2 * sum(
         platform.transfer_seconds(chain.boundary_bytes(cut)) for cut in cuts[1:-1]
     )
     period = period or alone
@@ -124,10 +135,10 @@ def plan_of(
         gap=0.0,
         proved=False,
         stages=tuple(
-            PlannedStage(layers=layers, device=device, in_flight=1)
-            for layers, device in zip(itertools.pairwise(cuts), devices, strict=True)
+            PlannedStage(layers=layers, device=device, in_flight=1, rematerialize=recomputed.get(index, False))
+            for index, (layers, device) in enumerate(zip(itertools.pairwise(cuts), devices, strict=True))
         ),
-        operations=tuple(pattern(chain, platform, cuts, devices, period)),
+        operations=tuple(pattern(chain, platform, cuts, devices, period, recomputed)),
         memory=(nothing,) * platform.num_devices,
         peak_memory_bytes=(0,) * platform.num_devices,
         step=step,

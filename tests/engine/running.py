@@ -50,14 +50,15 @@ def start(
     num_stages: int | None = None, optimizer: Any = None, lr_scheduler: Any = None,
     training_data: Any = None, plan: Any = None,
     module_class: type = PipelineModule, start_engine: Any = initialize, loss_fn: Any = loss_fn,
-    **module_options: Any,
+    seed_layers: bool = True, **module_options: Any,
 ) -> tuple[MadPipeEngine, Any, Any]:  # fmt: skip
     """An engine, its optimizer and its scheduler. ``optimizer`` makes of the module what is passed on."""
     num_stages = num_stages or dist.get_world_size()
     if plan is not None:
         module_options["plan"] = plan
     module = module_class(
-        layers=specs, num_stages=num_stages, loss_fn=loss_fn, partition_method=method, seed_layers=True,
+        layers=specs, num_stages=num_stages, loss_fn=loss_fn, partition_method=method,
+        seed_layers=seed_layers,
         base_seed=pipelines.BASE_SEED, **module_options,
     )  # fmt: skip
     config = configuration(num_stages=num_stages, **(config or {}))

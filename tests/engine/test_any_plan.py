@@ -21,20 +21,13 @@ def test_case(check_case, num_processes, case):
     check_case(WORKER.name, num_processes, case)
 
 
-@pytest.mark.parametrize(
-    ("how", "cause"),
-    [
-        ("killed", "SIGKILL"),
-        ("ended", "ended after 2 micro-batches"),
-    ],
-)
-def test_all_ranks_end_when_one_does(how, cause):
+def test_all_ranks_end_when_the_data_of_one_does():
     """In the middle of a step, with tensors on their way; and none aborts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
-    command += [str(WORKER.with_name("failing_multiproc.py")), how]
+    command += [str(WORKER.with_name("failing_multiproc.py"))]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     output = done.stdout + done.stderr
     assert done.returncode != 0
-    assert cause in output, output[-3000:]
+    assert "ended after 2 micro-batches" in output, output[-3000:]
     assert "SIGABRT" not in output and "terminate called" not in output, output[-3000:]
