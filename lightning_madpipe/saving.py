@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
+from deepspeed_partition.engine import folders
 from deepspeed_partition.engine.collectives import from_rank_0
 from lightning_madpipe import checkpoints
 from lightning_madpipe.agreement import on_every_rank
@@ -113,8 +114,8 @@ class Checkpointing(DeepSpeedStrategy):
             raise self._refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
-        unfinished = checkpoints.unfinished(path)
-        from_rank_0(lambda: _make_room(path, unfinished))
+        unfinished = folders.unfinished(path)
+        from_rank_0(lambda: _make_room(path))
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         outside = checkpoints.outside_state(self._module, self.pipeline)
         shapes = checkpoints.shapes_of_all(self.pipeline)
@@ -172,6 +173,9 @@ class Checkpointing(DeepSpeedStrategy):
             _, checkpoint = engine.load_checkpoint(
                 str(path), load_lr_scheduler_states=False, load_module_strict=self._module.strict_loading
             )
+            if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
+                outside = on_every_rank(lambda: checkpoints.outside_of_all(path, saved))
+                checkpoint[checkpoints.OUTSIDE_STATE] = outside
         else:
             if fitting:
                 # Back to the beginning, as the learning-rate finder goes: there are no states yet to load, and
@@ -196,6 +200,7 @@ class Checkpointing(DeepSpeedStrategy):
 
 def _is_file(path: str) -> bool:
     """Whether ``path`` is a file, or something remote, which Lightning's reader knows."""
+    folders.restore(Path(path))
     return Path(path).is_file() or "://" in path
 
 
@@ -209,13 +214,11 @@ def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any
     return checkpoint
 
 
-def _make_room(path: Path, unfinished: Path) -> None:
+def _make_room(path: Path) -> None:
     checkpoints.check_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoints.remove(unfinished)  # of a run that ended while it saved
-    checkpoints.folder_of(unfinished).mkdir(parents=True)
+    folders.make_room(path)
 
 
 def _finish(path: Path, model: Mapping[str, Any]) -> None:
-    checkpoints.write_model_file(checkpoints.unfinished(path), model)
-    checkpoints.publish(path)
+    checkpoints.write_model_file(folders.unfinished(path), model)
+    folders.publish(path)

@@ -24,6 +24,7 @@ from forked import run_job
 from pipelines import micro_batch, mlp
 from torch import nn
 
+
 class Case(NamedTuple):
     """What goes wrong, and where."""
 

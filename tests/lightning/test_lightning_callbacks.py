@@ -48,8 +48,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
     "case",
     [
         "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan", "model_checkpoints",
-        "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages", "optimizers",
-        "own_steps", "settings", "loggers", "profilers", "after_an_exception",
+        "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
+        "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
+        "after_an_exception",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -192,7 +193,6 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
         ("a part", "give the checkpoint itself, /full.ckpt"),
         ("other shapes", "is of another model, a Classifier: blocks.4.bias is missing there"),
         ("other layers", "missing in this SequentialClassifier"),
-        ("other stages", "start it with 2 stages"),
         ("weights", "load its weights with load_from_checkpoint() and fit without ckpt_path"),
         ("other file", "it lacks blocks.4.weight, blocks.4.bias and has, too much, blocks.4.linear.bias"),
         ("torn file", "the file is damaged, or no checkpoint"),
