@@ -7,7 +7,6 @@ for what is loaded.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from any_plan_multiproc import plan_for
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from forked import run_job
+from forked import before_any_fork, run_job
 from harness import forget_engines
 from pipelines import mlp, train_alone
 from running import NUM_MICRO_BATCHES, batches, same, start, train
@@ -228,8 +227,7 @@ def finish() -> None:
 
 
 def main(out: Path) -> None:
-    gc.collect()
-    gc.freeze()  # what is imported is left alone when engines are collected
+    before_any_fork()
     sizes = sorted({layout.num_processes for layout in LAYOUTS.values()})
     for work in (save, load):
         for size in sizes:

@@ -20,7 +20,7 @@ import deepspeed
 import torch
 from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
-from forked import run_job
+from forked import before_any_fork, run_job
 from pipelines import micro_batch, mlp
 from torch import nn
 
@@ -89,6 +89,7 @@ def train(case: Case, rank: int) -> None:
 
 
 def main(out: Path) -> None:
+    before_any_fork()
     outcomes = {}
     for case in CASES:
         logs = [out.parent / f"{case}_{rank}.log" for rank in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -9,6 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
 PATIENCE_SECONDS = 300
 """For all processes of a job to end; what then still runs was left behind."""
@@ -18,6 +22,13 @@ class Outcome(NamedTuple):
     exits: list[int | None]
     """Of each rank; None where it had to be killed."""
     logs: list[str]
+
+
+def before_any_fork() -> None:
+    """Import what DeepSpeed imports late, seconds in each process; and leave all of it alone in collections."""
+    is_zero_supported_optimizer(torch.optim.SGD([torch.zeros(1)]))
+    gc.collect()
+    gc.freeze()
 
 
 def run_job(work: Callable[[int], None], num_processes: int, logs: list[Path]) -> Outcome | None:
