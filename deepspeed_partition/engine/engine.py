@@ -298,7 +298,8 @@ class MadPipeEngine(ResumingEngine):
             PlanFormatError: a file of it is damaged or missing.
             RuntimeError: the optimizer's state cannot be told apart by parameters.
         """
-        arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments
+        signature = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
+        arguments = signature.bind(self, load_dir, tag, *args, **kwargs).arguments
         asked_for_plan, plans_anew = self._waits_for_plan, False
         if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
             plans_anew = self._adopt_cut_of(load_dir, tag)

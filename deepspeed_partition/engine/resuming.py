@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
@@ -46,7 +44,6 @@ class ResumingEngine(MovingEngine):
 
     # Saving
 
-    @functools.wraps(deepspeed.PipelineEngine.save_checkpoint, assigned=())
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
         """DeepSpeed's ``save_checkpoint``, with the cut and the optimizer's layout beside its files.
 
@@ -106,7 +103,6 @@ class ResumingEngine(MovingEngine):
 
     # Loading
 
-    @functools.wraps(deepspeed.PipelineEngine.load_checkpoint, assigned=())
     def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
         """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
 

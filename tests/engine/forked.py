@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -10,9 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
-from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
 PATIENCE_SECONDS = 300
 """For all processes of a job to end; what then still runs was left behind."""
@@ -26,7 +24,7 @@ class Outcome(NamedTuple):
 
 def before_any_fork() -> None:
     """Import what DeepSpeed imports late, seconds in each process; and leave all of it alone in collections."""
-    is_zero_supported_optimizer(torch.optim.SGD([torch.zeros(1)]))
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # compiles something
     gc.collect()
     gc.freeze()
 
