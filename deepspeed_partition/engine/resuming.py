@@ -107,7 +107,7 @@ class ResumingEngine(MovingEngine):
         """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
 
         Raises:
-            PlanFormatError: a file is damaged or missing; on every rank, before anything has changed.
+            PlanFormatError: a file is damaged or missing; on every rank, before a weight has changed.
             RuntimeError: the optimizer's state cannot be told apart by parameters, likewise.
         """
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)

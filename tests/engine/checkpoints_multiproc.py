@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 import time
 import traceback
@@ -26,11 +27,12 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from forked import before_any_fork, run_job
 from harness import forget_engines
 from pipelines import mlp, train_alone
-from running import NUM_MICRO_BATCHES, batches, same, start, train
+from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, same, start, train
 from torch import nn
-from training_state_multiproc import OPTIMIZERS, Frozen, Noisy, turned, warm_up
+from training_state_multiproc import OPTIMIZERS, Frozen, Noisy, Traced, turned, warm_up
 
 from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 
 STEPS = 2
 """Before the checkpoint, and after it."""
@@ -119,6 +121,14 @@ TYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def begin(kind: Kind, layout: Layout) -> tuple[MadPipeEngine, Any]:
     """An engine, and its scheduler."""
+    engine, _, scheduler = start(
+        kind.specs(), layout.cut, config_of(kind), num_stages=layout.num_stages, lr_scheduler=warm_up,
+        optimizer=OPTIMIZERS[kind.optimizer], plan=plan_of(layout),
+    )  # fmt: skip
+    return engine, scheduler
+
+
+def config_of(kind: Kind) -> dict[str, Any]:
     config: dict[str, Any] = {
         "zero_optimization": {"stage": kind.zero},
         "zero_allow_untested_optimizer": True,
@@ -128,11 +138,7 @@ def begin(kind: Kind, layout: Layout) -> tuple[MadPipeEngine, Any]:
         config[kind.half] = {"enabled": True}
     if kind.half == "fp16":
         config["fp16"].update(initial_scale_power=24, loss_scale_window=2, hysteresis=1)
-    engine, _, scheduler = start(
-        kind.specs(), layout.cut, config, num_stages=layout.num_stages, optimizer=OPTIMIZERS[kind.optimizer],
-        lr_scheduler=warm_up, plan=plan_of(layout),
-    )  # fmt: skip
-    return engine, scheduler
+    return config
 
 
 def plan_of(layout: Layout) -> Any:
@@ -175,17 +181,22 @@ def load(num_processes: int, folder: Path, rank: int) -> None:
         for saved in kind.layouts:
             for under in kind.loaded_under(saved):
                 if LAYOUTS[under].num_processes == num_processes:
-                    outcomes[f"{name}: {saved} -> {under}"] = outcome_of(name, saved, under, folder)
+                    outcomes[f"{name}: {saved} -> {under}"] = outcome_of(
+                        functools.partial(go_on, name, saved, under, folder)
+                    )
         forget_engines()
+    for case in CASES.get(num_processes, []):
+        outcomes[case.__name__] = outcome_of(functools.partial(case, folder))
     if rank == 0:
         (folder / f"loaded_by_{num_processes}.json").write_text(json.dumps(outcomes))
     finish()
 
 
-def outcome_of(name: str, saved: str, under: str, folder: Path) -> str:
+def outcome_of(case: Callable[[], None]) -> str:
+    """What went wrong on which rank; empty if nothing did."""
     flaw = ""
     try:
-        go_on(name, saved, under, folder)
+        case()
     except Exception:
         flaw = traceback.format_exc()
     flaws = [""] * dist.get_world_size()
@@ -212,6 +223,102 @@ def go_on(name: str, saved: str, under: str, folder: Path) -> None:
     if not kind.half and kind.specs is not noisy:
         alone = train_alone(kind.specs(), data, OPTIMIZERS[kind.optimizer], clip=0.0, make_scheduler=warm_up)
         same(losses, alone[STEPS:])
+
+
+def plans_for_the_ranks_that_are_left(folder: Path) -> None:
+    """A job that would plan for itself does so, and goes on; one with a plan of its own takes that."""
+    kind = KINDS["AdamW, ZeRO 1"]
+    data, where = data_of(kind), folder / "AdamW, ZeRO 1" / "four stages"
+    further = json.loads((where / "further.json").read_text())["losses"]
+    for method, plan in (("madpipe", None), (None, plan_of(LAYOUTS["0-1-0"]))):
+        config = {**config_of(kind), **planned([0, 6, 8])}
+        optimizer = OPTIMIZERS[kind.optimizer]
+        engine, _, _ = start(mlp(), method, config, optimizer=optimizer, lr_scheduler=warm_up, plan=plan)
+        engine.load_checkpoint(str(where))
+        assert engine.plan is plan and engine.global_steps == STEPS
+        assert train(engine, data[STEPS:]) == further
+        assert engine.plan is not None and engine.module.parts == ([0, 6, 8] if plan is None else plan.boundaries)
+
+
+def what_cannot_be_loaded(folder: Path) -> None:
+    """Told before a weight changes."""
+    kind = KINDS["AdamW, ZeRO 1"]
+    where, damaged = folder / "AdamW, ZeRO 1" / "two stages", folder / "damaged"
+    engine, _ = begin(kind, LAYOUTS["one stage"])
+    before = all_tensors(engine)
+    shutil.copytree(where, damaged)
+    file = damaged / f"global_step{STEPS}" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    with raised(PlanFormatError, file.name, "take another checkpoint"):
+        engine.load_checkpoint(str(damaged))
+    file.unlink()
+    with raised(PlanFormatError, file.name, "take another checkpoint"):
+        engine.load_checkpoint(str(damaged))
+    (file.parent / "madpipe-state.json").unlink()
+    with raised(PlanMismatchError, "2 stages and this run 1", "start it with 2 stages"):
+        engine.load_checkpoint(str(damaged))
+    factored, _, _ = start(mlp(), [0, 8], optimizer=lambda model: Traced(model.parameters()))
+    train(factored, data_of(kind)[:1])
+    factored.save_checkpoint(str(folder / "factored"))
+    flat, _, _ = start(mlp(), [0, 8], config_of(kind), optimizer=lambda model: Traced(model.parameters()))
+    with raised(RuntimeError, "'factor'", "load it without ZeRO"):
+        flat.load_checkpoint(str(folder / "factored"))
+    wider = [*mlp(), LayerSpec(pipelines.Block, 4)]
+    with raised(PlanMismatchError, "8 layers and this run 9"):
+        start(wider, [0, 9], config_of(kind), optimizer=OPTIMIZERS["AdamW"])[0].load_checkpoint(str(where))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(engine).items())
+
+
+def other_kinds_of_optimizers(folder: Path) -> None:
+    """fp32 without ZeRO goes on with ZeRO, and the other way; weights alone are loaded from anything."""
+    for saved, now in (("SGD, ZeRO 0", 1), ("SGD, ZeRO 1", 0)):
+        where, data = folder / saved / "two stages", data_of(KINDS[saved])
+        engine, _ = begin(KINDS[saved]._replace(zero=now), LAYOUTS["one stage"])
+        engine.load_checkpoint(str(where))
+        assert train(engine, data[STEPS:]) == json.loads((where / "further.json").read_text())["losses"]
+        weights, _ = begin(KINDS[saved]._replace(zero=now), LAYOUTS["one stage"])
+        weights.load_checkpoint(str(where), load_module_only=True)
+        other, _ = begin(KINDS[saved], LAYOUTS["one stage"])
+        other.load_checkpoint(str(where), load_optimizer_states=False)
+        assert (weights.global_steps, other.global_steps) == (0, STEPS)
+        found = all_tensors(weights)
+        assert all(torch.equal(tensor, found[name]) for name, tensor in all_tensors(other).items())
+
+
+def a_folder_that_is_written_again(folder: Path) -> None:
+    """It has the new checkpoint's files and those of the script, and nothing of the old one's."""
+    where, kind = folder / "again", KINDS["AdamW, ZeRO 1"]
+    shutil.copytree(folder / "AdamW, ZeRO 1" / "four stages" / f"global_step{STEPS}", where / "same")
+    (where / "same" / "tokenizer").mkdir()
+    (where / "same" / "tokenizer" / "words.txt").write_text("a b c")
+    engine, _ = begin(kind, LAYOUTS["one stage"])
+    engine.save_checkpoint(str(where), tag="same", save_latest=False)
+    assert not (where / "latest").exists()
+    engine.save_checkpoint(str(where), tag="same")
+    assert (where / "latest").read_text() == "same"
+    assert (where / "same" / "tokenizer" / "words.txt").read_text() == "a b c"
+    assert [file.name for file in (where / "same").glob("*_rank_*")] == [
+        file.name for file in (where / "same").glob("*mp_rank_00_*")
+    ]
+    assert not [entry for entry in where.iterdir() if entry.name.startswith(".")]
+    engine.load_checkpoint(str(where))
+
+
+def bf16_without_zero_as_deepspeed_loads_it(folder: Path) -> None:
+    """It cannot read what it wrote; the day it can, this fails, and ``ResumingEngine`` need not."""
+    engine, _ = begin(KINDS["bf16, ZeRO 0"], LAYOUTS["one stage"])
+    engine.save_checkpoint(str(folder / "bf16"))
+    with raised(KeyError, "0"):
+        deepspeed.PipelineEngine.load_checkpoint(engine, str(folder / "bf16"))
+
+
+CASES: dict[int, list[Callable[[Path], None]]] = {
+    1: [
+        what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
+        bf16_without_zero_as_deepspeed_loads_it,
+    ],
+    2: [plans_for_the_ranks_that_are_left],
+}  # fmt: skip
 
 
 def prepare() -> None:

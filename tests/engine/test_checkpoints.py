@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from checkpoints_multiproc import KINDS, LAYOUTS, SOME
+from checkpoints_multiproc import CASES, KINDS, LAYOUTS, SOME
 
 from deepspeed_partition.engine import folders
 
@@ -31,6 +31,11 @@ def test_every_layout_is_loaded_under_others(outcomes, kind):
     found = {case: flaw for case, flaw in outcomes.items() if case.startswith(f"{kind}: ")}
     assert len(found) == sum(len(KINDS[kind].loaded_under(saved)) for saved in KINDS[kind].layouts)
     assert not any(found.values()), "\n".join(f"{case}: {flaw}" for case, flaw in found.items() if flaw)
+
+
+@pytest.mark.parametrize("case", [case.__name__ for cases in CASES.values() for case in cases])
+def test_case(outcomes, case):
+    assert outcomes[case] == "", outcomes[case]
 
 
 def test_every_pair_of_layouts_is_tried():
