@@ -43,7 +43,7 @@ def publish(path: Path) -> None:
 
 def restore(path: Path) -> None:
     """Give a folder its name where a run ended within :func:`publish`."""
-    if _discarded(path).exists() and not path.exists():
+    if not path.exists() and _discarded(path).exists():
         # Only a complete one has ever taken the name from another.
         os.replace(unfinished(path) if unfinished(path).exists() else _discarded(path), path)
 

@@ -70,8 +70,7 @@ class ResumingEngine(MovingEngine):
             written.mkdir(parents=True, exist_ok=True)
             checkpoints.save_cut(written, self.module.parts, self.plan)
             if layout is not None:
-                layout["num_forwards"] = self.module.micro_offset
-                saved_state.write_layout(written, layout)
+                saved_state.write_layout(written, layout, self.module.micro_offset)
 
         from_rank_0(write_own)
         self._save_ties(written)
@@ -113,7 +112,8 @@ class ResumingEngine(MovingEngine):
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
         options = bound.arguments
-        folder = self._folder_to_load(load_dir, tag) if self.owns_cut else None
+        readable = self.owns_cut and not self.load_universal_checkpoint()
+        folder = self._folder_to_load(load_dir, tag) if readable else None
         layout = None if folder is None else from_rank_0(lambda: saved_state.read_layout(folder))
         if folder is None or layout is None:
             return super().load_checkpoint(*bound.args, **bound.kwargs)
@@ -136,12 +136,9 @@ class ResumingEngine(MovingEngine):
 
     def _folder_to_load(self, load_dir: str, tag: str | None) -> Path | None:
         """That of the checkpoint, with its name again if a run ended while it was replaced. Collective."""
-        universal = self.load_universal_checkpoint()
-        if universal:
-            return None
 
         def find() -> Path | None:
-            folder = checkpoints.folder_to_load(load_dir, tag, universal=universal)
+            folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
             if folder is not None:
                 folders.restore(folder)
             return folder

@@ -288,13 +288,16 @@ def _where_used(key: Key, value: Any, trained: torch.Tensor, settings: Mapping[s
     return value.to("cpu" if on_cpu else trained.device, copy=True)
 
 
-def write_layout(folder: Path, layout: Mapping[str, Any]) -> None:
+def write_layout(folder: Path, layout: Mapping[str, Any], num_forwards: int) -> None:
     """Write what :func:`describe` found beside the checkpoint's other files.
+
+    Args:
+        num_forwards: That each stage has run, by which layers with seeds go on.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    files.write_json(folder / FILE_NAME, layout)
+    files.write_json(folder / FILE_NAME, {**layout, "num_forwards": num_forwards})
 
 
 def read_layout(folder: Path) -> dict[str, Any] | None:
@@ -307,6 +310,7 @@ def read_layout(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     layout = files.read_json(path, error=PlanFormatError)
-    if not isinstance(layout, dict) or layout.get("format") != FORMAT:
-        raise PlanFormatError(f"{path}: not of a version known here ({FORMAT})")
+    known = isinstance(layout, dict) and layout.get("format") == FORMAT
+    if not known or type(layout.get("num_forwards")) is not int:
+        raise PlanFormatError(f"{path}: damaged, or not of a version known here ({FORMAT})")
     return layout
