@@ -39,7 +39,10 @@ BESIDE_TAG = ("latest", "zero_to_fp32.py")
 OUTSIDE_STATE = "madpipe_state_dict"
 """Where DeepSpeed's folder keeps the state of what it does not save itself."""
 
-OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE)
+DRAWS = "madpipe_draws"
+"""Where it keeps what the random numbers of the next batches are drawn with."""
+
+OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE, DRAWS)
 """What a checkpoint holds only to go on with training."""
 
 

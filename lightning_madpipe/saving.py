@@ -35,6 +35,7 @@ class Checkpointing(DeepSpeedStrategy):
     _refusal: Callable[[str], Exception]
     _start_engine: Callable[[Any], None]
     _start_runner: Callable[[Any], None]
+    _batches: Any
     _checkpoint_io: Any
     _dumps_weights = True
     """False while Lightning collects a full checkpoint, whose weights DeepSpeed writes."""
@@ -120,7 +121,9 @@ class Checkpointing(DeepSpeedStrategy):
         outside = checkpoints.outside_state(self._module, self.pipeline)
         shapes = checkpoints.shapes_of_all(self.pipeline)
         self.deepspeed_engine.save_checkpoint(
-            str(unfinished), tag=checkpoints.TAG, client_state={**state, checkpoints.OUTSIDE_STATE: outside}
+            str(unfinished),
+            tag=checkpoints.TAG,
+            client_state={**state, checkpoints.OUTSIDE_STATE: outside, checkpoints.DRAWS: self._batches.draws},
         )
         self.barrier()
         specs = enumerate(self.pipeline._layer_specs)
@@ -176,6 +179,7 @@ class Checkpointing(DeepSpeedStrategy):
             if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
                 outside = on_every_rank(lambda: checkpoints.outside_of_all(path, saved))
                 checkpoint[checkpoints.OUTSIDE_STATE] = outside
+            self._batches.draws = checkpoint.get(checkpoints.DRAWS, self._batches.draws)
         else:
             if fitting:
                 # Back to the beginning, as the learning-rate finder goes: there are no states yet to load, and

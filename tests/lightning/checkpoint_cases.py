@@ -301,6 +301,19 @@ def resumed_on_other_stages(host: cases.Host) -> dict[str, Any]:
     return records
 
 
+def draws_go_on(host: cases.Host) -> dict[str, Any]:
+    """What a step draws in the second epoch: of a run that is not interrupted, and of one that is resumed."""
+    path, arguments = host.folder / "draws.ckpt", {"strategy": {"algorithm": [0, 2, 4]}, "data": cases.loader(32)}
+    whole = trained(host, seeded(cases.Mixing), max_epochs=2, **arguments)
+    trained(host, seeded(cases.Mixing), max_epochs=1, **arguments).save_checkpoint(path)
+    again = trained(host, seeded(cases.Mixing, seed=9), max_epochs=2, ckpt_path=path, **arguments)
+    return {
+        "whole": float(whole.callback_metrics["share"]),
+        "again": float(again.callback_metrics["share"]),
+        "difference": float(again.callback_metrics["difference"]),
+    }
+
+
 # Saves that fail, and checkpoints that do not fit
 
 
@@ -401,6 +414,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     4: [whole_model_files],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [failed_saves, wrong_checkpoints],
+    2: [draws_go_on, failed_saves, wrong_checkpoints],
     4: [],
 }

@@ -59,6 +59,11 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
 
 
+def test_random_numbers_go_on_after_a_checkpoint(two: Records) -> None:
+    record = two.of("draws_go_on")
+    assert record["again"] == record["whole"] and record["difference"] < 1e-6
+
+
 def test_hooks_are_called_in_the_order_of_one_process(two: Records) -> None:
     """All but ``on_before_backward``: the engine runs several backwards in a step."""
     for owner, calls in two.of("hooks").items():
