@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,10 @@ BESIDE_TAG = ("latest", "zero_to_fp32.py")
 OUTSIDE_STATE = "madpipe_state_dict"
 """Where DeepSpeed's folder keeps the state of what it does not save itself."""
 
-OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE)
+DRAWS = "madpipe_draws"
+"""Where it keeps what the random numbers of the next batches are drawn with."""
+
+OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE, DRAWS)
 """What a checkpoint holds only to go on with training."""
 
 
@@ -78,11 +80,6 @@ def folder_of(path: Path) -> Path:
     return path / TAG
 
 
-def unfinished(path: Path) -> Path:
-    """The name of a folder while it is being written."""
-    return path.with_name(f".{path.name}.unfinished")
-
-
 def write_model_file(path: Path, model: Mapping[str, Any]) -> None:
     """Write ``madpipe-model.json`` into a folder whose other files are complete.
 
@@ -111,24 +108,6 @@ def check_replaceable(path: Path) -> None:
             f"it is a folder with other things in it ({_some(strange)}), and a checkpoint would take their place: "
             f"give a new name, such as {path / 'model.ckpt'}"
         )
-
-
-def publish(path: Path) -> None:
-    """Give an unfinished folder its name; what had that name before goes."""
-    discarded = path.with_name(f".{path.name}.discarded")
-    remove(discarded)
-    if path.exists() or path.is_symlink():
-        os.replace(path, discarded)
-    os.replace(unfinished(path), path)
-    remove(discarded)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def read_folder(path: Path) -> SavedModel:
@@ -292,8 +271,13 @@ def load_weights(path: Path, saved: SavedModel, pipeline: PipelineModule) -> dic
     pipeline.load_state_dict(layers, strict=False)
     for parameter in pipeline.parameters():
         safe_set_full_fp32_param(parameter, parameter.float())
-    ranks = _ranks(path, saved)
-    return {**{key: ranks[0][key] for key in saved.keys if key in ranks[0]}, OUTSIDE_STATE: _outside(ranks)}
+    first = _ranks(path, saved)[0]
+    return {**{key: first[key] for key in saved.keys if key in first}, OUTSIDE_STATE: outside_of_all(path, saved)}
+
+
+def outside_of_all(path: Path, saved: SavedModel) -> dict[str, Any]:
+    """What :func:`outside_state` was on all stages that wrote a folder."""
+    return _outside(_ranks(path, saved))
 
 
 def _tensors(pipeline: PipelineModule) -> dict[str, Any]:

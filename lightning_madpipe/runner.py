@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,6 +88,18 @@ class BatchRunner:
         self._results: list[StepResult] = []
         self.begins = True
         """Whether the next batch is the first of an epoch."""
+
+    @property
+    def draws(self) -> tuple[int, int]:
+        """What the random numbers of the next batch are drawn with: the base seed, and the batch's number."""
+        number = next(self._batch_numbers)
+        self._batch_numbers = itertools.count(number)
+        return self._base_seed, number
+
+    @draws.setter
+    def draws(self, draws: tuple[int, int]) -> None:
+        base_seed, number = draws
+        self._base_seed, self._batch_numbers = base_seed, itertools.count(number)
 
     def begin_training_epoch(self) -> None:
         """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
+from deepspeed_partition.engine import folders
 from deepspeed_partition.engine.collectives import from_rank_0
 from lightning_madpipe import checkpoints
 from lightning_madpipe.agreement import on_every_rank
@@ -34,6 +35,7 @@ class Checkpointing(DeepSpeedStrategy):
     _refusal: Callable[[str], Exception]
     _start_engine: Callable[[Any], None]
     _start_runner: Callable[[Any], None]
+    _batches: Any
     _checkpoint_io: Any
     _dumps_weights = True
     """False while Lightning collects a full checkpoint, whose weights DeepSpeed writes."""
@@ -113,13 +115,15 @@ class Checkpointing(DeepSpeedStrategy):
             raise self._refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
-        unfinished = checkpoints.unfinished(path)
-        from_rank_0(lambda: _make_room(path, unfinished))
+        unfinished = folders.unfinished(path)
+        from_rank_0(lambda: _make_room(path))
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         outside = checkpoints.outside_state(self._module, self.pipeline)
         shapes = checkpoints.shapes_of_all(self.pipeline)
         self.deepspeed_engine.save_checkpoint(
-            str(unfinished), tag=checkpoints.TAG, client_state={**state, checkpoints.OUTSIDE_STATE: outside}
+            str(unfinished),
+            tag=checkpoints.TAG,
+            client_state={**state, checkpoints.OUTSIDE_STATE: outside, checkpoints.DRAWS: self._batches.draws},
         )
         self.barrier()
         specs = enumerate(self.pipeline._layer_specs)
@@ -172,6 +176,10 @@ class Checkpointing(DeepSpeedStrategy):
             _, checkpoint = engine.load_checkpoint(
                 str(path), load_lr_scheduler_states=False, load_module_strict=self._module.strict_loading
             )
+            if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
+                outside = on_every_rank(lambda: checkpoints.outside_of_all(path, saved))
+                checkpoint[checkpoints.OUTSIDE_STATE] = outside
+            self._batches.draws = checkpoint.get(checkpoints.DRAWS, self._batches.draws)
         else:
             if fitting:
                 # Back to the beginning, as the learning-rate finder goes: there are no states yet to load, and
@@ -196,6 +204,7 @@ class Checkpointing(DeepSpeedStrategy):
 
 def _is_file(path: str) -> bool:
     """Whether ``path`` is a file, or something remote, which Lightning's reader knows."""
+    folders.restore(Path(path))
     return Path(path).is_file() or "://" in path
 
 
@@ -209,13 +218,11 @@ def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any
     return checkpoint
 
 
-def _make_room(path: Path, unfinished: Path) -> None:
+def _make_room(path: Path) -> None:
     checkpoints.check_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoints.remove(unfinished)  # of a run that ended while it saved
-    checkpoints.folder_of(unfinished).mkdir(parents=True)
+    folders.make_room(path)
 
 
 def _finish(path: Path, model: Mapping[str, Any]) -> None:
-    checkpoints.write_model_file(checkpoints.unfinished(path), model)
-    checkpoints.publish(path)
+    checkpoints.write_model_file(folders.unfinished(path), model)
+    folders.publish(path)

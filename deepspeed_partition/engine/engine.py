@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
-from deepspeed_partition.engine import checkpoints
+from deepspeed_partition.engine import checkpoints, saved_state
 from deepspeed_partition.engine.any_plan import program_of
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
@@ -30,8 +30,8 @@ from deepspeed_partition.engine.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.moving import MovingEngine
 from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
+from deepspeed_partition.engine.resuming import ResumingEngine
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
@@ -42,7 +42,7 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
 
-class MadPipeEngine(MovingEngine):
+class MadPipeEngine(ResumingEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
 
     Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
@@ -57,8 +57,6 @@ class MadPipeEngine(MovingEngine):
         PlanMismatchError: a plan file for another model or another number of ranks.
     """
 
-    plan: Plan | None = None
-    """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
     chain: Chain | None = None
     """The measurements that this run planned with."""
     before_optimizer_step: Callable[[], object] | None = None
@@ -284,40 +282,32 @@ class MadPipeEngine(MovingEngine):
 
     # DeepSpeed calls instructions through this map, which does not see overriding methods.
     _INSTRUCTION_MAP: ClassVar = {
-        **MovingEngine._INSTRUCTION_MAP,
+        **ResumingEngine._INSTRUCTION_MAP,
         schedule.OptimizerStep: _exec_optimizer_step,
     }
 
     # Checkpoints
 
-    def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
-        """DeepSpeed's ``save_checkpoint``, with the cut beside its files.
-
-        Raises:
-            OSError: rank 0 cannot write the cut; on every rank.
-        """
-        if self.owns_cut and save_dir:
-            folder = os.path.join(save_dir, f"global_step{self.global_steps}" if tag is None else str(tag))
-            # Before DeepSpeed's files: whoever finds a complete checkpoint finds its cut.
-            from_rank_0(lambda: checkpoints.save_cut(folder, self.module.parts, self.plan))
-        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
-
     def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
         """DeepSpeed's ``load_checkpoint``, after moving the layers to the cut of the checkpoint.
 
+        Where that has another number of stages, the layers stay at the cut of this run, or are planned for it.
+
         Raises:
-            PlanMismatchError: a checkpoint of another number of stages or layers.
-            PlanFormatError: the file of its cut is damaged.
+            PlanMismatchError: a checkpoint of another number of layers.
+            PlanFormatError: a file of it is damaged or missing.
+            RuntimeError: the optimizer's state cannot be told apart by parameters.
         """
-        arguments = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs).arguments
-        asked_for_plan = self._waits_for_plan
+        signature = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
+        arguments = signature.bind(self, load_dir, tag, *args, **kwargs).arguments
+        asked_for_plan, plans_anew = self._waits_for_plan, False
         if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
-            self._adopt_cut_of(load_dir, tag)
+            plans_anew = self._adopt_cut_of(load_dir, tag)
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if asked_for_plan and self.plan is None and not self.global_steps:
             # Written before the first step: nothing was trained on its cut, so a plan can still change it.
             self.module.madpipe_cut, self._waits_for_plan = Cut("trial"), True
-        elif self._waits_for_plan and self.global_steps:
+        elif self._waits_for_plan and self.global_steps and not plans_anew:
             self._waits_for_plan = False
             announce(
                 "the checkpoint has optimizer states and no plan: training goes on at the cut "
@@ -326,22 +316,33 @@ class MadPipeEngine(MovingEngine):
             )
         return loaded
 
-    def _adopt_cut_of(self, load_dir: str, tag: str | None) -> None:
-        folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
+    def _adopt_cut_of(self, load_dir: str, tag: str | None) -> bool:
+        """Take over the cut of a checkpoint; whether it has one, and that is for another number of stages."""
+        folder = self._folder_to_load(load_dir, tag)
         saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
         if saved is None:
-            return
+            return False
         num_ranks, num_layers = saved.num_ranks, saved.boundaries[-1]
-        if (num_ranks, num_layers) != (self.num_stages, self.module._num_layers):
+        if num_layers != self.module._num_layers:
             raise PlanMismatchError(
-                f"the checkpoint in {folder} has {num_layers} layers on {num_ranks} stages and this run "
-                f"{self.module._num_layers} layers on {self.num_stages}: start it with {num_ranks} stages"
+                f"the checkpoint in {folder} has {num_layers} layers and this run {self.module._num_layers}: "
+                "it is of another model"
             )
+        if num_ranks != self.num_stages:
+            if from_rank_0(lambda: None if folder is None else saved_state.read_layout(folder)) is None:
+                raise PlanMismatchError(
+                    f"the checkpoint in {folder} has {num_ranks} stages and this run {self.num_stages}, and it "
+                    f"does not say where the optimizer's states lie: start it with {num_ranks} stages"
+                )
+            where = "are planned for these" if self._waits_for_plan else f"stay cut at {self._cut_in_words()}"
+            announce(f"the checkpoint has {num_ranks} stages and this run {self.num_stages}: the layers {where}")
+            return True
         if saved.allocation != allocation_of(self.module):
             announce(f"the checkpoint was written at the cut {_in_words(saved.allocation)}: the layers move to it")
             self.recut(saved.boundaries if saved.plan is None else saved.plan)
         else:
             self._adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
+        return False
 
 
 def _in_words(allocation: Allocation) -> str:

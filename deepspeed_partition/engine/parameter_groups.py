@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,30 @@ class ParameterGroups:
             self.groups.append(group)
             self._names.append(tuple(name for info in infos for name in info.names))
             self._keys.append(infos[0].key)
+
+    def take_settings(
+        self,
+        optimizer: EveryGroup,
+        settings_of: Callable[[str], dict[str, Any] | None],
+        pipe_group: dist.ProcessGroup,
+    ) -> None:
+        """Give every group the settings that its parameters had when they were saved.
+
+        Collective over the pipeline: a group that is empty here has parameters on another rank.
+
+        Args:
+            settings_of: of the group that a parameter was saved in, by its name; None if it was in none.
+        """
+        found = [next(filter(None, map(settings_of, names)), {}) for names in self._names]
+        mine = [GroupInfo((), key, settings, True) for key, settings in zip(self._keys, found, strict=True)]
+        by_stage = gather_objects(mine, pipe_group)
+        places = _places(by_stage)
+        settings_at: dict[int, dict[str, Any]] = {}
+        for stage_places, infos in zip(places, by_stage, strict=True):
+            for place, info in zip(stage_places, infos, strict=True):
+                settings_at[place] = settings_at.get(place) or info.settings
+        for place, group in zip(places[dist.get_rank(pipe_group)], optimizer.param_groups, strict=True):
+            group.update(settings_at[place])
 
     def place_of(self) -> dict[str, int]:
         """The place of the group of each parameter of the whole pipeline, after :meth:`gather`."""

@@ -83,6 +83,11 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         # What ``seed_layers`` counts micro-batches by.
         self.micro_offset = self._num_forwards[stage]
 
+    def count_forwards_from(self, num_forwards: int) -> None:
+        """Go on as if each stage had run so often."""
+        self._num_forwards = dict.fromkeys(self.own_stages, num_forwards)
+        self.micro_offset = num_forwards
+
     @contextmanager
     def active(self, stage: int) -> Iterator[None]:
         """Let this module be one of its stages."""

@@ -109,9 +109,8 @@ class TrainingState:
 
     def __init__(self, optimizer: Any, module: PipelineModule, group_of: Mapping[str, int]) -> None:
         grid = module.mpu()
-        self._replicas: dist.ProcessGroup = grid.get_data_parallel_group()
         self._pipe_rank: int = grid.get_stage_id()
-        self._trained = _trained_by(optimizer, module, dist.get_rank(self._replicas))
+        self._trained = trained_by(optimizer, module)
         states = _base(optimizer).state
         self._entries = [dict(states.get(trained.tensor, {})) for trained in self._trained]
         self._states: dict[str, ParameterState] = {}
@@ -148,7 +147,7 @@ class TrainingState:
                 value = entries.pop(key)
                 for share in shares:
                     state = self._states[share.name]
-                    if not _has_dimensions(value):
+                    if not has_dimensions(value):
                         state.values[key] = value
                     elif is_flat:
                         state.tensors[key] = value.narrow(0, share.place, share.num_elements).clone()
@@ -186,88 +185,113 @@ class TrainingState:
     def lay_into(self, optimizer: Any, module: PipelineModule) -> None:
         """Let ``optimizer``, started on the parameters that ``module`` has now, go on with their states.
 
-        Collective over the data-parallel replicas of a stage. A parameter that was frozen since has no place in a
-        wrapping optimizer, and its state is dropped; one that was released has none, and begins with its weight.
+        Collective over the data-parallel replicas of a stage.
         """
-        trained = _trained_by(optimizer, module, dist.get_rank(self._replicas))
-        new = {share.name: share for one in trained for share in one.shares}
-        shares = gather_objects(
-            {name: (state.share, new[name]) for name, state in self._states.items() if name in new}, self._replicas
-        )
-        states = _base(optimizer).state
-        for one in trained:
-            entries = self._laid_out(one, shares) if one.is_flat else self._handed_over(one)
-            states.pop(one.tensor, None)
-            if entries:
-                states[one.tensor] = entries
+        lay_states(self._states, optimizer, module)
         vars(optimizer).update(self._loss_scale)
-        if states and hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _handed_over(self, trained: Trained) -> dict[Key, Any]:
-        """The entries of one parameter: the tensors themselves."""
-        state = self._states.pop(trained.shares[0].name, None)
-        if state is None:
-            return {}
-        if MASTER in state.tensors:
-            trained.tensor.data.copy_(state.tensors.pop(MASTER))
-        return {**state.tensors, **state.values}
 
-    def _laid_out(self, trained: Trained, shares: list[dict[str, tuple[Share, Share]]]) -> dict[Key, Any]:
-        """The entries of a flat tensor, made of those of its parameters, which are freed on the way."""
-        members = [
-            (parameter, share)
-            for parameter, share in zip(trained.parameters, trained.shares, strict=True)
-            if share.name in self._states
-        ]
-        if not members:
-            return {}
-        some = self._states[members[0][1].name]
-        entries: dict[Key, Any] = {**some.values}
-        for key, dtype in {key: tensor.dtype for key, tensor in some.tensors.items()}.items():
-            flat = trained.tensor.detach() if key is MASTER else torch.zeros_like(trained.tensor, dtype=dtype)
-            if key is not MASTER:
-                entries[key] = flat.requires_grad_(False)
-            for parameter, share in members:
-                elements = self._states[share.name].tensors.pop(key)
-                self._fill(flat, elements, parameter.numel(), [of[share.name] for of in shares])
-        for _, share in members:
-            del self._states[share.name]
-        return entries
+def lay_states(states: dict[str, ParameterState], optimizer: Any, module: PipelineModule) -> None:
+    """Let ``optimizer``, started on the parameters of ``module``, go on with ``states``, which this empties.
 
-    def _fill(
-        self, flat: torch.Tensor, elements: torch.Tensor, num_elements: int, shares: list[tuple[Share, Share]]
-    ) -> None:
-        """Bring one parameter's ``elements``, this rank's old share, to where its new share lies in ``flat``.
+    Collective over the data-parallel replicas of a stage. A parameter that was frozen since has no place in a
+    wrapping optimizer, and its state is dropped; one that was released has none, and begins with its weight.
 
-        Args:
-            num_elements: of the whole parameter.
-            shares: the old and the new one of each replica.
-        """
-        rank = dist.get_rank(self._replicas)
-        old, new = shares[rank]
-        first = old.first
-        if not all(before.contains(after) for before, after in shares):
-            whole = torch.empty(num_elements, dtype=elements.dtype, device=_here())
-            for replica, (before, _) in enumerate(shares):
-                if before.num_elements:
-                    range_ = whole.narrow(0, before.first, before.num_elements)
-                    if replica == rank:
-                        range_.copy_(elements)
-                    source = dist.get_global_rank(self._replicas, replica)
-                    dist.broadcast(range_.view(torch.uint8), source, group=self._replicas)
-            elements, first = whole, 0
-        if new.num_elements:
-            wanted = elements.narrow(0, new.first - first, new.num_elements)
-            flat.narrow(0, new.place, new.num_elements).copy_(wanted)
+    Args:
+        states: By the parameters' names, of the same ones on every replica; each replica has any share of them,
+            and together they have everything.
+    """
+    replicas = module.mpu().get_data_parallel_group()
+    trained = trained_by(optimizer, module)
+    new = {share.name: share for one in trained for share in one.shares}
+    shares = gather_objects(
+        {name: (state.share, new[name]) for name, state in states.items() if name in new}, replicas
+    )
+    kept = _base(optimizer).state
+    for one in trained:
+        entries = _laid_out(one, states, shares, replicas) if one.is_flat else _handed_over(one, states)
+        kept.pop(one.tensor, None)
+        if entries:
+            kept[one.tensor] = entries
+    if kept and hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _handed_over(trained: Trained, states: dict[str, ParameterState]) -> dict[Key, Any]:
+    """The entries of one parameter: the tensors themselves."""
+    state = states.pop(trained.shares[0].name, None)
+    if state is None:
+        return {}
+    if MASTER in state.tensors:
+        trained.tensor.data.copy_(state.tensors.pop(MASTER))
+    return {**state.tensors, **state.values}
+
+
+def _laid_out(
+    trained: Trained,
+    states: dict[str, ParameterState],
+    shares: list[dict[str, tuple[Share, Share]]],
+    replicas: dist.ProcessGroup,
+) -> dict[Key, Any]:
+    """The entries of a flat tensor, made of those of its parameters, which are freed on the way."""
+    members = [
+        (parameter, share)
+        for parameter, share in zip(trained.parameters, trained.shares, strict=True)
+        if share.name in states
+    ]
+    if not members:
+        return {}
+    some = states[members[0][1].name]
+    entries: dict[Key, Any] = {**some.values}
+    for key, dtype in {key: tensor.dtype for key, tensor in some.tensors.items()}.items():
+        flat = trained.tensor.detach() if key is MASTER else torch.zeros_like(trained.tensor, dtype=dtype)
+        if key is not MASTER:
+            entries[key] = flat.requires_grad_(False)
+        for parameter, share in members:
+            elements = states[share.name].tensors.pop(key)
+            _fill(flat, elements, parameter.numel(), [of[share.name] for of in shares], replicas)
+    for _, share in members:
+        del states[share.name]
+    return entries
+
+
+def _fill(
+    flat: torch.Tensor,
+    elements: torch.Tensor,
+    num_elements: int,
+    shares: list[tuple[Share, Share]],
+    replicas: dist.ProcessGroup,
+) -> None:
+    """Bring one parameter's ``elements``, this rank's old share, to where its new share lies in ``flat``.
+
+    Args:
+        num_elements: of the whole parameter.
+        shares: the old and the new one of each replica.
+    """
+    rank = dist.get_rank(replicas)
+    old, new = shares[rank]
+    first = old.first
+    if not all(before.contains(after) for before, after in shares):
+        whole = torch.empty(num_elements, dtype=elements.dtype, device=_here())
+        for replica, (before, _) in enumerate(shares):
+            if before.num_elements:
+                range_ = whole.narrow(0, before.first, before.num_elements)
+                if replica == rank:
+                    range_.copy_(elements)
+                source = dist.get_global_rank(replicas, replica)
+                dist.broadcast(range_.view(torch.uint8), source, group=replicas)
+        elements, first = whole, 0
+    if new.num_elements:
+        wanted = elements.narrow(0, new.first - first, new.num_elements)
+        flat.narrow(0, new.place, new.num_elements).copy_(wanted)
 
 
 def _here() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def _has_dimensions(value: Any) -> bool:
+def has_dimensions(value: Any) -> bool:
     return torch.is_tensor(value) and value.ndim > 0
 
 
@@ -276,8 +300,13 @@ def _base(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def _trained_by(optimizer: Any, module: PipelineModule, replica: int) -> list[Trained]:
-    """What ``optimizer`` trains on this rank, the ``replica``-th of its stage."""
+def trained_by(optimizer: Any, module: PipelineModule) -> list[Trained]:
+    """What ``optimizer`` trains on this rank, in the order of its groups.
+
+    Raises:
+        RuntimeError: an unknown optimizer.
+    """
+    replica = dist.get_rank(module.mpu().get_data_parallel_group())
     names = {parameter: name for name, parameter in module.named_parameters()}
     if type(optimizer) in FLAT:
         attributes = (getattr(optimizer, name) for name in FLAT[type(optimizer)])
@@ -327,7 +356,7 @@ def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[st
     if trained.tensor is not trained.parameters[0]:
         tensors[MASTER] = trained.tensor
     for key, value in entries.items():
-        if _has_dimensions(value):
+        if has_dimensions(value):
             tensors[key] = value
         elif torch.is_tensor(value):
             values[key] = value.detach().cpu(), value.device.type
@@ -345,7 +374,7 @@ def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[st
 def _flaw(trained: Trained, entries: Mapping[str, Any]) -> str:
     """Why the state of a flat tensor cannot be taken apart; empty if it can."""
     for key, value in entries.items():
-        if trained.is_flat and _has_dimensions(value) and value.shape != trained.tensor.shape:
+        if trained.is_flat and has_dimensions(value) and value.shape != trained.tensor.shape:
             return (
                 f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {len(trained.shares)} parameters "
                 f"that DeepSpeed has flattened into {trained.tensor.numel()} elements: no layer can take its part "

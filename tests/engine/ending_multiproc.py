@@ -6,13 +6,12 @@ any others do; nobody ends them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +20,10 @@ import deepspeed
 import torch
 from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
+from forked import before_any_fork, run_job
 from pipelines import micro_batch, mlp
 from running import NUM_MICRO_BATCHES
 from torch import nn
-
-PATIENCE_SECONDS = 300
-"""For all processes of a case to end; what then still runs was left behind."""
 
 
 class Case(NamedTuple):
@@ -86,10 +83,7 @@ def data(num: float) -> Iterator[Any]:
         yield micro_batch(number)
 
 
-def train(case: Case, rank: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def train(case: Case, rank: int) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed()
     specs = mlp()
@@ -103,45 +97,16 @@ def train(case: Case, rank: int, port: int) -> None:
         engine.train_batch(batches)
 
 
-def run(case: Case, folder: Path) -> dict[str, Any] | None:
-    """How the processes of a case ended; None in these processes themselves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    logs = [folder / f"{case}_{rank}.log" for rank in range(2)]
-    started: dict[int, int] = {}
-    for rank, log in enumerate(logs):
-        process = os.fork()
-        if process == 0:
-            file = os.open(log, os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            train(case, rank, port)
-            return None
-        started[process] = rank
-    exits: list[int | None] = [None, None]
-    ends: list[float] = []
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while started and time.monotonic() < deadline:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process:
-            exits[started.pop(process)] = os.waitstatus_to_exitcode(status)
-            ends.append(time.monotonic())
-        time.sleep(0.05)
-    for process in started:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    print(f"{case}: the other rank ended {ends[-1] - ends[0]:.2f} s after the first one")
-    return {"exits": exits, "logs": [log.read_text() for log in logs]}
-
-
 def main(out: Path) -> None:
+    before_any_fork()
     outcomes = {}
     for case in CASES:
-        outcome = run(case, out.parent)
+        logs = [out.parent / f"{case}_{rank}.log" for rank in range(2)]
+        outcome = run_job(functools.partial(train, case), 2, logs)
         if outcome is None:
             return
-        outcomes[str(case)] = outcome
+        print(f"{case}: the other rank ended {outcome.seconds_apart:.2f} s after the first one")
+        outcomes[str(case)] = outcome._asdict()
     out.write_text(json.dumps(outcomes))
 
 

@@ -1,5 +1,6 @@
-"""A process that is killed in the middle of training ends the others soon, and they say why."""
+"""A process that is killed ends the others soon, they say why, and the next run goes on from a checkpoint."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+
+from killed_multiproc import DEATHS, NUM_STEPS
+from running import same
 
 WORKER = Path(__file__).with_name("endless_multiproc.py")
 NUM_PROCESSES = 3
@@ -84,3 +88,27 @@ def test_the_others_end_by_themselves(tmp_path, ended):
     for rank in (0, 2):
         text = (tmp_path / f"log{rank}").read_text()
         assert re.search("Connection (closed|reset) by peer", text), text[-2000:]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    out = tmp_path_factory.mktemp("killed") / "outcomes.json"
+    command = [sys.executable, str(Path(__file__).with_name("killed_multiproc.py")), str(out)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
+    assert out.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_the_next_run_goes_on_from_the_last_complete_checkpoint(outcomes, name):
+    death, (killed, resumed, after) = DEATHS[name], outcomes[name]
+    other = 1 - death.rank
+    assert killed["exits"][death.rank] == -9, killed["logs"][death.rank][-3000:]
+    assert killed["exits"][other] == 1, "neither left, nor aborted"
+    told = killed["logs"][other]
+    cause = f"rank {death.rank} has ended|Connection (closed|reset) by peer"
+    assert re.search(cause, told) or (death.rank == 0 and "store" in told), told[-3000:]
+    assert resumed["exits"] == [0] * death.num_processes, resumed["logs"][0][-3000:]
+    assert list(after["losses"]) == [str(step) for step in range(death.resumes_at, NUM_STEPS)]
+    same(list(after["losses"].values()), outcomes["expected"][death.resumes_at :])
+    assert not [left for left in after["left"] if left.startswith(".")], after["left"]

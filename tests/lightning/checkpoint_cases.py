@@ -5,6 +5,7 @@ Written like ``callback_cases.py``.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -270,6 +271,49 @@ def folders_on_other_stages(host: cases.Host) -> dict[str, Any]:
     return records
 
 
+def resumed_on_other_stages(host: cases.Host) -> dict[str, Any]:
+    """Saved on two stages and resumed on one per process, and the other way, with all that a model may hold."""
+    tokens = torch.randint(cases.VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(4))
+    token_data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16)
+    runs: dict[str, tuple[Any, Any, list[int], int]] = {
+        "running": (Running, cases.loader(48), CUT, 1),  # batch statistics are those of the whole batch
+        "tied": (TwiceTied, token_data, [0, 3, 6], 4),
+    }
+    records: dict[str, Any] = {}
+    for (name, (build, data, cut, num_micro_batches)), way in itertools.product(runs.items(), ((2, 1), (1, 2))):
+        strategies = [
+            {
+                "num_stages": num_stages,
+                "num_micro_batches": num_micro_batches,
+                "stage": way[1] - 1,
+                "algorithm": cut if num_stages == 2 else [0, cut[-1]],
+            }
+            for num_stages in way
+        ]
+        path = host.folder / f"{name}-{way[0]}.ckpt"
+        trainer = trained(host, seeded(build), max_epochs=1, strategy=strategies[0], data=data)
+        trainer.save_checkpoint(path)
+        rates, module = cases.Rates(), seeded(build, seed=5)
+        again = trained(host, module, rates, strategy=strategies[1], data=data, ckpt_path=path)
+        records[f"{name}, {way}"] = {**end(again), "rates": rates.rates}
+        if host.pipelined and trainer.is_global_zero:
+            assert again.strategy.deepspeed_engine.plan is not None, "planned for as many stages as there are now"
+    return records
+
+
+def draws_go_on(host: cases.Host) -> dict[str, Any]:
+    """What a step draws in the second epoch: of a run that is not interrupted, and of one that is resumed."""
+    path, arguments = host.folder / "draws.ckpt", {"strategy": {"algorithm": [0, 2, 4]}, "data": cases.loader(32)}
+    whole = trained(host, seeded(cases.Mixing), max_epochs=2, **arguments)
+    trained(host, seeded(cases.Mixing), max_epochs=1, **arguments).save_checkpoint(path)
+    again = trained(host, seeded(cases.Mixing, seed=9), max_epochs=2, ckpt_path=path, **arguments)
+    return {
+        "whole": float(whole.callback_metrics["share"]),
+        "again": float(again.callback_metrics["share"]),
+        "difference": float(again.callback_metrics["difference"]),
+    }
+
+
 # Saves that fail, and checkpoints that do not fit
 
 
@@ -351,7 +395,6 @@ def wrong_checkpoints(host: cases.Host) -> dict[str, Any]:
         "a part": resume(folder / "full.ckpt" / "checkpoint"),
         "other shapes": resume(folder / "full.ckpt", Wider),
         "other layers": resume(folder / "full.ckpt", cases.SequentialClassifier, algorithm=[0, 2, 5]),
-        "other stages": resume(folder / "full.ckpt", num_stages=1, algorithm=[0, 8]),
         "weights": resume(folder / "weights.ckpt"),
         "other file": test(folder / "weights.ckpt", Wider),
         "torn file": test(folder / "torn.ckpt"),
@@ -366,11 +409,11 @@ def _cut_short(path: Path) -> None:
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         model_checkpoints, resumed_by_word, whole_model_files, names_and_values, files_of_one_device,
-        folders_on_other_stages,
+        folders_on_other_stages, resumed_on_other_stages,
     ],
     4: [whole_model_files],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [failed_saves, wrong_checkpoints],
+    2: [draws_go_on, failed_saves, wrong_checkpoints],
     4: [],
 }

@@ -40,14 +40,20 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
     "case",
     [
         "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan", "model_checkpoints",
-        "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages", "optimizers",
-        "own_steps", "settings", "loggers", "profilers", "after_an_exception",
+        "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
+        "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
+        "after_an_exception",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     if case == "rate_finder" and pytorch_lightning.__version__ < "2.6":
         pytest.skip("one process forgets the rate that it found: Lightning 2.5.0 restores the old one after it")
     assert_same(two.of(case), two.reference[case])
+
+
+def test_random_numbers_go_on_after_a_checkpoint(two: Records) -> None:
+    record = two.of("draws_go_on")
+    assert record["again"] == record["whole"] and record["difference"] < 1e-6
 
 
 def test_hooks_are_called_in_the_order_of_one_process(two: Records) -> None:
@@ -184,7 +190,6 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
         ("a part", "give the checkpoint itself, /full.ckpt"),
         ("other shapes", "is of another model, a Classifier: blocks.4.bias is missing there"),
         ("other layers", "missing in this SequentialClassifier"),
-        ("other stages", "start it with 2 stages"),
         ("weights", "load its weights with load_from_checkpoint() and fit without ckpt_path"),
         ("other file", "it lacks blocks.4.weight, blocks.4.bias and has, too much, blocks.4.linear.bias"),
         ("torn file", "the file is damaged, or no checkpoint"),

@@ -1,0 +1,215 @@
+"""An engine whose checkpoints are whole or absent, and load on any cut, number of stages and of replicas."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+from deepspeed_partition.engine import checkpoints, folders, saved_state
+from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
+from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.moving import MovingEngine
+from deepspeed_partition.engine.saved_state import SavedState
+from deepspeed_partition.engine.stages import StagesModule
+from deepspeed_partition.engine.training_state import ParameterState, lay_states
+from deepspeed_partition.engine.transplant import held_modules, parts_of
+from deepspeed_partition.planner import files
+from deepspeed_partition.planner.plan import Plan
+
+OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
+"""The files that a checkpoint consists of. A script may keep others in its folder."""
+TIED_FILE = "madpipe-tied-{number}.pt"
+OF_THE_LOSS_SCALE = (
+    "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
+)  # fmt: skip
+"""What DeepSpeed's fp16 optimizers without ZeRO save of it."""
+
+
+class ResumingEngine(MovingEngine):
+    """Writes checkpoints that a kill cannot tear, and reads those of other cuts, numbers of stages and replicas.
+
+    They are DeepSpeed's. Where this run has the layout that they were written in, DeepSpeed loads them; else it
+    loads the layers, the counts and the scheduler, and what the optimizer kept is found by parameters.
+    """
+
+    plan: Plan | None = None
+    """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
+
+    # Saving
+
+    def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
+        """DeepSpeed's ``save_checkpoint``, with the cut and the optimizer's layout beside its files.
+
+        The folder has another name until it is complete, and ``latest`` names it then: wherever a process is
+        killed, the last complete checkpoint can be loaded, also if it has the same tag. Other files in a folder
+        whose place it takes stay in it. DeepSpeed's writers in the background (``is_decoupled``) write in place.
+
+        Raises:
+            OSError: rank 0 cannot write; on every rank.
+        """
+        if not self.owns_cut or not save_dir:
+            return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        bound = inspect.signature(super().save_checkpoint).bind(save_dir, tag, *args, **kwargs)
+        bound.apply_defaults()
+        options = bound.arguments
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        path, in_place = Path(save_dir) / tag, self.checkpoint_engine.is_decoupled()
+        written = path if in_place else folders.unfinished(path)
+        if not in_place:
+            self._on_every_disk(lambda: folders.make_room(path))
+        layout = saved_state.describe(self)
+
+        def write_own() -> None:
+            written.mkdir(parents=True, exist_ok=True)
+            checkpoints.save_cut(written, self.module.parts, self.plan)
+            if layout is not None:
+                saved_state.write_layout(written, layout, self.module.micro_offset)
+
+        from_rank_0(write_own)
+        self._save_ties(written)
+        options["tag"] = str(written.relative_to(save_dir))
+        save_latest, options["save_latest"] = options["save_latest"], options["save_latest"] and in_place
+        saved = super().save_checkpoint(*bound.args, **bound.kwargs)
+        if not in_place:
+            self._on_every_disk(lambda: _take_place(path))
+            if save_latest:
+                from_rank_0(lambda: files.write_text(Path(save_dir) / "latest", tag))
+        return saved
+
+    def _on_every_disk(self, change: Any) -> None:
+        """Rank 0's, and those of other nodes where each has its own."""
+        from_rank_0(change)
+        if self.use_node_local_storage() and self.local_rank == 0 and self.global_rank != 0:
+            change()
+
+    def _save_ties(self, folder: Path) -> None:
+        """DeepSpeed saves a tied module with a layer that runs it as it is; functions run these always."""
+        held = held_modules(self.module)
+        for name, file in _unsaved_ties(self.module):
+            if name in held and self.grid.get_data_parallel_rank() == 0 and self._is_first_owner(name):
+                torch.save(held[name].state_dict(), folder / file)
+
+    def _is_first_owner(self, name: str) -> bool:
+        part = next(part for part in parts_of(self.module) if part.name == name)
+        return self.module.stage_owner(part.layers[0]) == self.grid.get_stage_id()
+
+    # Loading
+
+    def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
+        """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
+
+        Raises:
+            PlanFormatError: a file is damaged or missing; on every rank, before a weight has changed.
+            RuntimeError: the optimizer's state cannot be told apart by parameters, likewise.
+        """
+        bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
+        bound.apply_defaults()
+        options = bound.arguments
+        readable = self.owns_cut and not self.load_universal_checkpoint()
+        folder = self._folder_to_load(load_dir, tag) if readable else None
+        layout = None if folder is None else from_rank_0(lambda: saved_state.read_layout(folder))
+        if folder is None or layout is None:
+            return super().load_checkpoint(*bound.args, **bound.kwargs)
+        trains = self.optimizer is not None and not options["load_module_only"]
+        states: dict[str, ParameterState] | None = None
+        if trains and options["load_optimizer_states"] and not self._fits(layout):
+            saved = SavedState(folder, layout)
+            states = self._agreed(saved)
+            options["load_optimizer_states"] = False
+        loaded, client_state = super().load_checkpoint(*bound.args, **bound.kwargs)
+        self._load_ties(folder)
+        if (states is not None or options["load_module_only"]) and hasattr(self.optimizer, "refresh_fp32_params"):
+            self.optimizer.refresh_fp32_params()
+        if states is not None:
+            client_state.pop("optimizer", None)  # that of rank 0
+            self._lay_in(states, saved)
+        if not options["load_module_only"] and isinstance(self.module, StagesModule):
+            self.module.count_forwards_from(layout["num_forwards"])
+        return loaded, client_state
+
+    def _folder_to_load(self, load_dir: str, tag: str | None) -> Path | None:
+        """That of the checkpoint, with its name again if a run ended while it was replaced. Collective."""
+
+        def find() -> Path | None:
+            folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
+            if folder is not None:
+                folders.restore(folder)
+            return folder
+
+        return from_rank_0(find)
+
+    def _fits(self, layout: dict[str, Any]) -> bool:
+        """Whether DeepSpeed can load it: the ranks train the same tensors. Collective.
+
+        As of 0.19.8 it cannot read what its own ``BF16_Optimizer`` saves.
+        """
+        here = saved_state.describe(self)
+        same = here is None or here == {key: value for key, value in layout.items() if key != "num_forwards"}
+        return same and layout["optimizer"] != "BF16_Optimizer"
+
+    def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:
+        """What this rank's optimizer needs, or the first rank's error on all of them."""
+        states: dict[str, ParameterState] = {}
+        flaw: Exception | None = None
+        try:
+            states = saved.states_for(self.optimizer, self.module)
+        except Exception as error:
+            flaw = portable(error)
+        flaws = list(filter(None, gather_objects(flaw)))
+        if flaws:
+            raise flaws[0]
+        announce(
+            f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
+            f"{saved.layout['num_replicas']} pipelines: it is loaded by parameters"
+        )
+        return states
+
+    def _lay_in(self, states: dict[str, ParameterState], saved: SavedState) -> None:
+        assert self._groups is not None and self._every_group is not None
+        optimizer = self.optimizer
+        pipe_group = self.grid.get_pipe_parallel_group()
+        self._groups.take_settings(self._every_group, saved.settings_of, pipe_group)
+        lay_states(states, optimizer, self.module)
+        if saved.optimizer == saved_state.kind_of(optimizer):
+            wrapper = saved.of_the_wrapper()
+            if hasattr(optimizer, "_load_global_state"):
+                optimizer._load_global_state(wrapper)
+            elif hasattr(optimizer, "loss_scale_config"):
+                known = {key: wrapper[key] for key in OF_THE_LOSS_SCALE if key in wrapper}
+                vars(optimizer.loss_scale_config).update(known)
+
+    def _load_ties(self, folder: Path) -> None:
+        held = held_modules(self.module)
+        for name, file in _unsaved_ties(self.module):
+            if name in held and (folder / file).exists():
+                held[name].load_state_dict(torch.load(folder / file, map_location="cpu", weights_only=False))
+
+
+def _unsaved_ties(module: PipelineModule) -> Iterator[tuple[str, str]]:
+    """The tied modules that functions run wherever they stand, with the file of each."""
+    specs: dict[str, list[Any]] = {}
+    for spec in module._layer_specs:
+        if isinstance(spec, TiedLayerSpec):
+            specs.setdefault(spec.key, []).append(spec)
+    always = [key for key, tied in specs.items() if all(spec.forward_fn is not None for spec in tied)]
+    return ((f"tied_modules.{key}", TIED_FILE.format(number=number)) for number, key in enumerate(always))
+
+
+def _take_place(path: Path) -> None:
+    """Publish a complete checkpoint, with what a script keeps in the folder that it replaces."""
+    new = folders.unfinished(path)
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
+        if not ours and not (new / entry.name).exists():
+            if entry.is_dir():
+                shutil.copytree(entry, new / entry.name, symlinks=True)
+            else:
+                shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+    folders.publish(path)
