@@ -26,7 +26,7 @@ import torch
 from deepspeed_partition.profiling.measure import Spread
 
 NUM_DROPPED = 2
-"""The first steps allocate, choose kernels and make the optimizer's states; they count only where no others are."""
+"""The first steps allocate, choose kernels and make the optimizer's states. They count if there are no others."""
 
 Stamp = Any
 """An instant: ``perf_counter``'s, or an event of the device."""
