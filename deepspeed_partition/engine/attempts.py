@@ -55,12 +55,11 @@ class Attempt:
             self._data = engine.data_iterator = _Remembering(engine.data_iterator)
 
     def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        """``run`` the instruction, or do without it."""
+        """``run`` the instruction, or do without it where this rank, or the one before, computes no more."""
         if not isinstance(instruction, Compute):
             run(instruction)
             return
-        if self._flaw is None:
-            self._note_input(instruction)
+        self._note_input(instruction)
         if self._flaw is None:
             try:
                 run(instruction)
@@ -80,9 +79,11 @@ class Attempt:
             StepGivenUp: some rank ran out of memory.
         """
         grid = self._engine.grid
-        holds = torch.tensor(int(self._engine._transfers.agree(self._flaw is None)), device=self._engine.device)
+        holds = self._engine._transfers.agree(self._flaw is None)
         if grid.data_parallel_size > 1:
-            dist.all_reduce(holds, op=dist.ReduceOp.MIN, group=grid.get_data_parallel_group())
+            vote = torch.tensor(int(holds), device=self._engine.device)
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=grid.get_data_parallel_group())
+            holds = bool(vote)
         if not holds:
             raise StepGivenUp(next(flaw for flaw in gather_objects(self._flaw) if flaw))
 
@@ -111,7 +112,7 @@ class Attempt:
         if compute.kind == "F" and compute.stage > 0:
             arrived = self._engine._between[Message("F", compute.stage - 1, compute.micro_batch)]
             self._input_shapes[compute.stage, compute.micro_batch] = Shapes.of(arrived)
-            if not tensors_of(arrived):
+            if not tensors_of(arrived) and self._flaw is None:
                 self._flaw = ""  # the rank before says what went wrong
                 self._let_go()
 

@@ -241,17 +241,20 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
     """In a forward and a backward, of a first and a later micro-batch, on the first and the last stage."""
     words = ["recompute", "one micro-batch", "one by one"]
     data = batches(WARM_UP + AFTER)
-    for place, zero, failures in (
+    failing: list[tuple[int, int, list[str]]] = [
         (0, 0, ["forward 0"]),
         (0, 1, ["backward 1", "forward 2"]),
         (7, 0, ["forward 1", "forward 0", "backward 2"]),
         (7, 1, ["backward 0"]),
-    ):
+    ]
+    if dist.get_world_size() == 4:  # ranks on both sides
+        failing = [(3, 1, ["forward 0", "backward 1", "forward 3"])]
+    for place, zero, failures in failing:
         expected = train_alone(hungry(place), data, two_groups)
         config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
         engine, _, _ = start(hungry(place), "madpipe", config, optimizer=two_groups)
         losses = train(engine, data[:1])
-        FAILURES[:] = failures
+        FAILURES[:] = failures if engine.module.stage_owner(place) == engine.stage_id else []
         with heard() as sentences:
             losses += train(engine, data[1:2])
             # A plan is made at once where nothing else is left.
@@ -261,8 +264,7 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         assert len(falls) == len(failures), sentences
         assert all(word in each for word, each in zip(words, falls, strict=False)), falls
         same(losses, expected)
-        assert (engine.module.parts == cut() and not FAILURES) or failures == FAILURES
-        FAILURES.clear()
+        assert engine.module.parts == cut() and not FAILURES
         leaves_nothing(engine, data[:1])
 
 
@@ -306,10 +308,10 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
     assert losses + train(engine, data[1:]) == train(start(mlp(), engine.module.parts)[0], data)
 
 
-BOTH = [a_warm_up_and_a_move_equal_one_process]
+BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
-    no_layer_moves_for_nothing, a_run_goes_on_with_its_warm_up, out_of_memory_in_a_warm_up,
+    no_layer_moves_for_nothing, a_run_goes_on_with_its_warm_up,
     what_does_not_fit_is_measured_alone, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
 ONLY_FOUR = [replicas_give_a_step_up_together]
