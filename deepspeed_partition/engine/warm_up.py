@@ -142,12 +142,12 @@ class WarmUp:
         functions[:] = [self._stand_in(module._local_start + place, each) for place, each in enumerate(originals)]
         if loss_fn is not None:
             module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
-        vars(engine)["_exec_optimizer_step"] = clock.timed_optimizer(engine._exec_optimizer_step)
+        engine.__dict__["_exec_optimizer_step"] = clock.timed_optimizer(engine._exec_optimizer_step)
         try:
             yield
         finally:
             functions[:], module.loss_fn = originals, loss_fn
-            del vars(engine)["_exec_optimizer_step"]
+            del engine.__dict__["_exec_optimizer_step"]
 
     def _stand_in(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         timed = self.clock.timed_layer(layer, function)
