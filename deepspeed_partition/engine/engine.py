@@ -38,7 +38,7 @@ from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
@@ -238,7 +238,8 @@ class MadPipeEngine(MovingEngine):
         """DeepSpeed's ``train_batch``. The first one measures and plans before it trains, or begins a warm-up.
 
         Raises:
-            InfeasibleError: no plan fits in memory; on every rank.
+            InfeasibleError: no plan fits in memory; on every rank. After a warm-up that had enough, training goes
+                on instead at the trial cut.
         """
         if self._waits_for_plan and torch.is_grad_enabled():
             if data_iter is not None and data_iter is not self._peeked:
@@ -292,8 +293,16 @@ class MadPipeEngine(MovingEngine):
             )
         from deepspeed_partition.engine.planning import measure_and_plan  # the profiler, used only here
 
-        with self.around_measurements():
-            plan, self.chain = measure_and_plan(self, None if self._warm_up is None else self._warm_up.clock)
+        try:
+            with self.around_measurements():
+                plan, self.chain = measure_and_plan(self, None if self._warm_up is None else self._warm_up.clock)
+        except InfeasibleError as flaw:
+            if not self.global_steps or self._warm_up is None or self._warm_up.ran_out_of_memory:
+                raise
+            # It has run so far: no reason to end it.
+            announce(f"no plan fits, and training goes on at {self._cut_in_words()}: {flaw}", logging.WARNING)
+            self._adopt(Cut("boundaries"))
+            return
         before = self._cut_in_words()
         self.recut(plan)
         announce(f"the layers are cut at {self._cut_in_words()} as planned (until now: {before})")

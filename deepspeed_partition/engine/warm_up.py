@@ -59,11 +59,16 @@ class WarmUp:
         self._fallback = 0
         self._checked_sizes = False
 
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the trial cut could not be run to the end, whatever was tried."""
+        return self._fallback >= MEASURE_ALONE
+
     def train(self, step: Callable[[], T]) -> tuple[T] | None:
         """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
         if not self._checked_sizes and not self._is_over():
             self._check_sizes()
-        while self._fallback < MEASURE_ALONE and not self._is_over():
+        while not self.ran_out_of_memory and not self._is_over():
             if self.clock.num_steps >= NUM_MEASURED_STEPS:
                 return (step(),)
             self._attempt = Attempt(self._engine)

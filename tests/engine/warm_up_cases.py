@@ -18,6 +18,8 @@ from running import NUM_MICRO_BATCHES, batches, cut, planned, raised, same, star
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, environment
+from deepspeed_partition.engine import engine as engines
+from deepspeed_partition.engine import module as modules
 from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
@@ -75,6 +77,8 @@ def a_warm_up_and_a_move_equal_one_process(folder: Path) -> None:
             assert Plan.load(path) == engine.plan
             chain = Chain.load(path.with_suffix(".chain.json"))
             assert chain.digest() == engine.chain.digest() == engine.plan.chain.digest
+            given, _, _ = start(specs(), "madpipe", planned(cut(), warmup_steps=WARM_UP, plan=str(path)))
+            assert given._warm_up is None and given.plan == engine.plan, "a plan that is given needs no warm-up"
             leaves_nothing(engine, data[:1])
 
 
@@ -297,6 +301,32 @@ def what_does_not_fit_is_measured_alone(_: Path) -> None:
     assert engine.module.parts == cut()
 
 
+def a_run_does_not_end_for_want_of_a_plan(_: Path) -> None:
+    """The trial cut has run; what fits by the planner's count is nothing."""
+    data = batches(WARM_UP + AFTER)
+    config = planned("madpipe", warmup_steps=WARM_UP, memory=30_000, weight_copies=100)
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+    trial = engine.module.parts
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("no plan fits, and training goes on" in each for each in sentences), sentences
+    same(losses, train_alone(mlp(), data, two_groups))
+    assert engine.module.parts == trial and engine.plan is None
+    leaves_nothing(engine, data[:1])
+
+
+def where_deepspeeds_schedule_runs_there_is_no_warm_up(_: Path) -> None:
+    places = [
+        patch.object(each, "why_deepspeeds_schedule", lambda _: "of this test") for each in (modules, engines)
+    ]
+    with places[0], places[1], heard() as sentences:
+        engine, _, _ = start(mlp(), "madpipe", planned(cut(), warmup_steps=WARM_UP), optimizer=two_groups)
+        losses = train(engine, batches(1))
+    assert any("there is no warm-up" in each for each in sentences), sentences
+    assert not engine.runs_lists and engine.module.parts == cut() == engine.plan.boundaries
+    same(losses, train_alone(mlp(), batches(1), two_groups))
+
+
 def errors_of_other_kinds_stay_errors(_: Path) -> None:
     """The end of the data in a warm-up, after which training goes on."""
     data = batches(2)
@@ -312,6 +342,7 @@ BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
     no_layer_moves_for_nothing, a_run_goes_on_with_its_warm_up,
-    what_does_not_fit_is_measured_alone, errors_of_other_kinds_stay_errors,
+    what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
+    where_deepspeeds_schedule_runs_there_is_no_warm_up, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
 ONLY_FOUR = [replicas_give_a_step_up_together]
