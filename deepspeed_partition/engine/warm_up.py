@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NUM_MEASURED_STEPS = NUM_DROPPED + 20
-"""In a longer warm-up the steps after these run as they are."""
+"""In a longer warm-up the steps after these are not timed."""
 
 RECOMPUTE, ONE_IN_FLIGHT, MEASURE_ALONE = 1, 2, 3
 """What is done against a lack of memory; each with those before it."""
@@ -69,11 +69,10 @@ class WarmUp:
         if not self._checked_sizes and not self._is_over():
             self._check_sizes()
         while not self.ran_out_of_memory and not self._is_over():
-            if self.clock.num_steps >= NUM_MEASURED_STEPS:
-                return (step(),)
+            clock = self.clock if self.clock.num_steps < NUM_MEASURED_STEPS else None
             self._attempt = Attempt(self._engine)
             try:
-                with self.clock.step(), self._stand_ins():
+                with self._stand_ins(clock), nullcontext() if clock is None else clock.step():
                     return (step(),)
             except StepGivenUp as reason:
                 self._attempt.undo()
@@ -140,25 +139,23 @@ class WarmUp:
         return any(gather_objects(any(map(can_recompute, functions))))
 
     @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        engine, module, clock = self._engine, self._engine.module, self.clock
+    def _stand_ins(self, clock: InPlaceClock | None) -> Iterator[None]:
+        engine, module = self._engine, self._engine.module
         functions, loss_fn = module.forward_funcs, module.loss_fn
         originals = list(functions)
-        functions[:] = [self._stand_in(module._local_start + place, each) for place, each in enumerate(originals)]
-        if loss_fn is not None:
-            module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
-        engine.__dict__["_exec_optimizer_step"] = clock.timed_optimizer(engine._exec_optimizer_step)
+        for place, function in enumerate(originals):
+            timed = function if clock is None else clock.timed_layer(module._local_start + place, function)
+            recomputes = self._fallback >= RECOMPUTE and can_recompute(function)
+            functions[place] = functools.partial(checkpoint, timed, use_reentrant=False) if recomputes else timed
+        if clock is not None:
+            if loss_fn is not None:
+                module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
+            engine.__dict__["_exec_optimizer_step"] = clock.timed_optimizer(engine._exec_optimizer_step)
         try:
             yield
         finally:
             functions[:], module.loss_fn = originals, loss_fn
-            del engine.__dict__["_exec_optimizer_step"]
-
-    def _stand_in(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        timed = self.clock.timed_layer(layer, function)
-        if self._fallback < RECOMPUTE or not can_recompute(function):
-            return timed
-        return functools.partial(checkpoint, timed, use_reentrant=False)
+            engine.__dict__.pop("_exec_optimizer_step", None)
 
 
 def can_recompute(function: Callable[[Any], Any]) -> bool:

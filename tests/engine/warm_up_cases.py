@@ -14,10 +14,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from pipelines import mlp, tied, train_alone, two_groups
-from running import NUM_MICRO_BATCHES, batches, cut, planned, raised, same, start, train
+from running import (
+    NUM_MICRO_BATCHES,
+    all_tensors,
+    batches,
+    cut,
+    planned,
+    raised,
+    recomputes_on_a_cpu,
+    same,
+    start,
+    train,
+)
 from torch import nn
 
-from deepspeed_partition.engine import MadPipeEngine, environment
+from deepspeed_partition.engine import MadPipeEngine, environment, warm_up
 from deepspeed_partition.engine import engine as engines
 from deepspeed_partition.engine import module as modules
 from deepspeed_partition.engine.collectives import gather_objects
@@ -179,6 +190,39 @@ def no_layer_moves_for_nothing(_: Path) -> None:
     assert all(a is b for a, b in zip(weights, engine.module.parameters(), strict=True))
 
 
+def a_long_warm_up(_: Path) -> None:
+    """Only so many steps are timed; what was done for want of memory stays done."""
+    data = batches(4)
+    engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=4), optimizer=two_groups)
+    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
+    with patch.object(warm_up, "NUM_MEASURED_STEPS", 2), patch.object(warm_up, "checkpoint") as checkpoint:
+        checkpoint.side_effect = lambda function, inputs, **_: function(inputs)
+        num_recomputed = []
+        losses = []
+        for batch in data:
+            losses += train(engine, [batch])
+            num_recomputed.append(checkpoint.call_count)
+    same(losses, train_alone(hungry(0), data, two_groups))
+    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 2
+    per_step = num_recomputed[0]
+    assert per_step >= NUM_MICRO_BATCHES and num_recomputed == [per_step * number for number in (1, 2, 3, 4)]
+
+
+def layers_that_recompute_anyway(_: Path) -> None:
+    """DeepSpeed's activation checkpointing, whose backwards are timed without what they recompute."""
+    if not recomputes_on_a_cpu():
+        return
+    data = batches(WARM_UP + 1)
+    config = planned(cut(), warmup_steps=WARM_UP)
+    engine, _, _ = start(sleeping(), "madpipe", config, optimizer=two_groups, activation_checkpoint_interval=2)
+    same(train(engine, data), train_alone(sleeping(), data, two_groups))
+    for layer, units in zip(engine.chain.layers, SLEEPS, strict=True):
+        times = layer.forward_seconds, layer.backward_seconds
+        assert all(seconds >= unit * UNIT_SECONDS for seconds, unit in zip(times, units, strict=True)), layer
+    # It sleeps 8 units in its forward and 1 in its backward.
+    assert engine.chain.layers[5].backward_seconds < engine.chain.layers[5].forward_seconds
+
+
 def a_run_goes_on_with_its_warm_up(folder: Path) -> None:
     """Saved within it, and after it."""
     data = batches(WARM_UP + AFTER)
@@ -269,6 +313,11 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         assert all(word in each for word, each in zip(words, falls, strict=False)), falls
         same(losses, expected)
         assert engine.module.parts == cut() and not FAILURES
+        # A step that was given up has not been: layers count their forwards, and seeds go by them.
+        num_forwards = NUM_MICRO_BATCHES * len(data)
+        counts = [value for name, value in all_tensors(engine).items() if name.endswith("seen")]
+        assert counts and all(count == num_forwards for count in counts)
+        assert set(engine.module._num_forwards.values()) == {num_forwards}
         leaves_nothing(engine, data[:1])
 
 
@@ -341,7 +390,7 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
 BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
-    no_layer_moves_for_nothing, a_run_goes_on_with_its_warm_up,
+    no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway, a_run_goes_on_with_its_warm_up,
     what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
