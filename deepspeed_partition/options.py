@@ -29,7 +29,8 @@ class Options:
     """None: from the optimizer and the precision, (weights + gradients + master copy + states) / weights."""
     algorithm: str | tuple[int, ...] = "madpipe"
     warmup_steps: int = 0
-    """Accepted; for now the plan is made before the first optimizer step."""
+    """Steps on a trial cut, in which layers are measured while they train, before the plan is made. 0: they are
+    measured one by one on the first micro-batch, and the plan is made before the first optimizer step."""
     plan: str | None = None
     """A saved plan: it is run as it is, without measuring."""
     save_plan: str | None = None

@@ -56,7 +56,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             None: all processes.
         num_micro_batches: Pieces that each Lightning batch is cut into. None: 4 per stage. A batch of fewer
             samples gives a piece per sample.
-        warmup_epochs: Accepted, like ``warmup_steps``: the plan is made before the first optimizer step.
+        warmup_epochs: Epochs on a trial cut, in which layers are measured while they train; then the plan is made
+            and layers move. None or 0: they are measured one by one on the first micro-batch, before the first
+            optimizer step.
         stage: ZeRO stage, 0 or 1.
         memory: Bytes of each device, also ``"16GB"``. None: the device's own; on a CPU the machine's memory
             divided by its processes.
@@ -64,7 +66,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         latency_seconds: None: measured.
         weight_copies: None: from the optimizer and the precision.
         algorithm: The name of a planner, or boundaries.
-        warmup_steps: See ``warmup_epochs``.
+        warmup_steps: The same in optimizer steps.
         plan: A plan file, which is run as it is, without measuring.
         save_plan: Where the plan is written.
         time_limit_seconds: For planning.
@@ -122,6 +124,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         check_count("num_stages", num_stages, least=1)
         check_count("num_micro_batches", num_micro_batches, least=1)
         check_count("warmup_epochs", warmup_epochs, least=0)
+        if warmup_epochs and warmup_steps:
+            raise ValueError(
+                f"warmup_epochs is {warmup_epochs} and warmup_steps is {warmup_steps}: give one of them"
+            )
         if stage not in (0, 1):
             raise ValueError(f"stage is {stage!r}: a pipeline works with ZeRO stage 0 or 1")
         super().__init__(
@@ -346,11 +352,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 self._engine.show_every_group(scheduler.scheduler)
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
-            if self.warmup_epochs is not None:
-                self._lightning("utilities.rank_zero").rank_zero_info(
-                    "madpipe: the plan is made before the first optimizer step "
-                    f"(warmup_epochs={self.warmup_epochs} changes nothing here)"
-                )
+            if num_epochs := self.warmup_epochs:
+                ends = f"{num_epochs} epoch{'s' if num_epochs > 1 else ''}"
+                self._engine.warm_up_until(lambda: trainer.current_epoch >= num_epochs, ends)
 
     def _format_config(self) -> None:
         super()._format_config()

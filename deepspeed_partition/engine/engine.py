@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import deepspeed
 import torch
@@ -20,6 +20,7 @@ from deepspeed_partition.engine import checkpoints, saved_state
 from deepspeed_partition.engine.any_plan import program_of
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
+from deepspeed_partition.engine.lowering import Instruction, Program
 from deepspeed_partition.engine.module import (
     Cut,
     asks_for_plan,
@@ -37,17 +38,21 @@ from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.warm_up import WarmUp
 
 
 class MadPipeEngine(ResumingEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
 
     Where the module or the configuration asks for ``madpipe``, the first ``train_batch`` measures the layers on
-    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step;
-    :meth:`recut` moves them between any two steps.
+    its first micro-batch, rank 0 plans, and layers move to their planned ranks before the first optimizer step.
+    With ``warmup_steps`` so many steps train on a trial cut before that, and layers are measured in them.
+    :meth:`recut` moves layers between any two steps.
     Cuts that are MadPipe's, or given as a plan or boundaries, run as lists of instructions wherever that is
     possible (``runs_lists``). A module that DeepSpeed cut is trained as DeepSpeed does. Made by
     :func:`initialize`, or by DeepSpeed's own ``initialize`` after :func:`install`.
@@ -68,6 +73,7 @@ class MadPipeEngine(ResumingEngine):
     def __init__(self, **kwargs: Any) -> None:
         self._peeked: Iterator[Any] | None = None
         self._waits_for_plan = self._in_step = False
+        self._warm_up: WarmUp | None = None
         super().__init__(**kwargs)
         self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         self._cut_as_configured()
@@ -114,10 +120,38 @@ class MadPipeEngine(ResumingEngine):
             if save_plan is not None:
                 from_rank_0(lambda: check_writable(save_plan))
             self._waits_for_plan = True
+            num_steps = self.options.warmup_steps
+            if num_steps:
+                self.warm_up_until(lambda: self.global_steps >= num_steps, f"{num_steps} steps")
+            else:
+                announce(
+                    f"the layers are cut at {self.module.parts} until the first train_batch, which measures them: "
+                    "the plan is made before the first optimizer step"
+                )
+
+    def warm_up_until(self, is_over: Callable[[], bool], length: str) -> None:
+        """Where a plan is to be made: train on the trial cut first, and measure the layers in place.
+
+        Args:
+            is_over: asked before each step, with the same answer on every rank.
+            length: of the warm-up in words, such as ``20 steps``.
+        """
+        if not self._waits_for_plan:
+            return
+        if not self.runs_lists:
             announce(
-                f"the layers are cut at {self.module.parts} until the first train_batch, which measures them: the "
-                f"plan is made before the first optimizer step (warmup_steps: {self.options.warmup_steps})"
+                "DeepSpeed's own schedule runs here, under which layers are not measured while they train: there "
+                "is no warm-up, and the plan is made before the first optimizer step",
+                logging.WARNING,
             )
+            return
+        from deepspeed_partition.engine.warm_up import WarmUp  # with the profiler, like planning
+
+        self._warm_up = WarmUp(self, is_over)
+        announce(
+            f"the layers are cut at {self.module.parts} for a warm-up of {length}, in which they are measured; "
+            "then the plan is made"
+        )
 
     def _own_cut(self) -> None:
         """Let a module that DeepSpeed cut hold stages, where lists can run."""
@@ -190,7 +224,7 @@ class MadPipeEngine(ResumingEngine):
     def _adopt(self, cut: Cut) -> None:
         """Run ``cut``, whose layers are in their places."""
         self.module.madpipe_cut, self.plan = cut, cut.plan
-        self._waits_for_plan = False
+        self._waits_for_plan, self._warm_up = False, None
         self._lowered.cache_clear()
 
     def _cut_in_words(self) -> str:
@@ -199,18 +233,26 @@ class MadPipeEngine(ResumingEngine):
     # Training
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """DeepSpeed's ``train_batch``. The first one measures and plans before it trains.
+        """DeepSpeed's ``train_batch``. The first one measures and plans before it trains, or begins a warm-up.
 
         Raises:
-            InfeasibleError: no plan fits in memory; on every rank.
+            InfeasibleError: no plan fits in memory; on every rank. After a warm-up that had enough, training goes
+                on instead at the trial cut.
         """
         if self._waits_for_plan and torch.is_grad_enabled():
             if data_iter is not None and data_iter is not self._peeked:
                 self.set_dataiterator(data_iter)
                 self._peeked = data_iter  # where planning fails and is tried again, nothing of it is lost
-            self._plan_first_step()
             data_iter = None  # the engine's own begins with the micro-batch that was measured
+            trained = None if self._warm_up is None else self._warm_up.train(self._train_batch)
+            if trained is not None:
+                self._peeked = None
+                return trained[0]
+            self._measure_and_plan()
         self._peeked = None
+        return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         self.reset_activation_shape()
         self._in_step = True
         try:
@@ -225,17 +267,40 @@ class MadPipeEngine(ResumingEngine):
         self.reset_activation_shape()
         return super().eval_batch(data_iter, *args, **kwargs)
 
-    def _plan_first_step(self) -> None:
+    def _execute(self, instruction: Instruction) -> None:
+        if self._warm_up is None or not torch.is_grad_enabled():
+            super()._execute(instruction)
+        else:
+            self._warm_up.execute(instruction, super()._execute)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        if self._warm_up is not None:
+            self._warm_up.agree()
+        super()._exec_reduce_tied_grads()
+
+    def _lower(self, num_micro_batches: int, trains: bool) -> Program:
+        other = self._warm_up.program(num_micro_batches) if trains and self._warm_up is not None else None
+        return super()._lower(num_micro_batches, trains) if other is None else other
+
+    def _measure_and_plan(self) -> None:
         if self.module.activation_checkpoint_interval:
             announce(
                 "activation checkpointing is on: layers are measured without it, so the plan counts on more "
                 "memory than they will keep, and on backwards without recomputation",
                 logging.WARNING,
             )
-        from deepspeed_partition.engine.planning import plan_first_step  # the profiler, used only here
+        from deepspeed_partition.engine.planning import measure_and_plan  # the profiler, used only here
 
-        with self.around_measurements():
-            plan, self.chain = plan_first_step(self)
+        try:
+            with self.around_measurements():
+                plan, self.chain = measure_and_plan(self, None if self._warm_up is None else self._warm_up.clock)
+        except InfeasibleError as flaw:
+            if not self.global_steps or self._warm_up is None or self._warm_up.ran_out_of_memory:
+                raise
+            # It has run so far: no reason to end it.
+            announce(f"no plan fits, and training goes on at {self._cut_in_words()}: {flaw}", logging.WARNING)
+            self._adopt(Cut("boundaries"))
+            return
         before = self._cut_in_words()
         self.recut(plan)
         announce(f"the layers are cut at {self._cut_in_words()} as planned (until now: {before})")
@@ -300,13 +365,13 @@ class MadPipeEngine(ResumingEngine):
         """
         signature = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
         arguments = signature.bind(self, load_dir, tag, *args, **kwargs).arguments
-        asked_for_plan, plans_anew = self._waits_for_plan, False
+        asked_for_plan, warm_up, plans_anew = self._waits_for_plan, self._warm_up, False
         if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
             plans_anew = self._adopt_cut_of(load_dir, tag)
         loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        if asked_for_plan and self.plan is None and not self.global_steps:
-            # Written before the first step: nothing was trained on its cut, so a plan can still change it.
-            self.module.madpipe_cut, self._waits_for_plan = Cut("trial"), True
+        if asked_for_plan and self.plan is None and (warm_up is not None or not self.global_steps):
+            # Written before a plan was made: the warm-up goes on, where there is one.
+            self.module.madpipe_cut, self._waits_for_plan, self._warm_up = Cut("trial"), True, warm_up
         elif self._waits_for_plan and self.global_steps and not plans_anew:
             self._waits_for_plan = False
             announce(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +11,10 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import deepspeed.pipe
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
+from torch import nn
 
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, planning_is_off
@@ -25,6 +29,8 @@ try:
 except ImportError:  # as of DeepSpeed 0.19.0; later versions have it
     DualPipeVModule = None
 
+KEPT_TO_TRAIN = 4
+"""Of each parameter, by Adam in one precision: itself, its gradient, two states."""
 METHODS = ("madpipe", "profile")
 """Names of planning. DeepSpeed names ``profile`` and does not implement it."""
 KNOWN_METHODS = "'madpipe', a list of boundaries, or one of DeepSpeed's own 'parameters', 'uniform', 'type:REGEX'"
@@ -181,8 +187,13 @@ def check_same_model(plan: Plan, num_trainable_parameters: Sequence[int]) -> Non
             )
 
 
-def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -> list[int]:
+def trial_boundaries(
+    num_trainable_parameters: Sequence[int], num_stages: int, num_frozen_parameters: Sequence[int] = ()
+) -> list[int]:
     """DeepSpeed's ``parameters`` cut, on which every stage has something to train.
+
+    DeepSpeed does not see frozen parameters, which take memory all the same. Where there are some, it is the cut
+    whose fullest stage keeps least: ``KEPT_TO_TRAIN`` numbers per trainable parameter, one per frozen one.
 
     Raises:
         ValueError: fewer layers with trainable parameters than stages, or none at all.
@@ -198,7 +209,48 @@ def trial_boundaries(num_trainable_parameters: Sequence[int], num_stages: int) -
             f"the pipeline has {num_stages} stages and the model {len(num_trainable_parameters)} layers, "
             f"{num_trainable} of them with trainable parameters: use at most {num_trainable} stages"
         )
-    return [int(cut) for cut in partition_balanced(list(num_trainable_parameters), num_stages)]
+    if not any(num_frozen_parameters):
+        return [int(cut) for cut in partition_balanced(list(num_trainable_parameters), num_stages)]
+    both = zip(num_trainable_parameters, num_frozen_parameters, strict=True)
+    return _least_fullest(
+        [(KEPT_TO_TRAIN * trainable + frozen, trainable) for trainable, frozen in both], num_stages
+    )
+
+
+def _least_fullest(layers: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
+    """Boundaries with the smallest sum of the fullest stage; layers are what they keep, and what they train.
+
+    With T(k, l) that sum for the first l layers in k stages: T(k, l) = min over j < l of
+    max(T(k - 1, j), kept(j, l)), where layers j to l train something.
+    """
+    kept, trained = ([0, *itertools.accumulate(each)] for each in zip(*layers, strict=True))
+    fullest: list[float] = [0, *[math.inf] * len(layers)]
+    starts: list[list[int]] = []
+    for _ in range(num_stages):
+        best = [
+            min(
+                ((max(fullest[j], kept[l] - kept[j]), j) for j in range(l) if trained[l] > trained[j]),
+                default=(math.inf, 0),
+            )
+            for l in range(len(layers) + 1)
+        ]
+        fullest = [most for most, _ in best]
+        starts.append([j for _, j in best])
+    boundaries = [len(layers)]
+    for last_start in reversed(starts):
+        boundaries.append(last_start[boundaries[-1]])
+    return boundaries[::-1]
+
+
+def count_parameters(module: deepspeed.pipe.PipelineModule) -> tuple[list[int], list[int]]:
+    """The trainable and the frozen parameters of each layer; one layer is built at a time."""
+    trainable, frozen = [], []
+    for spec in module._layer_specs:
+        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
+        trainable.append(sum(weight.numel() for weight in parameters if weight.requires_grad))
+        frozen.append(sum(weight.numel() for weight in parameters if not weight.requires_grad))
+    return trainable, frozen
 
 
 def set_boundaries(module: deepspeed.pipe.PipelineModule, boundaries: Sequence[int]) -> None:
@@ -263,7 +315,8 @@ def partition_layers(
         place_layers(module, allocation_of(method))
         module.madpipe_cut = Cut("plan", method)
     elif asks_for_plan(method):
-        boundaries = trial_boundaries(module._count_layer_params(), num_stages)
+        trainable, frozen = count_parameters(module)
+        boundaries = trial_boundaries(trainable, num_stages, frozen)
         place_layers(module, Allocation.contiguous(boundaries))
         module.madpipe_cut = Cut("trial")
     elif isinstance(method, list | tuple):

@@ -1,12 +1,15 @@
-"""The plan before the first step: measured where the layers are, made on rank 0, the same on every rank.
+"""The plan of a run: measured where the layers are, made on rank 0, the same on every rank.
 
-The one place where the engine knows the profiler; imported when a plan is to be made.
+Here and in ``warm_up.py`` the engine knows the profiler; they are imported where a plan is to be made.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,18 +19,25 @@ from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, 
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan
+from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.renumbering import renumbered
+from deepspeed_partition.planner.units import format_seconds
 from deepspeed_partition.profiling import Link, layer_profiles, measure_links, measure_stage, suspicious
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, tensors_of, to_device
 from deepspeed_partition.profiling.devices import hardware_name
+from deepspeed_partition.profiling.in_place import InPlaceClock
 from deepspeed_partition.profiling.measure import MeasuredLayer
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
+MIN_GAIN = 0.02
+"""Of a step: a plan that gains less moves nothing once the run has made steps."""
+FASTEST = ("madpipe", "contiguous")
+"""Algorithms that are asked for because they are fast; another one is asked for by name, whatever it takes."""
 ANY_BANDWIDTH = 1e9
 """Of the link that a pipeline of one stage does not have."""
 
@@ -42,14 +52,20 @@ class StageReport:
     memory_bytes: int
     training_bytes: int
     weight_bytes: int
+    optimizer_seconds: float | None
+    """Of an optimizer step in the warm-up, where there was one."""
     error: Exception | None
 
 
-def plan_first_step(engine: MadPipeEngine) -> tuple[Plan, Chain]:
-    """Measure the layers of ``engine`` on the first micro-batch, and plan.
+def measure_and_plan(engine: MadPipeEngine, clock: InPlaceClock | None = None) -> tuple[Plan, Chain]:
+    """Measure the layers of ``engine`` on the next micro-batch, and plan. Collective over the whole job.
 
-    Collective over the whole job. The first pipeline measures: one stage after the other, so that each is
-    measured by itself and hands its output on. The micro-batch stays in the data iterator.
+    The first pipeline measures: one stage after the other, so that each is measured by itself and hands its
+    output on. The micro-batch stays in the data iterator. Once the run has made steps, the plan is that of the
+    present cut unless another one gains ``MIN_GAIN``.
+
+    Args:
+        clock: what the layers took in training. The micro-batch then tells only what they keep.
 
     Raises:
         InfeasibleError: no plan fits in memory; on every rank.
@@ -59,13 +75,15 @@ def plan_first_step(engine: MadPipeEngine) -> tuple[Plan, Chain]:
     reports: list[StageReport] = []
     link: Link | None = None
     if engine.grid.data_parallel_id == 0:
-        reports = _measure(engine, memory_bytes)
+        reports = _measure(engine, memory_bytes, clock or InPlaceClock(engine.device))
         if not any(report.error for report in reports):
             link = _measure_link(engine)
+    limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
+    announce(f"rank 0 plans, for {format_seconds(limit)} at the most, and the other ranks wait")
     return from_rank_0(lambda: _plan(engine, reports, link))
 
 
-def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
+def _measure(engine: MadPipeEngine, memory_bytes: int, clock: InPlaceClock) -> list[StageReport]:
     """The reports of all stages of this pipeline, on each of its ranks."""
     grid = engine.grid
     stage = grid.get_stage_id()
@@ -75,6 +93,8 @@ def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
         inputs, error = _receive_object(grid.stage_to_global(stage_id=stage - 1))
     layers: list[MeasuredLayer] = []
     outputs = None
+    times, optimizer = clock.times(), clock.optimizer_step()
+    only_sizes: dict[str, Any] = {"warm_up": 1, "repeats": 1} if times else {}
     if error is None:
         try:
             loaded, labels = engine.peek_micro_batch()
@@ -88,7 +108,14 @@ def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
                 first_stage=engine.is_first_stage(),
                 first_index=engine.module._local_start,
                 autocast_dtype=engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None,
+                **only_sizes,
             )
+            layers = [
+                replace(layer, forward=found.forward, backward=found.backward)
+                if (found := times.get(engine.module._local_start + place)) is not None
+                else layer
+                for place, layer in enumerate(layers)
+            ]
             if engine.is_last_stage() and engine.module.loss_fn is None:
                 _check_loss(outputs)
         except Exception as flaw:  # every rank must hear of it: those that wait would wait for ever
@@ -104,6 +131,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int) -> list[StageReport]:
         memory_bytes=memory_bytes,
         training_bytes=training,
         weight_bytes=weights,
+        optimizer_seconds=None if optimizer is None else optimizer.median_seconds,
         error=error,
     )
     return gather_objects(report, grid.get_pipe_parallel_group())
@@ -141,10 +169,16 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
     )
     for sentence in suspicious(chain):
         announce(sentence, logging.WARNING)
-    plan = make_plan(
+    in_steps = [report.optimizer_seconds for report in reports if report.optimizer_seconds is not None]
+    if in_steps:
+        announce(
+            f"the warm-up timed the layers in training; an optimizer step took {format_seconds(max(in_steps))}, "
+            "which comes on top of a planned step"
+        )
+    make = functools.partial(
+        make_plan,
         chain,
         _platform(options, reports, link),
-        algorithm=options.algorithm,
         num_micro_batches=engine.micro_batches,
         # DeepSpeed's own schedule has one stage per rank.
         num_stages=None if engine.runs_lists else engine.num_stages,
@@ -152,14 +186,38 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
         every_device_trains=engine.runs_lists,
         time_limit_seconds=options.time_limit_seconds,
     )
-    plan = on_ranks_with_data(plan)
+    plan = on_ranks_with_data(make(algorithm=options.algorithm))
+    if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
+        plan = _unless_present_is_as_good(plan, lambda: make(algorithm=engine.module.parts))
     announce(plan.summary())
     if plan.algorithm == "madpipe" and not engine.runs_lists:
         announce("each rank runs one stage: this is the best plan of those that are contiguous")
     if options.save_plan is not None:
         plan.save(options.save_plan)
-        announce(f"the plan is saved in {options.save_plan}")
+        beside = Path(options.save_plan).with_suffix(".chain.json")
+        chain.save(beside)
+        announce(f"the plan is saved in {options.save_plan}, what it was made from in {beside.name}")
     return plan, chain
+
+
+def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> Plan:
+    """``plan``, or one for the cut that the run has, where layers would move for less than ``MIN_GAIN``."""
+    try:
+        present = make_present()
+    except InfeasibleError as flaw:
+        announce(f"the present cut does not fit in memory, the plan does: {flaw}")
+        return plan
+    assert plan.step_seconds is not None and present.step_seconds is not None, "both are for a step"
+    gain = 1 - plan.step_seconds / present.step_seconds
+    took = f"{format_seconds(present.step_seconds)} per step at the present cut {present.boundaries}"
+    if gain >= MIN_GAIN:
+        announce(f"the plan takes {format_seconds(plan.step_seconds)} instead of {took}: {gain:.0%} less")
+        return plan
+    announce(
+        f"no layer moves: the best plan found would take {gain:.1%} less than {took}, and {MIN_GAIN:.0%} is "
+        "the least that a move is made for"
+    )
+    return present
 
 
 def on_ranks_with_data(plan: Plan) -> Plan:

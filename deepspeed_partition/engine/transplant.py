@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -21,20 +21,30 @@ from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.planner.allocation import Allocation
 
 
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Leave every random generator that building a layer may draw from as it was."""
+def random_state() -> Callable[[], None]:
+    """What puts every random generator that a layer may draw from back to where it is now."""
     accelerator = get_accelerator()
     python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         random.setstate(python)
         numpy.random.set_state(numbers)
         torch.set_rng_state(cpu)
         if device is not None:
             accelerator.set_rng_state(device)
+
+    return restore
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leave every random generator that building a layer may draw from as it was."""
+    restore = random_state()
+    try:
+        yield
+    finally:
+        restore()
 
 
 @dataclass(frozen=True, slots=True)

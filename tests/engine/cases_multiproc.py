@@ -430,7 +430,7 @@ def planning_turned_off(_: Path) -> None:
 def plan_files(folder: Path) -> None:
     data = batches()
     path = folder / "plan.json"
-    engine, _, _ = start(mlp(), "madpipe", planned(cut(), save_plan=str(path), warmup_steps=20))
+    engine, _, _ = start(mlp(), "madpipe", planned(cut(), save_plan=str(path)))
     expected = train(engine, data)
     plan = Plan.load(path)
     assert plan == engine.plan

@@ -20,6 +20,7 @@ from deepspeed_partition import Chain, LayerProfile, Platform, engine, make_plan
 from deepspeed_partition.engine import checkpoints, environment, parameter_groups  # noqa: E402
 from deepspeed_partition.engine.collectives import portable  # noqa: E402
 from deepspeed_partition.engine.module import (  # noqa: E402
+    KEPT_TO_TRAIN,
     asks_for_plan,
     check_boundaries,
     check_every_rank_trains,
@@ -178,6 +179,28 @@ def test_every_stage_of_the_trial_cut_trains():
         told = f"use at most {trainable} stages" if trainable else "give the boundaries as a list"
         with pytest.raises(ValueError, match=told):
             trial_boundaries(counts, trainable + 1)
+
+
+def test_the_trial_cut_counts_frozen_parameters():
+    """A frozen model with a head to train was on one rank, all of it: DeepSpeed counts what is trained."""
+    numbers = random.Random(2)
+    for _ in range(300):
+        trainable = [numbers.choice([0, 0, 1, 5, 1000]) for _ in range(numbers.randint(1, 8))]
+        frozen = [numbers.choice([0, 1, 700, 5000]) for _ in trainable]
+        kept = [KEPT_TO_TRAIN * some + others for some, others in zip(trainable, frozen, strict=True)]
+        for num_stages in range(1, sum(map(bool, trainable)) + 1):
+            cuts = trial_boundaries(trainable, num_stages, frozen)
+            assert cuts[0] == 0 and cuts[-1] == len(kept) and all(type(cut) is int for cut in cuts)
+            assert all(sum(trainable[start:stop]) for start, stop in itertools.pairwise(cuts))
+            every = (
+                [0, *inner, len(kept)] for inner in itertools.combinations(range(1, len(kept)), num_stages - 1)
+            )
+            trains = (each for each in every if all(sum(trainable[a:b]) for a, b in itertools.pairwise(each)))
+            fullest = min(max(sum(kept[a:b]) for a, b in itertools.pairwise(each)) for each in trains)
+            if any(frozen):
+                assert max(sum(kept[a:b]) for a, b in itertools.pairwise(cuts)) == fullest
+            else:
+                assert cuts == trial_boundaries(trainable, num_stages)
 
 
 def test_signatures_are_deepspeeds():

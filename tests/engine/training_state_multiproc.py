@@ -12,6 +12,7 @@ from typing import Any
 import pipelines
 import torch
 import torch.distributed as dist
+import warm_up_cases
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -500,7 +501,10 @@ ONLY_TWO = [
     schedules_go_on, groups_that_become_empty_and_fill_again, fp16_with_its_loss_scale, clipping_goes_on,
     nothing_is_lost, memory_of_a_move, counts_and_settings_stay, states_are_found_by_deepspeed, planned_and_moved,
 ]  # fmt: skip
-CASES = {2: [*BOTH, *ONLY_TWO], 4: [*BOTH, groups_that_become_empty_and_fill_again, replicas]}
+CASES = {
+    2: [*BOTH, *ONLY_TWO, *warm_up_cases.BOTH, *warm_up_cases.ONLY_TWO],
+    4: [*BOTH, groups_that_become_empty_and_fill_again, replicas, *warm_up_cases.BOTH, *warm_up_cases.ONLY_FOUR],
+}
 CASES = {num_processes: {case.__name__: case for case in cases} for num_processes, cases in CASES.items()}
 
 if __name__ == "__main__":

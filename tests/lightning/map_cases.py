@@ -1,4 +1,4 @@
-"""Cases: plans with several stages on a rank, from files."""
+"""Cases: plans with several stages on a rank, from files; plans that are made after a warm-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning_cases as cases
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -64,8 +64,35 @@ def several_stages_resumed(host: cases.Host) -> dict[str, Any]:
     return {"records": [cases.resumed(host, strategy=strategy) for strategy in strategies(host)]}
 
 
+class Planned(Callback):
+    """At the end of which epochs there was a plan."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.world_size > 1:
+            self.found.append(trainer.strategy.plan is not None)
+
+
+def warmed_up(host: cases.Host) -> dict[str, Any]:
+    """Measured while it trains, then moved with its states: between two epochs, and within one."""
+    records = []
+    for warm_up, found in (({"warmup_epochs": 1}, [False, True]), ({"warmup_steps": 2, "stage": 1}, [True, True])):
+        planned = Planned()
+        strategy = {"algorithm": [0, 2, 8], **warm_up}
+        records.append(cases.fit(host, cases.Classifier, cases.loader(54), callbacks=[planned], strategy=strategy))
+        assert planned.found == (found if host.pipelined else [])
+    return {"records": records}
+
+
+def warmed_up_and_resumed(host: cases.Host) -> dict[str, Any]:
+    """From a checkpoint of the warm-up: the plan is made when it is over."""
+    return {"records": [cases.resumed(host, strategy={"algorithm": "uniform", "warmup_epochs": 1})]}
+
+
 SAME_AS_SINGLE: list[Callable[[cases.Host], dict[str, Any]]] = [
-    several_stages, several_stages_in_all_forms, several_stages_resumed,
+    several_stages, several_stages_in_all_forms, several_stages_resumed, warmed_up, warmed_up_and_resumed,
 ]  # fmt: skip
 
 

@@ -121,6 +121,19 @@ def test_a_resumed_run_of_several_stages_on_a_rank_is_the_uninterrupted_one(two:
         check_resumed(record, reference)
 
 
+def test_a_warm_up_and_a_move_train_like_one_process(two: Records) -> None:
+    for found, expected in zip(two.of("warmed_up")["records"], two.reference["warmed_up"]["records"], strict=True):
+        assert_same(found, expected)
+
+
+def test_a_run_resumed_from_its_warm_up_is_the_uninterrupted_one(two: Records) -> None:
+    [record], [reference] = (
+        two.of("warmed_up_and_resumed")["records"],
+        two.reference["warmed_up_and_resumed"]["records"],
+    )
+    check_resumed(record, reference)
+
+
 def test_the_map_of_a_checkpoint_is_taken_over(two: Records) -> None:
     record = two.of("adopted")
     assert record["devices"] == [0, 1, 0]

@@ -1,0 +1,167 @@
+"""Training on a trial cut, while layers are measured where they train; then a plan is made.
+
+Stand-ins take the places of the layers, the loss function and the optimizer step while a step runs, and are gone
+between steps. Where the trial cut runs out of memory the step is given up on all ranks and run again: with layers
+that recompute, then with one micro-batch in flight per stage as well, then not before the plan is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_partition.engine import lowering
+from deepspeed_partition.engine.attempts import Attempt, StepGivenUp
+from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.dry_run import dry_run
+from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.lowering import Instruction, Program
+from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
+from deepspeed_partition.planner.step import one_f_one_b_order
+from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+T = TypeVar("T")
+
+NUM_MEASURED_STEPS = NUM_DROPPED + 20
+"""In a longer warm-up the steps after these are not timed."""
+
+RECOMPUTE, ONE_IN_FLIGHT, MEASURE_ALONE = 1, 2, 3
+"""What is done against a lack of memory; each with those before it."""
+IN_WORDS = {
+    RECOMPUTE: "until the plan is made, layers recompute in their backward what they would keep",
+    ONE_IN_FLIGHT: "until the plan is made, one micro-batch is in flight per stage as well",
+    MEASURE_ALONE: "the warm-up ends here, and layers are measured one by one, or as far as they were",
+}
+
+
+class WarmUp:
+    """The steps before the plan.
+
+    Args:
+        engine: on a trial cut, which runs lists of instructions.
+        is_over: asked before each step, with the same answer on every rank.
+    """
+
+    def __init__(self, engine: MadPipeEngine, is_over: Callable[[], bool]) -> None:
+        self._engine, self._is_over = engine, is_over
+        self.clock = InPlaceClock(engine.device)
+        self._attempt: Attempt | None = None
+        self._fallback = 0
+        self._checked_sizes = False
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the trial cut could not be run to the end, whatever was tried."""
+        return self._fallback >= MEASURE_ALONE
+
+    def train(self, step: Callable[[], T]) -> tuple[T] | None:
+        """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
+        if not self._checked_sizes and not self._is_over():
+            self._check_sizes()
+        while not self.ran_out_of_memory and not self._is_over():
+            clock = self.clock if self.clock.num_steps < NUM_MEASURED_STEPS else None
+            self._attempt = Attempt(self._engine)
+            try:
+                with self._stand_ins(clock), nullcontext() if clock is None else clock.step():
+                    return (step(),)
+            except StepGivenUp as reason:
+                self._attempt.undo()
+                self._fall_back(str(reason))
+            finally:
+                self._attempt.keep()
+                self._attempt = None
+        return None
+
+    def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
+        """An instruction of a training step."""
+        if self._attempt is None:
+            run(instruction)
+        else:
+            self._attempt.execute(instruction, run)
+
+    def agree(self) -> None:
+        """Before gradients are reduced.
+
+        Raises:
+            StepGivenUp: some rank ran out of memory.
+        """
+        if self._attempt is not None:
+            self._attempt.agree()
+
+    def program(self, num_micro_batches: int) -> Program | None:
+        """The lists of a step, where they are not those of the trial cut."""
+        if self._fallback < ONE_IN_FLIGHT:
+            return None
+        stages = range(self._engine.num_stages)
+        orders = [one_f_one_b_order(stage, 1, num_micro_batches) for stage in stages]
+        program = lowering.with_transfers(orders, stages)
+        dry_run(program)
+        return program
+
+    def _check_sizes(self) -> None:
+        """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
+        engine, self._checked_sizes = self._engine, True
+        memory_bytes = device_memory_bytes()
+        memory_bytes = engine.options.memory or memory_bytes
+        needed_bytes, _ = training_bytes(engine)
+        flaws = [
+            f"rank {rank} needs {format_bytes(needed)} for its weights, gradients and the optimizer's states "
+            f"on the trial cut and has {format_bytes(memory)}"
+            for rank, (needed, memory) in enumerate(gather_objects((needed_bytes, memory_bytes)))
+            if needed > memory
+        ]
+        if flaws:
+            self._fallback = MEASURE_ALONE - 1
+            self._fall_back(flaws[0])
+
+    def _fall_back(self, reason: str) -> None:
+        self._fallback += 1
+        if self._fallback == RECOMPUTE and not self._can_recompute():
+            self._fallback += 1
+        if self._fallback == ONE_IN_FLIGHT and self._engine.num_stages == 1:
+            self._fallback += 1
+        announce(f"{reason}; {IN_WORDS[self._fallback]}", logging.WARNING)
+        self._engine._lowered.cache_clear()
+
+    def _can_recompute(self) -> bool:
+        """Whether any rank has a layer that can, and does not already."""
+        functions = () if self._engine.module.activation_checkpoint_interval else self._engine.module.forward_funcs
+        return any(gather_objects(any(map(can_recompute, functions))))
+
+    @contextmanager
+    def _stand_ins(self, clock: InPlaceClock | None) -> Iterator[None]:
+        engine, module = self._engine, self._engine.module
+        functions, loss_fn = module.forward_funcs, module.loss_fn
+        originals = list(functions)
+        for place, function in enumerate(originals):
+            timed = function if clock is None else clock.timed_layer(module._local_start + place, function)
+            recomputes = self._fallback >= RECOMPUTE and can_recompute(function)
+            functions[place] = functools.partial(checkpoint, timed, use_reentrant=False) if recomputes else timed
+        if clock is not None:
+            if loss_fn is not None:
+                module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
+            engine.__dict__["_exec_optimizer_step"] = clock.timed_optimizer(engine._exec_optimizer_step)
+        try:
+            yield
+        finally:
+            functions[:], module.loss_fn = originals, loss_fn
+            engine.__dict__.pop("_exec_optimizer_step", None)
+
+
+def can_recompute(function: Callable[[Any], Any]) -> bool:
+    """Whether a layer is worth it, and runs twice as it runs once: it has weights to train and no buffers."""
+    return (
+        isinstance(function, nn.Module)
+        and any(weight.requires_grad for weight in function.parameters())
+        and not any(True for _ in function.buffers())
+    )

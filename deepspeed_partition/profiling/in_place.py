@@ -1,0 +1,200 @@
+"""Times layers where they train, without waiting for the device.
+
+A layer is called through a stand-in that notes when its forward begins and ends, and when the gradient of what it
+returned arrives; the backward of a layer lasts from there to the next arrival further down, or to the end of the
+backward. A forward within a backward recomputes, and its time is taken off.
+
+    forward    |--0--|---1---|--2--|loss|
+    backward                            ^----2----^-----1-----^---0---|
+                                     arrival   arrival     arrival   end
+
+On a CPU the clock is ``perf_counter``. On a GPU it is events on the stream that computes, read when all is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from deepspeed_partition.profiling.measure import Spread
+
+NUM_DROPPED = 2
+"""The first steps allocate, choose kernels and make the optimizer's states. They count if there are no others."""
+
+Stamp = Any
+"""An instant: ``perf_counter``'s, or an event of the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """What a layer takes for one micro-batch."""
+
+    forward: Spread
+    backward: Spread
+
+
+class _Event(NamedTuple):
+    kind: Literal["forward", "loss", "arrival", "end", "optimizer"]
+    layer: int
+    start: Stamp
+    end: Stamp
+
+
+class InPlaceClock:
+    """Times layers, the loss function and the optimizer during real training steps.
+
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: list[list[_Event]] = []
+        self._events: list[_Event] = []
+        self._in_backward = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that came to their end."""
+        return len(self._steps)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step, which counts unless it raises."""
+        self._events, self._in_backward = [], False
+        yield
+        self._steps.append(self._events)
+        self._events = []
+
+    def timed_layer(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What to call in the place of a layer of this number in the chain."""
+        arrived = functools.partial(self._arrived, layer)
+
+        def run(inputs: Any) -> Any:
+            start = self._now()
+            try:
+                outputs = function(inputs)
+            finally:  # recomputation may stop in the middle of a layer
+                self._events.append(_Event("forward", layer, start, self._now()))
+            if torch.is_grad_enabled():
+                given = {id(tensor) for tensor in _tensors_in(inputs)}
+                for tensor in _tensors_in(outputs):
+                    if tensor.requires_grad and id(tensor) not in given:
+                        tensor.register_hook(arrived)
+            return outputs
+
+        return run
+
+    def timed_loss(self, layer: int, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in the place of the loss function; its time is the last layer's."""
+        arrived = functools.partial(self._arrived, layer)
+
+        def run(*arguments: Any) -> Any:
+            start = self._now()
+            loss = loss_fn(*arguments)
+            self._events.append(_Event("loss", layer, start, self._now()))
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                loss.register_hook(arrived)
+            return loss
+
+        return run
+
+    def timed_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in the place of the optimizer step."""
+
+        def run(*arguments: Any) -> Any:
+            start = self._now()
+            result = optimizer_step(*arguments)
+            self._events.append(_Event("optimizer", -1, start, self._now()))
+            return result
+
+        return run
+
+    def times(self) -> dict[int, LayerTimes]:
+        """Of every layer that ran; medians over the micro-batches of all steps but the first ones."""
+        forward: dict[int, list[float]] = defaultdict(list)
+        backward: dict[int, list[float]] = defaultdict(list)
+        for events in self._counted_steps():
+            self._read(events, forward, backward)
+        return {
+            layer: LayerTimes(forward=Spread.of(readings), backward=Spread.of(backward.get(layer) or [0.0]))
+            for layer, readings in forward.items()
+        }
+
+    def optimizer_step(self) -> Spread | None:
+        """Of the optimizer, with what is done around it; None where no step was timed."""
+        readings = [
+            self._seconds(each.start, each.end)
+            for events in self._counted_steps()
+            for each in events
+            if each.kind == "optimizer"
+        ]
+        return Spread.of(readings) if readings else None
+
+    def _counted_steps(self) -> list[list[_Event]]:
+        if self._steps and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._steps[min(NUM_DROPPED, len(self._steps) - 1) :] if self._steps else []
+
+    def _read(
+        self, events: list[_Event], forward: dict[int, list[float]], backward: dict[int, list[float]]
+    ) -> None:
+        """Add a reading per micro-batch."""
+        current: _Event | None = None
+        """The arrival whose backward is going on; within a backward there is one."""
+        recomputed_seconds = 0.0
+        spans: dict[int, float] = defaultdict(float)
+        for event in events:
+            if event.kind in ("forward", "loss"):
+                seconds = self._seconds(event.start, event.end)
+                if current is not None:
+                    recomputed_seconds += seconds
+                elif event.kind == "loss":
+                    forward[event.layer][-1] += seconds
+                else:
+                    forward[event.layer].append(seconds)
+            elif event.kind in ("arrival", "end"):
+                if current is not None:
+                    seconds = self._seconds(current.start, event.start) - recomputed_seconds
+                    spans[current.layer] += max(seconds, 0.0)
+                recomputed_seconds = 0.0
+                current = event if event.kind == "arrival" else None
+                if current is None:
+                    for layer, seconds in spans.items():
+                        backward[layer].append(seconds)
+                    spans.clear()
+
+    def _arrived(self, layer: int, _: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            # Autograd calls it when everything of this backward is done, leaves included.
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        now = self._now()
+        self._events.append(_Event("arrival", layer, now, now))
+
+    def _ended(self) -> None:
+        self._in_backward = False
+        now = self._now()
+        self._events.append(_Event("end", -1, now, now))
+
+    def _now(self) -> Stamp:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Stamp, end: Stamp) -> float:
+        return end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1e3
+
+
+def _tensors_in(boundary: Any) -> Iterator[torch.Tensor]:
+    members = boundary if isinstance(boundary, tuple) else (boundary,)
+    return (member for member in members if isinstance(member, torch.Tensor))

@@ -1,0 +1,397 @@
+"""What must hold when training begins on a trial cut, is measured, and goes on as planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pipelines
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from pipelines import mlp, tied, train_alone, two_groups
+from running import (
+    NUM_MICRO_BATCHES,
+    all_tensors,
+    batches,
+    cut,
+    planned,
+    raised,
+    recomputes_on_a_cpu,
+    same,
+    start,
+    train,
+)
+from torch import nn
+
+from deepspeed_partition.engine import MadPipeEngine, environment, warm_up
+from deepspeed_partition.engine import engine as engines
+from deepspeed_partition.engine import module as modules
+from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.profiling import profile_chain
+from deepspeed_partition.profiling.in_place import InPlaceClock
+
+WARM_UP, AFTER = 3, 2
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The sentences that rank 0 says, on every rank."""
+    sentences: list[str] = []
+    with patch.object(environment, "logger") as logger:
+        yield sentences
+    mine = [str(call.args[1]) for call in logger.log.call_args_list]
+    sentences += gather_objects(mine)[0]
+
+
+def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
+    """No stand-in, and nothing that would look at another step."""
+    assert engine._warm_up is None and "_exec_optimizer_step" not in vars(engine)
+    assert engine.module.loss_fn is pipelines.loss_fn
+    for stage in engine.module.own_stages:
+        for function in engine.module._functions[stage]:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            assert "InPlaceClock" not in name and "checkpoint" not in name, name
+    watched = []
+    with patch.object(InPlaceClock, "_arrived", lambda *arguments: watched.append(arguments)):
+        train(engine, data)
+    assert not watched
+
+
+def a_warm_up_and_a_move_equal_one_process(folder: Path) -> None:
+    for specs, tokens in ((mlp, False), (tied, True)):
+        data = batches(WARM_UP + AFTER, tokens=tokens)
+        expected = train_alone(specs(), data, two_groups)
+        for zero in (0, 1):
+            path = folder / f"{specs.__name__}{zero}.json"
+            config = {
+                **planned(cut(), warmup_steps=WARM_UP, save_plan=str(path)),
+                "zero_optimization": {"stage": zero},
+            }
+            engine, optimizer, _ = start(specs(), "madpipe", config, optimizer=two_groups)
+            trial = engine.module.parts
+            assert trial != cut()
+            losses = train(engine, data[:WARM_UP])
+            assert engine.module.parts == trial and engine.plan is None and not path.exists()
+            with heard() as sentences:
+                losses += train(engine, data[WARM_UP:])
+            assert any("rank 0 plans" in each and "the other ranks wait" in each for each in sentences)
+            same(losses, expected)
+            assert engine.module.parts == cut() == engine.plan.boundaries and engine.optimizer is optimizer
+            dist.barrier()
+            assert Plan.load(path) == engine.plan
+            chain = Chain.load(path.with_suffix(".chain.json"))
+            assert chain.digest() == engine.chain.digest() == engine.plan.chain.digest
+            given, _, _ = start(specs(), "madpipe", planned(cut(), warmup_steps=WARM_UP, plan=str(path)))
+            assert given._warm_up is None and given.plan == engine.plan, "a plan that is given needs no warm-up"
+            leaves_nothing(engine, data[:1])
+
+
+def evaluation_in_a_warm_up(_: Path) -> None:
+    """It is not measured, and changes nothing."""
+    data = batches(WARM_UP)
+    expected = train_alone(mlp(), data, two_groups)
+    engine, _, _ = start(mlp(), "madpipe", planned(cut(), warmup_steps=2), optimizer=two_groups)
+    losses = []
+    for batch in data:
+        items = iter(batch) if engine.is_first_stage() or engine.is_last_stage() else None
+        engine.eval_batch(items, num_micro_batches=NUM_MICRO_BATCHES)
+        if engine._warm_up is not None:
+            assert engine._warm_up.clock.num_steps == len(losses)
+        losses += train(engine, [batch])
+    same(losses, expected)
+
+
+# Layers that sleep: in hundredths of a second, forward and backward
+
+UNIT_SECONDS = 0.002
+SLEEPS = [(1, 2), (4, 1), (1, 8), (2, 2), (1, 1), (8, 1), (1, 1), (1, 4)]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: int, backward: int) -> torch.Tensor:
+        ctx.backward_units = backward
+        time.sleep(forward * UNIT_SECONDS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_units * UNIT_SECONDS)
+        return gradient, None, None
+
+
+class Sleeping(nn.Linear):
+    def __init__(self, before: int, after: int, forward: int, backward: int) -> None:
+        super().__init__(before, after)
+        self.units = forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(super().forward(x), *self.units)
+
+
+def sleeping(sleeps: list[tuple[int, int]] = SLEEPS) -> list[LayerSpec]:
+    widths = [8, *[16] * (len(sleeps) - 1), 4]
+    return [LayerSpec(Sleeping, widths[i], widths[i + 1], *each) for i, each in enumerate(sleeps)]
+
+
+def the_chain_of_a_warm_up_is_the_profilers(_: Path) -> None:
+    """What layers keep is the same to the byte; what they take is what they sleep, and a little more."""
+    engine, _, _ = start(sleeping(), "madpipe", planned(cut(), warmup_steps=WARM_UP))
+    train(engine, batches(WARM_UP + 1))
+    profiled = profile_chain(
+        [spec.build() for spec in sleeping()], pipelines.micro_batch(0), loss_fn=pipelines.loss_fn, repeats=1,
+        group=engine.grid.get_pipe_parallel_group(), progress=False,
+    )  # fmt: skip
+    found = engine.chain
+    assert (found.input_bytes, found.micro_batch_size) == (profiled.input_bytes, profiled.micro_batch_size)
+    for layer, expected, units in zip(found.layers, profiled.layers, SLEEPS, strict=True):
+        for size in ("name", "weight_bytes", "output_bytes", "stash_bytes", "transient_bytes", "type"):
+            assert getattr(layer, size) == getattr(expected, size), (layer.name, size)
+        times = layer.forward_seconds, layer.backward_seconds
+        assert all(seconds >= unit * UNIT_SECONDS for seconds, unit in zip(times, units, strict=True)), layer
+    # None of a layer's time is taken for its neighbor's: what sleeps longest takes longest, by far.
+    forward, backward = ([times[i] for times in SLEEPS] for i in (0, 1))
+    for units, seconds in (
+        (forward, [layer.forward_seconds for layer in found.layers]),
+        (backward, [layer.backward_seconds for layer in found.layers]),
+    ):
+        longest = units.index(max(units))
+        shortest = [taken for unit, taken in zip(units, seconds, strict=True) if unit == 1]
+        assert seconds[longest] > 2 * sorted(shortest)[len(shortest) // 2]
+
+
+def layers_move_where_that_gains(_: Path) -> None:
+    """The trial cut balances weights; the first layers here take all the time."""
+    slow_first = [(6, 12), (6, 12), *[(1, 1)] * 6]
+    config = planned("contiguous", warmup_steps=2)
+    engine, _, _ = start(sleeping(slow_first), "madpipe", config)
+    trial = engine.module.parts
+    with heard() as sentences:
+        train(engine, batches(3))
+    assert engine.module.parts[1] < trial[1] and any("instead of" in each for each in sentences)
+
+
+def no_layer_moves_for_nothing(_: Path) -> None:
+    """As good a cut as any: the layers stay, and the run has a plan for where they are."""
+    alike = [(4, 4)] * 4 if dist.get_world_size() == 4 else [(4, 4)] * 2
+    engine, _, _ = start(sleeping(alike), "madpipe", planned("contiguous", warmup_steps=2))
+    trial, weights = engine.module.parts, list(engine.module.parameters())
+    with heard() as sentences:
+        train(engine, batches(3))
+    assert any("no layer moves" in each for each in sentences), sentences
+    assert engine.plan is not None and engine.module.parts == trial == engine.plan.boundaries
+    assert all(a is b for a, b in zip(weights, engine.module.parameters(), strict=True))
+
+
+def a_long_warm_up(_: Path) -> None:
+    """Only so many steps are timed; what was done for want of memory stays done."""
+    data = batches(4)
+    engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=4), optimizer=two_groups)
+    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
+    with patch.object(warm_up, "NUM_MEASURED_STEPS", 2), patch.object(warm_up, "checkpoint") as checkpoint:
+        checkpoint.side_effect = lambda function, inputs, **_: function(inputs)
+        num_recomputed = []
+        losses = []
+        for batch in data:
+            losses += train(engine, [batch])
+            num_recomputed.append(checkpoint.call_count)
+    same(losses, train_alone(hungry(0), data, two_groups))
+    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 2
+    per_step = num_recomputed[0]
+    assert per_step >= NUM_MICRO_BATCHES and num_recomputed == [per_step * number for number in (1, 2, 3, 4)]
+
+
+def layers_that_recompute_anyway(_: Path) -> None:
+    """DeepSpeed's activation checkpointing, whose backwards are timed without what they recompute."""
+    if not recomputes_on_a_cpu():
+        return
+    data = batches(WARM_UP + 1)
+    config = planned(cut(), warmup_steps=WARM_UP)
+    engine, _, _ = start(sleeping(), "madpipe", config, optimizer=two_groups, activation_checkpoint_interval=2)
+    same(train(engine, data), train_alone(sleeping(), data, two_groups))
+    for layer, units in zip(engine.chain.layers, SLEEPS, strict=True):
+        times = layer.forward_seconds, layer.backward_seconds
+        assert all(seconds >= unit * UNIT_SECONDS for seconds, unit in zip(times, units, strict=True)), layer
+    # It sleeps 8 units in its forward and 1 in its backward.
+    assert engine.chain.layers[5].backward_seconds < engine.chain.layers[5].forward_seconds
+
+
+def a_run_goes_on_with_its_warm_up(folder: Path) -> None:
+    """Saved within it, and after it."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(mlp(), data, two_groups)
+    config = planned(cut(), warmup_steps=WARM_UP)
+    for saved_after in (1, WARM_UP, WARM_UP + 1):
+        where = str(folder / str(saved_after))
+        engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+        losses = train(engine, data[:saved_after])
+        engine.save_checkpoint(where)
+        resumed, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+        resumed.load_checkpoint(where)
+        has_plan = saved_after > WARM_UP
+        assert (resumed.plan is not None) == has_plan and (resumed._warm_up is None) == has_plan
+        for number in range(saved_after, len(data)):
+            losses += train(resumed, data[number : number + 1])
+            assert (resumed.plan is not None) == (number >= WARM_UP)
+        same(losses, expected)
+        assert resumed.module.parts == cut()
+
+
+# Out of memory on one rank
+
+FAILURES: list[str] = []
+"""What the next tries of a step fail at, on the rank that has the layer."""
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if FAILURES and FAILURES[0].startswith("backward"):
+            fail()
+        return gradient
+
+
+def fail() -> None:
+    place, number = FAILURES[0].split()
+    if int(number) == 0:
+        FAILURES.pop(0)
+        raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
+    FAILURES[0] = f"{place} {int(number) - 1}"
+
+
+class Hungry(nn.Linear):
+    """Runs out of memory where ``FAILURES`` says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if FAILURES and FAILURES[0].startswith("forward") and torch.is_grad_enabled():
+            fail()
+        return _Fails.apply(super().forward(x))
+
+
+def hungry(place: int) -> list[Any]:
+    specs = mlp()
+    specs[place] = LayerSpec(Hungry, 8 if place == 0 else pipelines.WIDTH, pipelines.WIDTH if place < 7 else 4)
+    return specs
+
+
+def out_of_memory_in_a_warm_up(_: Path) -> None:
+    """In a forward and a backward, of a first and a later micro-batch, on the first and the last stage."""
+    words = ["recompute", "one micro-batch", "one by one"]
+    data = batches(WARM_UP + AFTER)
+    failing: list[tuple[int, int, list[str]]] = [
+        (0, 0, ["forward 0"]),
+        (0, 1, ["backward 1", "forward 2"]),
+        (7, 0, ["forward 1", "forward 0", "backward 2"]),
+        (7, 1, ["backward 0"]),
+    ]
+    if dist.get_world_size() == 4:  # ranks on both sides
+        failing = [(3, 1, ["forward 0", "backward 1", "forward 3"])]
+    for place, zero, failures in failing:
+        expected = train_alone(hungry(place), data, two_groups)
+        config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
+        engine, _, _ = start(hungry(place), "madpipe", config, optimizer=two_groups)
+        losses = train(engine, data[:1])
+        FAILURES[:] = failures if engine.module.stage_owner(place) == engine.stage_id else []
+        with heard() as sentences:
+            losses += train(engine, data[1:2])
+            # A plan is made at once where nothing else is left.
+            assert (engine.plan is not None) == (len(failures) == 3)
+            losses += train(engine, data[2:])
+        falls = [each for each in sentences if "ran out of memory" in each]
+        assert len(falls) == len(failures), sentences
+        assert all(word in each for word, each in zip(words, falls, strict=False)), falls
+        same(losses, expected)
+        assert engine.module.parts == cut() and not FAILURES
+        # A step that was given up has not been: layers count their forwards, and seeds go by them.
+        num_forwards = NUM_MICRO_BATCHES * len(data)
+        counts = [value for name, value in all_tensors(engine).items() if name.endswith("seen")]
+        assert counts and all(count == num_forwards for count in counts)
+        assert set(engine.module._num_forwards.values()) == {num_forwards}
+        leaves_nothing(engine, data[:1])
+
+
+def replicas_give_a_step_up_together(_: Path) -> None:
+    """One rank of one of two pipelines runs out of memory."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(hungry(7), data, two_groups)
+    config = {**planned([0, 2, 8], warmup_steps=WARM_UP), "zero_optimization": {"stage": 1}}
+    engine, _, _ = start(hungry(7), "madpipe", config, optimizer=two_groups, num_stages=2)
+    losses = train(engine, data[:1])
+    FAILURES[:] = ["forward 1", "backward 1"] if engine.grid.data_parallel_id == 1 else []
+    with heard() as sentences:
+        losses += train(engine, data[1:])
+    FAILURES.clear()
+    same(losses, expected)
+    assert sum("ran out of memory" in each for each in sentences) == 2
+    assert engine.module.parts == [0, 2, 8]
+
+
+def what_does_not_fit_is_measured_alone(_: Path) -> None:
+    """The weights alone are too many: no step is tried on the trial cut."""
+    data = batches(2)
+    config = planned(cut(), warmup_steps=WARM_UP, memory=9_000, weight_copies=0.01)
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+    assert engine._warm_up is not None
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("for its weights, gradients" in each and "one by one" in each for each in sentences), sentences
+    same(losses, train_alone(mlp(), data, two_groups))
+    assert engine.module.parts == cut()
+
+
+def a_run_does_not_end_for_want_of_a_plan(_: Path) -> None:
+    """The trial cut has run; what fits by the planner's count is nothing."""
+    data = batches(WARM_UP + AFTER)
+    config = planned("madpipe", warmup_steps=WARM_UP, memory=30_000, weight_copies=100)
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+    trial = engine.module.parts
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("no plan fits, and training goes on" in each for each in sentences), sentences
+    same(losses, train_alone(mlp(), data, two_groups))
+    assert engine.module.parts == trial and engine.plan is None
+    leaves_nothing(engine, data[:1])
+
+
+def where_deepspeeds_schedule_runs_there_is_no_warm_up(_: Path) -> None:
+    places = [
+        patch.object(each, "why_deepspeeds_schedule", lambda _: "of this test") for each in (modules, engines)
+    ]
+    with places[0], places[1], heard() as sentences:
+        engine, _, _ = start(mlp(), "madpipe", planned(cut(), warmup_steps=WARM_UP), optimizer=two_groups)
+        losses = train(engine, batches(1))
+    assert any("there is no warm-up" in each for each in sentences), sentences
+    assert not engine.runs_lists and engine.module.parts == cut() == engine.plan.boundaries
+    same(losses, train_alone(mlp(), batches(1), two_groups))
+
+
+def errors_of_other_kinds_stay_errors(_: Path) -> None:
+    """The end of the data in a warm-up, after which training goes on."""
+    data = batches(2)
+    engine, _, _ = start(mlp(), "madpipe", planned(cut(), warmup_steps=2))
+    losses = train(engine, data[:1])
+    with raised(StopIteration, "the data iterator ended"):
+        engine.train_batch(iter([]) if engine.is_first_stage() or engine.is_last_stage() else None)
+    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 1
+    assert losses + train(engine, data[1:]) == train(start(mlp(), engine.module.parts)[0], data)
+
+
+BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
+ONLY_TWO = [
+    evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
+    no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway, a_run_goes_on_with_its_warm_up,
+    what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
+    where_deepspeeds_schedule_runs_there_is_no_warm_up, errors_of_other_kinds_stay_errors,
+]  # fmt: skip
+ONLY_FOUR = [replicas_give_a_step_up_together]
