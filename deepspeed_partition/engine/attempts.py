@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.lowering import Compute, Instruction, Message
+from deepspeed_partition.engine.program import Compute, Instruction, Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 from deepspeed_partition.engine.transfers import Shapes
 from deepspeed_partition.engine.transplant import random_state

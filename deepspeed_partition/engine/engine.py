@@ -20,7 +20,6 @@ from deepspeed_partition.engine import checkpoints, saved_state
 from deepspeed_partition.engine.any_plan import program_of
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
-from deepspeed_partition.engine.lowering import Instruction, Program
 from deepspeed_partition.engine.module import (
     Cut,
     asks_for_plan,
@@ -31,6 +30,7 @@ from deepspeed_partition.engine.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
+from deepspeed_partition.engine.program import Instruction, Program
 from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
 from deepspeed_partition.engine.resuming import ResumingEngine
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages

@@ -21,8 +21,8 @@ from deepspeed_partition.engine.attempts import Attempt, StepGivenUp
 from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.environment import announce
-from deepspeed_partition.engine.lowering import Instruction, Program
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
+from deepspeed_partition.engine.program import Instruction, Program
 from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
