@@ -124,10 +124,6 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         check_count("num_stages", num_stages, least=1)
         check_count("num_micro_batches", num_micro_batches, least=1)
         check_count("warmup_epochs", warmup_epochs, least=0)
-        if warmup_epochs and warmup_steps:
-            raise ValueError(
-                f"warmup_epochs is {warmup_epochs} and warmup_steps is {warmup_steps}: give one of them"
-            )
         if stage not in (0, 1):
             raise ValueError(f"stage is {stage!r}: a pipeline works with ZeRO stage 0 or 1")
         super().__init__(
@@ -151,6 +147,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "save_timeline": None if save_timeline is None else str(save_timeline),
         }
         self.config = self._given_config = checked_config(self.config, options, stage)
+        num_steps = self.config["pipeline"]["madpipe"].get("warmup_steps")
+        if warmup_epochs and num_steps:
+            raise ValueError(f"warmup_epochs is {warmup_epochs} and warmup_steps is {num_steps}: give one of them")
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.warmup_epochs = warmup_epochs

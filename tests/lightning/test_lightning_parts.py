@@ -263,6 +263,11 @@ def test_given_options_win_over_the_configuration() -> None:
         ({"config": {"zero_optimization": 1}}, ["zero_optimization", "no object"]),
         ({"config": 3}, ["config is 3"]),
         ({"config": __file__}, [__file__, "cannot be read"]),
+        ({"warmup_epochs": 1, "warmup_steps": 20}, ["give one of them"]),
+        (
+            {"warmup_epochs": 2, "config": {"pipeline": {"madpipe": {"warmup_steps": 3}}}},
+            ["warmup_epochs is 2 and warmup_steps is 3"],
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], words: list[str]) -> None:
