@@ -35,7 +35,7 @@ class FirstFailure:
         except Exception as flaw:
             mine = f"{type(flaw).__name__}: {flaw}"
             first = _first(self._key, f"rank {dist.get_rank()} failed first: {mine}")
-            if first is None:
+            if first is None or first.endswith(f" failed first: {mine}"):  # the same on all ranks, as agreed upon
                 raise
             # As the cause of another error, contextlib would take a StopIteration for that error itself.
             cause = None if isinstance(flaw, StopIteration) else flaw
