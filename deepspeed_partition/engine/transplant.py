@@ -124,7 +124,7 @@ def move_layers(
     """
     held = held_modules(module)
     described = _descriptions(module, held, allocation)
-    built = _build_missing(module, described, allocation)
+    built = _build_missing(module, held, described, allocation)
     _let_go(module)
     _exchange(module, held, described, built, allocation, training_state)
     _rebuild(module, held, allocation)
@@ -147,9 +147,12 @@ def _descriptions(
 
 
 def _build_missing(
-    module: PipelineModule, described: dict[str, list[TensorInfo]], allocation: Allocation
+    module: PipelineModule,
+    held: dict[str, nn.Module],
+    described: dict[str, list[TensorInfo]],
+    allocation: Allocation,
 ) -> dict[str, nn.Module]:
-    """What this rank will be sent, built as its owner has it, but for the values. Collective."""
+    """What this rank will be sent, built as its owner has it, whose own tensors take no room yet. Collective."""
     grid, current = module.mpu(), allocation_of(module)
     rank = grid.get_stage_id()
     built: dict[str, nn.Module] = {}
@@ -160,6 +163,8 @@ def _build_missing(
             if rank in part.owners(allocation) and rank not in before:
                 sender = grid.stage_to_global(stage_id=before[0])
                 built[part.name] = _build(part, described[part.name], sender)
+                if built[part.name] is not part.spec:
+                    _empty(built[part.name], held)
     except Exception as error:  # of the user's layers; every rank must hear of it
         flaw = portable(error)
     for found in gather_objects(flaw, grid.get_pipe_parallel_group()):
@@ -211,7 +216,7 @@ def _exchange(
 
 
 def _empty(gone: nn.Module, held: dict[str, nn.Module]) -> None:
-    """Free the tensors of a part that left, but those that parts which are here have, too."""
+    """Free the tensors of a part that left, or comes, but those that parts which are here have, too."""
     shared = {id(tensor) for part in held.values() for tensor in _tensors(part).values()}
     for tensor in _tensors(gone).values():
         if id(tensor) not in shared:
@@ -231,7 +236,7 @@ def _describe(part: nn.Module) -> list[TensorInfo]:
 
 
 def _build(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
-    """A part as its owner has it, whose own tensors take no room until they come."""
+    """A part as its owner has it, but for the values."""
     built = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
     tensors = _tensors(built)
     if tensors.keys() != {info.name for info in description}:
@@ -240,9 +245,6 @@ def _build(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
             f"has {sorted(info.name for info in description)}; change layers in their specification, "
             "not after they are built"
         )
-    if built is not part.spec:
-        for tensor in tensors.values():
-            tensor.data = tensor.data.new_empty(0)
     return built
 
 
