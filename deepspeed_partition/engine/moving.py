@@ -15,7 +15,12 @@ from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGro
 from deepspeed_partition.engine.repairs import let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.stages import allocation_of
 from deepspeed_partition.engine.training_state import TrainingState
-from deepspeed_partition.engine.transplant import move_layers, preserved_random_state, trainable_parameters
+from deepspeed_partition.engine.transplant import (
+    build_arriving,
+    move_layers,
+    preserved_random_state,
+    trainable_parameters,
+)
 from deepspeed_partition.planner.allocation import Allocation
 
 OUTLIVES_A_MOVE = (
@@ -55,13 +60,15 @@ class MovingEngine(AnyPlanEngine):
 
         Raises:
             ValueError: a rank would be left without trainable parameters; nothing has moved.
-            RuntimeError: the optimizer's state cannot be told apart by parameters; nothing has moved.
+            RuntimeError: the optimizer's state cannot be told apart by parameters, or a layer is not what its
+                specification builds; nothing has moved, and training can go on.
         """
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
         optimizer, groups, scheduler = self.optimizer, self._groups, None
         training_state: TrainingState | None = None
         with preserved_random_state():
+            arriving = build_arriving(self.module, allocation)
             if groups is not None and self._every_group is not None:
                 num_groups = len(self._every_group.param_groups)
                 groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
@@ -71,7 +78,7 @@ class MovingEngine(AnyPlanEngine):
             self._release_parameters()
             if training_state is not None:
                 training_state.take_out()
-            move_layers(self.module, allocation, training_state)
+            move_layers(self.module, allocation, arriving, training_state)
             if groups is not None:
                 groups.assign(self.basic_optimizer, self.module)
             self._start_again(scheduler)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed.pipe
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
+from torch import nn
 
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
@@ -144,13 +145,17 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """What runs these layers of the active stage, now and again, with the same seeds."""
         functions = self.forward_funcs[first - self._local_start : last - self._local_start]
         seed = self.base_seed * (self.micro_offset + 1)
+        num_runs = 0
 
         def run(*tensors: Any) -> Any:
+            nonlocal num_runs
+            num_runs += 1
             passed = tensors[0] if len(tensors) == 1 else tensors
-            for self.curr_layer, function in enumerate(functions, first):
-                if self.seed_layers:
-                    (self.seed_fn or set_random_seed)(seed + self.curr_layer)
-                passed = function(passed)
+            with _unchanged_buffers(functions) if num_runs > 1 else nullcontext():
+                for self.curr_layer, function in enumerate(functions, first):
+                    if self.seed_layers:
+                        (self.seed_fn or set_random_seed)(seed + self.curr_layer)
+                    passed = function(passed)
             return passed
 
         return run
@@ -230,3 +235,22 @@ def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:
     if isinstance(source, Plan):
         return Allocation(tuple(Stage(layers=stage.layers, device=stage.device) for stage in source.stages))
     return source.allocation if isinstance(source, StagesModule) else Allocation.contiguous(source.parts)
+
+
+@contextmanager
+def _unchanged_buffers(functions: Sequence[Any]) -> Iterator[None]:
+    """Put the buffers of layers, such as running statistics, back: their first run has changed them already."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for function in functions
+        if isinstance(function, nn.Module)
+        for module in function.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer

@@ -110,23 +110,41 @@ def trainable_parameters(module: PipelineModule) -> list[int]:
     return [counts.get(layer, 0) for layer in range(len(module._layer_specs))]
 
 
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """The parts that are to come to this rank, built but for the values of their tensors."""
+
+    described: dict[str, list[TensorInfo]]
+    """Of all parts that somebody will be sent, as their owners have them."""
+    built: dict[str, nn.Module]
+
+
+def build_arriving(module: PipelineModule, allocation: Allocation) -> Arriving:
+    """Build what a move to ``allocation`` brings to this rank. Collective over each pipeline; moves nothing.
+
+    Raises:
+        RuntimeError: a layer is not what its specification builds; on all ranks.
+    """
+    held = held_modules(module)
+    described = _descriptions(module, held, allocation)
+    return Arriving(described, _build_missing(module, held, described, allocation))
+
+
 def move_layers(
-    module: PipelineModule, allocation: Allocation, training_state: TrainingState | None = None
+    module: PipelineModule,
+    allocation: Allocation,
+    arriving: Arriving,
+    training_state: TrainingState | None = None,
 ) -> None:
     """Re-cut ``module``: move the layers whose rank changes, with their weights, and rebuild it in place.
 
     Collective over each pipeline; a data-parallel replica moves its own copies. The module keeps its
     process groups, and layers that stay keep their modules and ``Parameter`` objects. What the optimizer keeps for
     their parameters, in ``training_state``, goes with them. A rank lets go of each layer when it has sent it.
-
-    Raises:
-        RuntimeError: a layer is not what its specification builds; on all ranks, and no layer has moved.
     """
     held = held_modules(module)
-    described = _descriptions(module, held, allocation)
-    built = _build_missing(module, held, described, allocation)
     _let_go(module)
-    _exchange(module, held, described, built, allocation, training_state)
+    _exchange(module, held, arriving, allocation, training_state)
     _rebuild(module, held, allocation)
 
 
@@ -176,8 +194,7 @@ def _build_missing(
 def _exchange(
     module: PipelineModule,
     held: dict[str, nn.Module],
-    described: dict[str, list[TensorInfo]],
-    built: dict[str, nn.Module],
+    arriving: Arriving,
     allocation: Allocation,
     training_state: TrainingState | None,
 ) -> None:
@@ -201,8 +218,8 @@ def _exchange(
                     training_state.send(part.name, grid.stage_to_global(stage_id=destination))
             elif rank == destination:
                 sender = grid.stage_to_global(stage_id=source)
-                held[part.name] = built[part.name]
-                _receive(built[part.name], described[part.name], sender)
+                held[part.name] = arriving.built[part.name]
+                _receive(held[part.name], arriving.described[part.name], sender)
                 if training_state is not None:
                     training_state.receive(part.name, source, sender)
         if leaves and part.name in held:

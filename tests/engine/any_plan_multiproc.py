@@ -311,6 +311,8 @@ def recomputed_layers(_: Path) -> None:
                 assert engine.runs_lists and all(
                     engine.module._num_forwards[stage] == 16 for stage in engine.module.own_stages
                 )
+                counts = [value for name, value in engine.module.named_buffers() if name.endswith("seen")]
+                assert all(count == 16 for count in counts), "as often as without recomputation"
 
 
 def recomputed_dropout(_: Path) -> None:

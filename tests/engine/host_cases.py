@@ -172,12 +172,16 @@ def a_refused_cut_changes_nothing(_: Path) -> None:
 
 
 def a_layer_that_was_changed_after_it_was_built(_: Path) -> None:
-    """Its receiver cannot build it, and every rank hears of it before a tensor is sent."""
-    engine, _, _ = start(mlp(), [0, 3, 8])
-    if engine.stage_id == 0:
-        engine.module._modules["2"].register_buffer("more", torch.zeros(1))
-    with raised(RuntimeError, "layer '2' cannot be moved", "builds ['linear.bias', 'linear.weight', 'seen']"):
-        engine.recut([0, 2, 8])
+    """Its receiver cannot build it; every rank hears of it before anything has changed, and training goes on."""
+    data = batches(2)
+    for zero in (0, 1):
+        engine, _, _ = start(mlp(), [0, 3, 8], {"zero_optimization": {"stage": zero}})
+        losses = train(engine, data[:1])
+        if engine.stage_id == 0:
+            engine.module._modules["2"].register_buffer("more", torch.zeros(1))
+        with raised(RuntimeError, "layer '2' cannot be moved", "builds ['linear.bias', 'linear.weight', 'seen']"):
+            engine.recut([0, 2, 8])
+        same([*losses, *train(engine, data[1:])], train_alone(mlp(), data, adam))
 
 
 def the_groups_of_an_old_map_are_ended(_: Path) -> None:
