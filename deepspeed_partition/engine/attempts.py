@@ -46,6 +46,8 @@ class Attempt:
         """By stage and micro-batch."""
         self._output_shapes: dict[int, Shapes] = {}
         module = engine.module
+        # A layer may change a buffer, or put another tensor in its place.
+        self._tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self._restore_random_state = random_state()
         self._num_forwards, self._micro_offset = dict(module._num_forwards), module.micro_offset
@@ -98,6 +100,9 @@ class Attempt:
         self._let_go()
         engine.zero_grad()
         engine.optimizer.zero_grad()
+        for table, buffers in self._tables:
+            table.clear()
+            table.update(buffers)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -146,7 +147,7 @@ class WarmUp:
         for place, function in enumerate(originals):
             timed = function if clock is None else clock.timed_layer(module._local_start + place, function)
             recomputes = self._fallback >= RECOMPUTE and can_recompute(function)
-            functions[place] = functools.partial(checkpoint, timed, use_reentrant=False) if recomputes else timed
+            functions[place] = recomputed(timed) if recomputes else timed
         if clock is not None:
             if loss_fn is not None:
                 module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
@@ -156,6 +157,21 @@ class WarmUp:
         finally:
             functions[:], module.loss_fn = originals, loss_fn
             engine.__dict__.pop("_exec_optimizer_step", None)
+
+
+def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``function``, run again in the backward; on a copy each time, for it may change its input in place."""
+
+    def run(inputs: Any) -> Any:
+        return function(_copied(inputs))
+
+    return functools.partial(checkpoint, run, use_reentrant=False)
+
+
+def _copied(inputs: Any) -> Any:
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(map(_copied, inputs))
+    return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
 
 
 def can_recompute(function: Callable[[Any], Any]) -> bool:

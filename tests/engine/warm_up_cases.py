@@ -337,8 +337,27 @@ class Hungry(nn.Linear):
         return _Fails.apply(super().forward(x))
 
 
+class Replacing(pipelines.Block):
+    """Its buffer is another tensor after each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.seen
+        outputs = super().forward(x)
+        self.seen = before.clone()
+        return outputs
+
+
+class InPlace(nn.Linear):
+    """Changes its input, as activations with ``inplace=True`` do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.5
+        return torch.tanh(super().forward(x.relu_()))
+
+
 def hungry(place: int) -> list[Any]:
     specs = mlp()
+    specs[4:6] = LayerSpec(Replacing, pipelines.WIDTH), LayerSpec(InPlace, pipelines.WIDTH, pipelines.WIDTH)
     specs[place] = LayerSpec(Hungry, 8 if place == 0 else pipelines.WIDTH, pipelines.WIDTH if place < 7 else 4)
     return specs
 
