@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.collectives import gather_objects, portable
+from deepspeed_partition.engine.first_failure import raised_by_all
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
 from lightning_madpipe.metrics import MetricValue
@@ -296,7 +297,7 @@ class BatchRunner:
         if step == "training_step":
             outcome = outcome._replace(error=self._error_anywhere(outcome.error))
         if outcome.error is not None:
-            raise outcome.error
+            raise raised_by_all(outcome.error)
         if outcome.should_stop:
             self._trainer.should_stop = True
         if self._trainer.is_global_zero:
