@@ -273,7 +273,11 @@ class BatchRunner:
 
     def _remember(self) -> None:
         """On the rank that runs whole steps, once that is known, what the module is before them."""
-        self._before = self.steps.leftovers() if self._pipeline.num_stages > 1 else None
+        engine, is_cut = self._engine, self._pipeline.num_stages > 1
+        undoable = engine.may_run_again
+        before = self.steps.leftovers(undoable=undoable) if is_cut or undoable else None
+        self._before = before if is_cut else None
+        engine.when_given_up = before.undo if before is not None and undoable else None
 
     def _share(self, window: Sequence[Sequence[MicroBatch]]) -> list[StepResult]:
         """The results of the window's batches; with them go to every rank of the pipeline all other traces.

@@ -65,6 +65,11 @@ class WarmUp:
         """Whether the trial cut could not be run to the end, whatever was tried."""
         return self._fallback >= MEASURE_ALONE
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a step runs that may be given up."""
+        return self._attempt is not None
+
     def train(self, step: Callable[[], T]) -> tuple[T] | None:
         """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
         if not self._checked_sizes and not self._is_over():
@@ -77,6 +82,8 @@ class WarmUp:
                     return (step(),)
             except StepGivenUp as reason:
                 self._attempt.undo()
+                if self._engine.when_given_up is not None:
+                    self._engine.when_given_up()
                 self._fall_back(str(reason))
             finally:
                 self._attempt.keep()
