@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_partition.engine import lowering
 from deepspeed_partition.engine.attempts import Attempt, StepGivenUp
 from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
@@ -112,9 +111,7 @@ class WarmUp:
             return None
         stages = range(self._engine.num_stages)
         orders = [one_f_one_b_order(stage, 1, num_micro_batches) for stage in stages]
-        program = lowering.with_transfers(orders, stages)
-        dry_run(program)
-        return program
+        return lowering.with_transfers(orders, stages)
 
     def _check_sizes(self) -> None:
         """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
