@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.collectives import gather_objects, portable
+from deepspeed_partition.engine.first_failure import raised_by_all
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
 from lightning_madpipe.metrics import MetricValue
@@ -272,7 +273,11 @@ class BatchRunner:
 
     def _remember(self) -> None:
         """On the rank that runs whole steps, once that is known, what the module is before them."""
-        self._before = self.steps.leftovers() if self._pipeline.num_stages > 1 else None
+        engine, is_cut = self._engine, self._pipeline.num_stages > 1
+        undoable = engine.may_run_again
+        before = self.steps.leftovers(undoable=undoable) if is_cut or undoable else None
+        self._before = before if is_cut else None
+        engine.when_given_up = before.undo if before is not None and undoable else None
 
     def _share(self, window: Sequence[Sequence[MicroBatch]]) -> list[StepResult]:
         """The results of the window's batches; with them go to every rank of the pipeline all other traces.
@@ -296,7 +301,7 @@ class BatchRunner:
         if step == "training_step":
             outcome = outcome._replace(error=self._error_anywhere(outcome.error))
         if outcome.error is not None:
-            raise outcome.error
+            raise raised_by_all(outcome.error)
         if outcome.should_stop:
             self._trainer.should_stop = True
         if self._trainer.is_global_zero:

@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deepspeed_partition.engine.attempts import OUT_OF_MEMORY
 from deepspeed_partition.engine.transplant import preserved_random_state
 from lightning_madpipe.batches import join_pieces, map_children, tensors_of
 from lightning_madpipe.leftovers import Leftovers
@@ -88,6 +89,7 @@ class UserSteps:
         error: The host's exception for a step that cannot run on a pipeline.
         ignored: Attributes of the module that its user does not set.
         is_cut: Whether other ranks have some of the layers.
+        may_run_again: Whether the engine may undo the batch that runs and run it again, for want of memory.
     """
 
     def __init__(
@@ -98,9 +100,11 @@ class UserSteps:
         error: type[Exception] = ValueError,
         ignored: Collection[str] = (),
         is_cut: bool = False,
+        may_run_again: Callable[[], bool] = lambda: False,
     ) -> None:
         self._module = module
         self._is_cut = is_cut
+        self._may_run_again = may_run_again
         self._attribute = attribute
         self._context = context
         self._error = error
@@ -171,10 +175,15 @@ class UserSteps:
         Returns:
             The loss times ``loss_scale``; zero where the step returns no loss, as validation may, and where it
             raises: the other ranks, which are in the middle of the batch, hear of its ``error`` at the end.
+
+        Raises:
+            OutOfMemoryError: in a batch that may run again.
         """
         try:
             return self._loss(outputs, micro_batch)
         except Exception as flaw:
+            if isinstance(flaw, OUT_OF_MEMORY) and self._may_run_again():
+                raise
             micro_batch.error = flaw
             tensors = outputs if isinstance(outputs, tuple) else (outputs,)
             floating = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
@@ -203,7 +212,8 @@ class UserSteps:
 
         ends = _graph_of(outputs)
         with self._metrics.watching(self._module):
-            returned = self._run(micro_batch, answer, log, micro_batch.calls.append, again=self.rehearsing)
+            again = self.rehearsing or self._may_run_again()
+            returned = self._run(micro_batch, answer, log, micro_batch.calls.append, again=again)
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned

@@ -424,7 +424,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._batches.begins = True
 
     def _start_runner(self, trainer: Any) -> None:
-        module = self._module
+        module, engine = self._module, self.deepspeed_engine
         steps = UserSteps(
             module,
             self.pipeline.called_attribute,
@@ -433,13 +433,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             # What a LightningModule has before its user gives it anything.
             ignored=vars(self._lightning("core.module").LightningModule()),
             is_cut=self.pipeline.num_stages > 1,
+            may_run_again=lambda: engine.may_run_again,
         )
         self.pipeline.loss_fn = steps.loss
         self._runner = BatchRunner(
             trainer=trainer,
             module=module,
             pipeline=self.pipeline,
-            engine=self.deepspeed_engine,
+            engine=engine,
             steps=steps,
             num_micro_batches=self._resolved_num_micro_batches(),
             base_seed=self._base_seed,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.first_failure import raised_by_all
 from deepspeed_partition.engine.program import Compute, Instruction, Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 from deepspeed_partition.engine.transfers import Shapes
@@ -24,6 +25,7 @@ from deepspeed_partition.engine.transplant import random_state
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
+OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 NOTHING: Boundary = ()
 """In the place of a tensor whose shape is not known."""
 
@@ -34,6 +36,10 @@ class StepGivenUp(Exception):
 
 class Attempt:
     """One try of a training step, on lists of instructions.
+
+    Lack of memory is caught where layers and the loss compute, forward or backward, and the allocator of PyTorch
+    or of Python says so. Where it shows elsewhere (in a buffer of a transfer, the reduction of gradients, the
+    optimizer's states) or as an error of cuBLAS or cuDNN, it ends the run like any other error.
 
     Args:
         engine: between two steps, whose data iterator is the one that the step will read.
@@ -46,6 +52,8 @@ class Attempt:
         """By stage and micro-batch."""
         self._output_shapes: dict[int, Shapes] = {}
         module = engine.module
+        # A layer may change a buffer, or put another tensor in its place.
+        self._tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self._restore_random_state = random_state()
         self._num_forwards, self._micro_offset = dict(module._num_forwards), module.micro_offset
@@ -63,7 +71,7 @@ class Attempt:
         if self._flaw is None:
             try:
                 run(instruction)
-            except (torch.cuda.OutOfMemoryError, MemoryError) as flaw:
+            except OUT_OF_MEMORY as flaw:
                 # Not the error itself, which refers to what the step holds.
                 self._flaw = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
             else:
@@ -85,7 +93,7 @@ class Attempt:
             dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=grid.get_data_parallel_group())
             holds = bool(vote)
         if not holds:
-            raise StepGivenUp(next(flaw for flaw in gather_objects(self._flaw) if flaw))
+            raise raised_by_all(StepGivenUp(next(flaw for flaw in gather_objects(self._flaw) if flaw)))
 
     def keep(self) -> None:
         """The step is done, or has ended with another error."""
@@ -98,6 +106,9 @@ class Attempt:
         self._let_go()
         engine.zero_grad()
         engine.optimizer.zero_grad()
+        for table, buffers in self._tables:
+            table.clear()
+            table.update(buffers)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

@@ -66,6 +66,8 @@ class MadPipeEngine(ResumingEngine):
     """The measurements that this run planned with."""
     before_optimizer_step: Callable[[], object] | None = None
     """Called on every rank once per step, with the gradients, right before they are clipped and applied."""
+    when_given_up: Callable[[], object] | None = None
+    """Called where a rank ran out of memory in a step of the warm-up, which runs again as if it had not begun."""
     around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered on every rank while the layers and the loss function run to be measured."""
     options: Options
@@ -152,6 +154,11 @@ class MadPipeEngine(ResumingEngine):
             f"the layers are cut at {self.module.parts} for a warm-up of {length}, in which they are measured; "
             "then the plan is made"
         )
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether a step runs that is given up, and run again, if a rank runs out of memory in it."""
+        return self._warm_up is not None and self._warm_up.is_trying
 
     def _own_cut(self) -> None:
         """Let a module that DeepSpeed cut hold stages, where lists can run."""

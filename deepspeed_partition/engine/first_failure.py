@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+T = TypeVar("T", bound=Exception)
+
+_BY_ALL = "madpipe_raised_by_all"
 _batches = itertools.count()
 """Of this process: all ranks of a pipeline have the same number."""
 
@@ -33,6 +37,8 @@ class FirstFailure:
         try:
             yield
         except Exception as flaw:
+            if vars(flaw).get(_BY_ALL):
+                raise
             mine = f"{type(flaw).__name__}: {flaw}"
             first = _first(self._key, f"rank {dist.get_rank()} failed first: {mine}")
             if first is None or first.endswith(f" failed first: {mine}"):  # the same on all ranks, as agreed upon
@@ -40,6 +46,12 @@ class FirstFailure:
             # As the cause of another error, contextlib would take a StopIteration for that error itself.
             cause = None if isinstance(flaw, StopIteration) else flaw
             raise RuntimeError(f"{first} (here: {mine})") from cause
+
+
+def raised_by_all(error: T) -> T:
+    """``error``, marked as one that all ranks have agreed to raise, each perhaps in its own words."""
+    vars(error)[_BY_ALL] = True  # whatever its class makes of setting attributes
+    return error
 
 
 def _first(key: str, mine: str) -> str | None:

@@ -10,7 +10,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.any_plan import AnyPlanEngine
-from deepspeed_partition.engine.module import check_every_rank_trains
+from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.environment import planning_is_off
+from deepspeed_partition.engine.module import asks_for_plan, check_every_rank_trains
 from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.repairs import let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.stages import allocation_of
@@ -60,8 +62,9 @@ class MovingEngine(AnyPlanEngine):
 
         Raises:
             ValueError: a rank would be left without trainable parameters; nothing has moved.
-            RuntimeError: the optimizer's state cannot be told apart by parameters, or a layer is not what its
-                specification builds; nothing has moved, and training can go on.
+            RuntimeError: the optimizer's state cannot be told apart by parameters, the schedule of learning rates
+                cannot go on, or a layer is not what its specification builds; nothing has moved, and training can
+                go on.
         """
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
@@ -70,11 +73,11 @@ class MovingEngine(AnyPlanEngine):
         with preserved_random_state():
             arriving = build_arriving(self.module, allocation)
             if groups is not None and self._every_group is not None:
-                num_groups = len(self._every_group.param_groups)
+                num_scheduled = self._num_scheduled(self._every_group)
                 groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
                 self._every_group.follow(groups.groups)
                 training_state = TrainingState(optimizer, self.module, groups.place_of())
-                scheduler = self._scheduler_to_keep(num_groups)
+                scheduler = self._scheduler_to_keep(num_scheduled)
             self._release_parameters()
             if training_state is not None:
                 training_state.take_out()
@@ -105,17 +108,32 @@ class MovingEngine(AnyPlanEngine):
             # A view of a flat buffer keeps all of it alive.
             parameter.data = parameter.data.clone()
 
-    def _scheduler_to_keep(self, num_groups_before: int) -> Any:
-        """The scheduler that goes on; None where DeepSpeed must make one anew, as before the first step.
+    def _num_scheduled(self, every_group: EveryGroup) -> int:
+        """How many groups the scheduler knows: where DeepSpeed cut the module, those in use on this rank alone."""
+        knows_all = getattr(self.lr_scheduler, "optimizer", None) is every_group
+        return len((every_group if knows_all else self.basic_optimizer).param_groups)
 
-        A scheduler that DeepSpeed made before this engine owned the cut knows the groups of its rank alone.
+    def _scheduler_to_keep(self, num_scheduled: int) -> Any:
+        """The scheduler that goes on; None where DeepSpeed must make one anew, before the first step. Collective.
+
+        Raises:
+            RuntimeError: it has counted steps already, and does not know every group on each rank.
         """
         assert self._groups is not None
-        groups, wrapped = self._groups.groups, self.optimizer is not self.basic_optimizer
-        knows_all = not wrapped or getattr(self.lr_scheduler, "optimizer", None) is self._every_group
-        made_by_user = self.lr_scheduler is self.client_lr_scheduler
-        if made_by_user or (knows_all and len(groups) == num_groups_before):
-            return self.lr_scheduler
+        groups, scheduler = self._groups.groups, self.lr_scheduler
+        if scheduler is self.client_lr_scheduler:
+            return scheduler
+        knows_all = num_scheduled == len(groups)
+        if self.global_steps and not all(gather_objects(knows_all)):
+            raise RuntimeError(
+                f"the {type(scheduler).__name__} was made for a module that DeepSpeed cut, where each rank has "
+                "only the groups of its own parameters, and some rank lacks one of them: it cannot go on when "
+                "layers move. Set pipeline.partition_method to the cut, or to 'madpipe', in the configuration, or "
+                "call recut before the first step"
+            )
+        if knows_all:
+            self.show_every_group(scheduler)
+            return scheduler
         for group in groups:  # schedulers multiply the rate that they find
             group["lr"] = group.get("initial_lr", group["lr"])
         return None
@@ -156,6 +174,13 @@ class MovingEngine(AnyPlanEngine):
         super().compile(*args, **kwargs)
         self._compile_arguments = (args, kwargs)
 
+    @property
+    def _is_to_own_cut(self) -> bool:
+        """Whether the cut is this engine's, or the configuration makes it so when ``__init__`` is through."""
+        method = self._config.pipeline.get("partition_method")
+        asked = isinstance(method, list | tuple) or (asks_for_plan(method) and not planning_is_off())
+        return self.owns_cut or asked
+
     def _configure_basic_optimizer(self, model_parameters):
         if (self.owns_cut or self._config.pipeline.get("partition_method")) and not self.zero_use_cpu_optimizer():
             prefer_torch_adam(self._config)
@@ -182,10 +207,10 @@ class MovingEngine(AnyPlanEngine):
             return
         if self._every_group is None:
             self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
-            if self.owns_cut and self._makes_scheduler():
+            if self._is_to_own_cut and self._makes_scheduler():
                 # It is made for the groups of all stages, so that it can go on when layers move.
                 self._groups.gather(self._every_group, self.mpu.get_pipe_parallel_group())
-        if self.owns_cut and self.optimizer is self.basic_optimizer:
+        if self._is_to_own_cut and self.optimizer is self.basic_optimizer:
             # DeepSpeed drops groups without parameters, which only its wrapping optimizers cannot have. With
             # them, schedulers see the same groups on every rank.
             self.basic_optimizer.param_groups[:] = self._groups.groups
@@ -199,7 +224,7 @@ class MovingEngine(AnyPlanEngine):
 
     def _configure_lr_scheduler(self):
         optimizer, basic_optimizer = self.optimizer, self.basic_optimizer
-        if self.owns_cut and self._every_group is not None and optimizer is not basic_optimizer:
+        if self._is_to_own_cut and self._every_group is not None and optimizer is not basic_optimizer:
             self.optimizer = self.basic_optimizer = self._every_group
         try:
             super()._configure_lr_scheduler()
@@ -207,7 +232,7 @@ class MovingEngine(AnyPlanEngine):
             self.optimizer, self.basic_optimizer = optimizer, basic_optimizer
         dropped = self._groups is not None and len(self._groups.groups) > len(self.basic_optimizer.param_groups)
         # One that DeepSpeed made of a callable, and that a re-cut passes on, knows the groups in use alone.
-        if self.owns_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
+        if self._is_to_own_cut and dropped and isinstance(self._users_scheduler, LRScheduler):
             self.show_every_group(self._users_scheduler)
 
     def show_every_group(self, scheduler: Any) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_partition.engine import lowering
 from deepspeed_partition.engine.attempts import Attempt, StepGivenUp
 from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
@@ -64,6 +64,11 @@ class WarmUp:
         """Whether the trial cut could not be run to the end, whatever was tried."""
         return self._fallback >= MEASURE_ALONE
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a step runs that may be given up."""
+        return self._attempt is not None
+
     def train(self, step: Callable[[], T]) -> tuple[T] | None:
         """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
         if not self._checked_sizes and not self._is_over():
@@ -76,6 +81,8 @@ class WarmUp:
                     return (step(),)
             except StepGivenUp as reason:
                 self._attempt.undo()
+                if self._engine.when_given_up is not None:
+                    self._engine.when_given_up()
                 self._fall_back(str(reason))
             finally:
                 self._attempt.keep()
@@ -104,9 +111,7 @@ class WarmUp:
             return None
         stages = range(self._engine.num_stages)
         orders = [one_f_one_b_order(stage, 1, num_micro_batches) for stage in stages]
-        program = lowering.with_transfers(orders, stages)
-        dry_run(program)
-        return program
+        return lowering.with_transfers(orders, stages)
 
     def _check_sizes(self) -> None:
         """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
@@ -146,7 +151,7 @@ class WarmUp:
         for place, function in enumerate(originals):
             timed = function if clock is None else clock.timed_layer(module._local_start + place, function)
             recomputes = self._fallback >= RECOMPUTE and can_recompute(function)
-            functions[place] = functools.partial(checkpoint, timed, use_reentrant=False) if recomputes else timed
+            functions[place] = recomputed(timed) if recomputes else timed
         if clock is not None:
             if loss_fn is not None:
                 module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
@@ -156,6 +161,21 @@ class WarmUp:
         finally:
             functions[:], module.loss_fn = originals, loss_fn
             engine.__dict__.pop("_exec_optimizer_step", None)
+
+
+def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``function``, run again in the backward; on a copy each time, for it may change its input in place."""
+
+    def run(inputs: Any) -> Any:
+        return function(_copied(inputs))
+
+    return functools.partial(checkpoint, run, use_reentrant=False)
+
+
+def _copied(inputs: Any) -> Any:
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(map(_copied, inputs))
+    return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
 
 
 def can_recompute(function: Callable[[Any], Any]) -> bool:

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from deepspeed_partition.engine import first_failure
-from deepspeed_partition.engine.first_failure import FirstFailure
+from deepspeed_partition.engine.first_failure import FirstFailure, raised_by_all
 
 
 class Gone:
@@ -43,6 +43,16 @@ def test_what_all_ranks_agreed_upon_stays_as_it_is():
     for rank in (1, 0):
         with pytest.raises(ValueError, match=r"^the metric is not a number$"):
             fail(failure, rank, ValueError("the metric is not a number"), store)
+
+
+def test_errors_marked_as_agreed_upon_keep_their_type_and_text():
+    """Such as one that cannot be pickled, and another pipeline's."""
+    store, failure = dist.HashStore(), FirstFailure(0)
+    for rank, error in ((1, ValueError("gone")), (0, RuntimeError("ValueError: gone"))):
+        with pytest.raises(type(error), match=rf"^{error}$"):
+            fail(failure, rank, raised_by_all(error), store)
+    with pytest.raises(OSError, match=r"^closed$"):  # the first that is of one rank alone
+        fail(failure, 0, OSError("closed"), store)
 
 
 def test_where_nobody_can_be_asked():

@@ -93,6 +93,64 @@ def a_warm_up_and_a_move_equal_one_process(folder: Path) -> None:
             leaves_nothing(engine, data[:1])
 
 
+def schedules_go_on_after_a_warm_up(_: Path) -> None:
+    """On a module that DeepSpeed cut: the configuration alone asks for the warm-up, or layers move without one."""
+    data = batches(WARM_UP + AFTER)
+    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 5, "warmup_type": "linear"}
+    ratios = {"warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"}
+    for zero, scheduler in (
+        (1, {"type": "WarmupLR", "params": rates}),
+        (1, {"type": "WarmupCosineLR", "params": ratios}),
+        (0, {"type": "WarmupLR", "params": rates}),
+    ):
+        # DeepSpeed's own clipping counts the first stage alone without ZeRO.
+        base: dict[str, Any] = {
+            "zero_optimization": {"stage": zero}, "scheduler": scheduler, "gradient_clipping": 0.0,
+        }  # fmt: skip
+        fixed, _, _ = start(mlp(), cut(), base)
+        expected = train(fixed, data)
+        config = {**base, **planned(cut(), warmup_steps=WARM_UP)}
+        config["pipeline"]["partition_method"] = "madpipe"
+        engine, _, made = start(mlp(), "parameters", config)
+        assert engine.module.parts != cut()
+        same(train(engine, data), expected)
+        assert engine.module.parts == cut() and engine.lr_scheduler is made and engine.get_lr() == fixed.get_lr()
+        engine, _, made = start(mlp(), "parameters", base)
+        losses = train(engine, data[:WARM_UP])
+        engine.recut(cut())
+        same(losses + train(engine, data[WARM_UP:]), expected)
+        assert engine.lr_scheduler is made and engine.get_lr() == fixed.get_lr()
+
+
+def _last_layer_apart(model: nn.Module) -> torch.optim.Optimizer:
+    last = [weight for name, weight in model.named_parameters() if name.startswith("7.")]
+    others = [weight for name, weight in model.named_parameters() if not name.startswith("7.")]
+    return torch.optim.AdamW([{"params": last, "lr": 2e-2}, {"params": others, "lr": 1e-2}])
+
+
+def schedules_of_groups_that_a_rank_lacks(_: Path) -> None:
+    """DeepSpeed drops such a group; its scheduler can go on where it knows that the layers will move."""
+    data = batches(WARM_UP + AFTER)
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": [2e-2, 1e-2], "warmup_num_steps": 5, "warmup_type": "linear"}
+    base = {"zero_optimization": {"stage": 1}}
+    expected = train(
+        start(mlp(), cut(), {**base, "scheduler": {"type": "WarmupLR", "params": params}},
+              optimizer=_last_layer_apart)[0], data,
+    )  # fmt: skip
+    config = {**base, **planned(cut(), warmup_steps=WARM_UP), "scheduler": {"type": "WarmupLR", "params": params}}
+    config["pipeline"]["partition_method"] = "madpipe"
+    engine, _, _ = start(mlp(), "parameters", config, optimizer=_last_layer_apart)
+    same(train(engine, data), expected)
+    params = {"warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"}
+    by_deepspeed = {**base, "scheduler": {"type": "WarmupCosineLR", "params": params}}
+    engine, _, _ = start(mlp(), "parameters", by_deepspeed, optimizer=_last_layer_apart)
+    train(engine, data[:1])
+    before = engine.module.parts
+    with raised(RuntimeError, "WarmupCosineLR", "partition_method"):
+        engine.recut(cut())
+    assert engine.module.parts == before
+
+
 def evaluation_in_a_warm_up(_: Path) -> None:
     """It is not measured, and changes nothing."""
     data = batches(WARM_UP)
@@ -279,8 +337,27 @@ class Hungry(nn.Linear):
         return _Fails.apply(super().forward(x))
 
 
+class Replacing(pipelines.Block):
+    """Its buffer is another tensor after each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.seen
+        outputs = super().forward(x)
+        self.seen = before.clone()
+        return outputs
+
+
+class InPlace(nn.Linear):
+    """Changes its input, as activations with ``inplace=True`` do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.5
+        return torch.tanh(super().forward(x.relu_()))
+
+
 def hungry(place: int) -> list[Any]:
     specs = mlp()
+    specs[4:6] = LayerSpec(Replacing, pipelines.WIDTH), LayerSpec(InPlace, pipelines.WIDTH, pipelines.WIDTH)
     specs[place] = LayerSpec(Hungry, 8 if place == 0 else pipelines.WIDTH, pipelines.WIDTH if place < 7 else 4)
     return specs
 
@@ -392,6 +469,7 @@ ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
     no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway, a_run_goes_on_with_its_warm_up,
     what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
-    where_deepspeeds_schedule_runs_there_is_no_warm_up, errors_of_other_kinds_stay_errors,
+    where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
+    schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
 ONLY_FOUR = [replicas_give_a_step_up_together]

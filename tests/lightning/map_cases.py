@@ -9,7 +9,10 @@ from typing import Any
 
 import lightning_cases as cases
 import torch
+from loop_cases import named_samples
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -86,13 +89,59 @@ def warmed_up(host: cases.Host) -> dict[str, Any]:
     return {"records": records}
 
 
+class RunsOut(cases.Classifier):
+    """Takes its batch apart and counts what it sees; its loss runs out of memory where ``FAILURES`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[int] = []
+        self.num_samples = 0
+        self.mean = MeanMetric()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        y, x = batch.pop("y"), batch.pop("x").mul_(0.5)
+        logits = self(x)
+        loss = F.cross_entropy(logits.mul_(0.5), y)
+        self.num_samples += len(y)
+        self.labels += y.tolist()
+        self.mean.update(loss.detach(), len(y))
+        self.steps = self.steps + len(y)
+        if FAILURES:
+            FAILURES[0] -= 1
+            if FAILURES[0] < 0:
+                FAILURES.pop(0)
+                raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
+        self.log("loss", loss, batch_size=len(y))
+        return loss
+
+
+FAILURES: list[int] = []
+"""How many losses go well before each that runs out of memory."""
+
+
+def given_up(host: cases.Host) -> dict[str, Any]:
+    """Twice in the warm-up a step runs again, and its traces on the module are those of one run."""
+    FAILURES[:] = [6, 2] if host.pipelined else []
+    data = torch.utils.data.DataLoader(cases.samples(54), batch_size=16, collate_fn=named_samples)
+    modules: list[RunsOut] = []
+    strategy = {"algorithm": [0, 2, 8], "warmup_epochs": 1}
+    record = cases.fit(host, lambda: modules.append(RunsOut()) or modules[0], data, strategy=strategy)
+    assert len(FAILURES) in (0, 2), "the last stage alone runs whole steps, and failed as often as it should"
+    FAILURES.clear()
+    [module] = modules
+    rows = [[module.num_samples, float(module.steps), float(module.mean.compute())]]
+    return {"record": record, "labels": module.labels, "rows": rows}
+
+
 def warmed_up_and_resumed(host: cases.Host) -> dict[str, Any]:
     """From a checkpoint of the warm-up: the plan is made when it is over."""
     return {"records": [cases.resumed(host, strategy={"algorithm": "uniform", "warmup_epochs": 1})]}
 
 
 SAME_AS_SINGLE: list[Callable[[cases.Host], dict[str, Any]]] = [
-    several_stages, several_stages_in_all_forms, several_stages_resumed, warmed_up, warmed_up_and_resumed,
+    several_stages, several_stages_in_all_forms, several_stages_resumed, warmed_up, given_up,
+    warmed_up_and_resumed,
 ]  # fmt: skip
 
 

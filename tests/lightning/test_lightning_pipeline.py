@@ -126,6 +126,10 @@ def test_a_warm_up_and_a_move_train_like_one_process(two: Records) -> None:
         assert_same(found, expected)
 
 
+def test_a_step_that_ran_out_of_memory_and_runs_again_leaves_the_traces_of_one(two: Records) -> None:
+    assert_same(two.of("given_up"), two.reference["given_up"])
+
+
 def test_a_run_resumed_from_its_warm_up_is_the_uninterrupted_one(two: Records) -> None:
     [record], [reference] = (
         two.of("warmed_up_and_resumed")["records"],
