@@ -5,27 +5,22 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from deepspeed_partition.engine import checkpoints, folders, saved_state
 from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.moving import MovingEngine
 from deepspeed_partition.engine.saved_state import SavedState
-from deepspeed_partition.engine.stages import StagesModule
+from deepspeed_partition.engine.stages import StagesModule, allocation_of
+from deepspeed_partition.engine.ties import load_ties, save_ties
 from deepspeed_partition.engine.training_state import ParameterState, lay_states
-from deepspeed_partition.engine.transplant import held_modules, parts_of
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.plan import Plan
 
 OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
 """The files that a checkpoint consists of. A script may keep others in its folder."""
-TIED_FILE = "madpipe-tied-{number}.pt"
 OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
@@ -73,7 +68,7 @@ class ResumingEngine(MovingEngine):
                 saved_state.write_layout(written, layout, self.module.micro_offset)
 
         from_rank_0(write_own)
-        self._save_ties(written)
+        save_ties(written, self.module)
         options["tag"] = str(written.relative_to(save_dir))
         save_latest, options["save_latest"] = options["save_latest"], options["save_latest"] and in_place
         saved = super().save_checkpoint(*bound.args, **bound.kwargs)
@@ -88,17 +83,6 @@ class ResumingEngine(MovingEngine):
         from_rank_0(change)
         if self.use_node_local_storage() and self.local_rank == 0 and self.global_rank != 0:
             change()
-
-    def _save_ties(self, folder: Path) -> None:
-        """DeepSpeed saves a tied module with a layer that runs it as it is; functions run these always."""
-        held = held_modules(self.module)
-        for name, file in _unsaved_ties(self.module):
-            if name in held and self.grid.get_data_parallel_rank() == 0 and self._is_first_owner(name):
-                torch.save(held[name].state_dict(), folder / file)
-
-    def _is_first_owner(self, name: str) -> bool:
-        part = next(part for part in parts_of(self.module) if part.name == name)
-        return self.module.stage_owner(part.layers[0]) == self.grid.get_stage_id()
 
     # Loading
 
@@ -124,7 +108,9 @@ class ResumingEngine(MovingEngine):
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
         loaded, client_state = super().load_checkpoint(*bound.args, **bound.kwargs)
-        self._load_ties(folder)
+        cut = from_rank_0(lambda: checkpoints.read_cut(folder))
+        same_cut = cut is not None and cut.allocation == allocation_of(self.module)
+        load_ties(folder, self.module, same_cut=same_cut, strict=options["load_module_strict"])
         if (states is not None or options["load_module_only"]) and hasattr(self.optimizer, "refresh_fp32_params"):
             self.optimizer.refresh_fp32_params()
         if states is not None:
@@ -184,22 +170,6 @@ class ResumingEngine(MovingEngine):
             elif hasattr(optimizer, "loss_scale_config"):
                 known = {key: wrapper[key] for key in OF_THE_LOSS_SCALE if key in wrapper}
                 vars(optimizer.loss_scale_config).update(known)
-
-    def _load_ties(self, folder: Path) -> None:
-        held = held_modules(self.module)
-        for name, file in _unsaved_ties(self.module):
-            if name in held and (folder / file).exists():
-                held[name].load_state_dict(torch.load(folder / file, map_location="cpu", weights_only=False))
-
-
-def _unsaved_ties(module: PipelineModule) -> Iterator[tuple[str, str]]:
-    """The tied modules that functions run wherever they stand, with the file of each."""
-    specs: dict[str, list[Any]] = {}
-    for spec in module._layer_specs:
-        if isinstance(spec, TiedLayerSpec):
-            specs.setdefault(spec.key, []).append(spec)
-    always = [key for key, tied in specs.items() if all(spec.forward_fn is not None for spec in tied)]
-    return ((f"tied_modules.{key}", TIED_FILE.format(number=number)) for number, key in enumerate(always))
 
 
 def _take_place(path: Path) -> None:

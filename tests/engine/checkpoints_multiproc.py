@@ -84,13 +84,21 @@ class Kind(NamedTuple):
 
 
 def tied_by_functions() -> list[Any]:
-    """The weight is used three times, always by a function: DeepSpeed saves it nowhere but with the optimizer."""
+    """One weight is used by functions alone: DeepSpeed saves it nowhere but with the optimizer. Another one is used
+    by a function first, whose rank DeepSpeed loads nothing on.
+    """
     first, middle, last = (
         TiedLayerSpec("embed", pipelines.Embedding, pipelines.WORDS, 16, forward_fn=use)
         for use in (embedded, turned, pipelines.head)
     )
-    return [first, *(LayerSpec(pipelines.Block, 16) for _ in range(3)), middle, LayerSpec(pipelines.Block, 16),
+    by_function = TiedLayerSpec("turn", nn.Linear, 16, 16, bias=False, forward_fn=run)
+    as_it_is = TiedLayerSpec("turn", nn.Linear, 16, 16, bias=False)
+    return [first, by_function, LayerSpec(pipelines.Block, 16), LayerSpec(pipelines.Block, 16), middle, as_it_is,
             LayerSpec(pipelines.Block, 16), last]  # fmt: skip
+
+
+def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
 
 
 def embedded(embedding: pipelines.Embedding, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,6 +120,7 @@ KINDS = {
     "bf16, ZeRO 0": Kind(mlp, "AdamW", 0, "bf16"),
     "bf16, ZeRO 1": Kind(mlp, "AdamW", 1, "bf16"),
     "fp16, ZeRO 1": Kind(mlp, "AdamW", 1, "fp16"),
+    "tied, ZeRO 0": Kind(tied_by_functions, "SGD", 0, tokens=True),
     "tied, ZeRO 1": Kind(tied_by_functions, "AdamW", 1, tokens=True),
     "noisy, ZeRO 1": Kind(noisy, "AdamW", 1, layouts=ALONE),
     "noisy, ZeRO 0": Kind(noisy, "SGD", 0, layouts=ALONE),
@@ -240,6 +249,37 @@ def plans_for_the_ranks_that_are_left(folder: Path) -> None:
         assert engine.plan is not None and engine.module.parts == ([0, 6, 8] if plan is None else plan.boundaries)
 
 
+class Shifted(nn.Linear):
+    """A bias and a running mean, which DeepSpeed does not tie."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
+        return super().forward(x) + self.mean
+
+
+def what_copies_of_tied_modules_do_not_share(folder: Path) -> None:
+    """Each copy is again what it was, whether functions run it at the first layer, at the last one or at both."""
+    ways = [(run, None), (None, run), (run, run)]
+    firsts, lasts = ([TiedLayerSpec(f"tie {number}", Shifted, forward_fn=way[end]) for number, way in enumerate(ways)]
+                     for end in (0, 1))  # fmt: skip
+    specs = [*firsts, LayerSpec(nn.Linear, 8, 8), *lasts, LayerSpec(nn.Linear, 8, 4)]
+    data = batches(4)
+    for zero in (0, 1):
+        config = {"zero_optimization": {"stage": zero}}
+        engine, _, _ = start(specs, [0, 4, 8], config)
+        train(engine, data[:2])
+        engine.save_checkpoint(str(folder / f"ties {zero}"))
+        losses = train(engine, data[2:])
+        again, _, _ = start(specs, [0, 4, 8], config)
+        train(again, data[2:])
+        again.load_checkpoint(str(folder / f"ties {zero}"))
+        assert train(again, data[2:]) == losses
+
+
 def what_cannot_be_loaded(folder: Path) -> None:
     """Told before a weight changes."""
     kind = KINDS["AdamW, ZeRO 1"]
@@ -317,7 +357,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
         bf16_without_zero_as_deepspeed_loads_it,
     ],
-    2: [plans_for_the_ranks_that_are_left],
+    2: [plans_for_the_ranks_that_are_left, what_copies_of_tied_modules_do_not_share],
 }  # fmt: skip
 
 
