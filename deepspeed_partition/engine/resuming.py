@@ -21,6 +21,8 @@ from deepspeed_partition.planner.plan import Plan
 
 OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
 """The files that a checkpoint consists of. A script may keep others in its folder."""
+OF_OPTIMIZERS = ("*zero_pp_rank_*",)
+"""Those of them that DeepSpeed does not read where only weights are loaded."""
 OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
@@ -97,7 +99,8 @@ class ResumingEngine(MovingEngine):
         bound.apply_defaults()
         options = bound.arguments
         readable = self.owns_cut and not self.load_universal_checkpoint()
-        folder = self._folder_to_load(load_dir, tag) if readable else None
+        whole = options["load_optimizer_states"] and not options["load_module_only"]
+        folder = self._folder_to_load(load_dir, tag, whole=whole) if readable else None
         layout = None if folder is None else from_rank_0(lambda: saved_state.read_layout(folder))
         if folder is None or layout is None:
             return super().load_checkpoint(*bound.args, **bound.kwargs)
@@ -120,13 +123,21 @@ class ResumingEngine(MovingEngine):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded, client_state
 
-    def _folder_to_load(self, load_dir: str, tag: str | None) -> Path | None:
-        """That of the checkpoint, with its name again if a run ended while it was replaced. Collective."""
+    def _folder_to_load(self, load_dir: str, tag: str | None, *, whole: bool) -> Path | None:
+        """That of the checkpoint, with its name again if a run ended while it was replaced. Collective.
+
+        Args:
+            whole: Whether the files of optimizers will be read.
+
+        Raises:
+            PlanFormatError: a file that will be is missing or damaged; on every rank.
+        """
 
         def find() -> Path | None:
             folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
             if folder is not None:
                 folders.restore(folder)
+                folders.check_files(folder, but=() if whole else OF_OPTIMIZERS)
             return folder
 
         return from_rank_0(find)
@@ -175,6 +186,7 @@ class ResumingEngine(MovingEngine):
 def _take_place(path: Path) -> None:
     """Publish a complete checkpoint, with what a script keeps in the folder that it replaces."""
     new = folders.unfinished(path)
+    folders.list_files(new)
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
         if not ours and not (new / entry.name).exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import sys
 import time
@@ -31,7 +32,8 @@ from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, sa
 from torch import nn
 from training_state_multiproc import OPTIMIZERS, Frozen, Noisy, Traced, turned, warm_up
 
-from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine import MadPipeEngine, folders
+from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 
 STEPS = 2
@@ -84,8 +86,8 @@ class Kind(NamedTuple):
 
 
 def tied_by_functions() -> list[Any]:
-    """One weight is used by functions alone: DeepSpeed saves it nowhere but with the optimizer. Another one is used
-    by a function first, whose rank DeepSpeed loads nothing on.
+    """One weight is used by functions alone: DeepSpeed saves it nowhere but with the optimizer. Another one is
+    used by a function first, on whose rank DeepSpeed loads nothing.
     """
     first, middle, last = (
         TiedLayerSpec("embed", pipelines.Embedding, pipelines.WORDS, 16, forward_fn=use)
@@ -264,8 +266,10 @@ class Shifted(nn.Linear):
 def what_copies_of_tied_modules_do_not_share(folder: Path) -> None:
     """Each copy is again what it was, whether functions run it at the first layer, at the last one or at both."""
     ways = [(run, None), (None, run), (run, run)]
-    firsts, lasts = ([TiedLayerSpec(f"tie {number}", Shifted, forward_fn=way[end]) for number, way in enumerate(ways)]
-                     for end in (0, 1))  # fmt: skip
+    firsts, lasts = (
+        [TiedLayerSpec(f"tie {number}", Shifted, forward_fn=way[end]) for number, way in enumerate(ways)]
+        for end in (0, 1)
+    )
     specs = [*firsts, LayerSpec(nn.Linear, 8, 8), *lasts, LayerSpec(nn.Linear, 8, 4)]
     data = batches(4)
     for zero in (0, 1):
@@ -288,10 +292,13 @@ def what_cannot_be_loaded(folder: Path) -> None:
     before = all_tensors(engine)
     shutil.copytree(where, damaged)
     file = damaged / f"global_step{STEPS}" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    file.write_bytes(file.read_bytes()[:-100])
+    file.write_bytes(bytes(file.stat().st_size))
     with raised(PlanFormatError, file.name, "take another checkpoint"):
         engine.load_checkpoint(str(damaged))
     file.unlink()
+    with raised(PlanFormatError, file.name, "is missing", "take another checkpoint"):
+        engine.load_checkpoint(str(damaged))
+    (file.parent / folders.FILES_NAME).unlink()  # as earlier versions wrote it
     with raised(PlanFormatError, file.name, "take another checkpoint"):
         engine.load_checkpoint(str(damaged))
     (file.parent / "madpipe-state.json").unlink()
@@ -307,6 +314,48 @@ def what_cannot_be_loaded(folder: Path) -> None:
     with raised(PlanMismatchError, "8 layers and this run 9"):
         start(wider, [0, 9], config_of(kind), optimizer=OPTIMIZERS["AdamW"])[0].load_checkpoint(str(where))
     assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(engine).items())
+
+
+def a_damaged_checkpoint_of_as_many_stages(folder: Path) -> None:
+    """One rank alone would read the file, and every rank is told, before a layer has moved."""
+    kind = KINDS["AdamW, ZeRO 1"]
+    engine, _, _ = start(mlp(), "madpipe", config_of(kind), optimizer=OPTIMIZERS[kind.optimizer])
+    parts, before = engine.module.parts, all_tensors(engine)
+    assert parts != LAYOUTS["two stages"].cut
+    whole = folder / "AdamW, ZeRO 1" / "two stages"
+    of_the_optimizer = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    for name in ("layer_07-model_states.pt", "mp_rank_01_model_states.pt", of_the_optimizer):
+        damaged = folder / name
+        file = damaged / f"global_step{STEPS}" / name
+        from_rank_0(functools.partial(shutil.copytree, whole, damaged))
+        cut_short = functools.partial(os.truncate, file, 100)
+        for damage, words in ((cut_short, "100 bytes"), (file.unlink, "is missing")):
+            from_rank_0(damage)
+            with raised(PlanFormatError, name, words, "take another checkpoint"):
+                engine.load_checkpoint(str(damaged))
+    assert engine.module.parts == parts and engine.global_steps == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(engine).items())
+    weights, _ = begin(kind, LAYOUTS["two others"])
+    weights.load_checkpoint(str(folder / of_the_optimizer), load_module_only=True)
+    engine.load_checkpoint(str(whole), load_module_only=True)
+    loaded = all_tensors(engine)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in all_tensors(weights).items())
+
+
+def a_run_that_waits_for_its_plan_still_does_where_loading_fails(folder: Path) -> None:
+    """The layers have moved to the cut of the checkpoint by then."""
+    where = folder / "factored on two"
+    plan = plan_for((0, 1), [0, 3, 8], num_micro_batches=NUM_MICRO_BATCHES)
+    saved, _, _ = start(mlp(), plan=plan, optimizer=lambda model: Traced(model.parameters()))
+    data = batches(3)
+    train(saved, data[:1])
+    saved.save_checkpoint(str(where))
+    config = {**config_of(KINDS["AdamW, ZeRO 1"]), **planned([0, 3, 8], warmup_steps=1)}
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=lambda model: Traced(model.parameters()))
+    with raised(RuntimeError, "'factor'", "load it without ZeRO"):
+        engine.load_checkpoint(str(where))
+    train(engine, data)
+    assert engine.plan not in (None, plan) and engine.chain is not None
 
 
 def other_kinds_of_optimizers(folder: Path) -> None:
@@ -357,7 +406,10 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
         bf16_without_zero_as_deepspeed_loads_it,
     ],
-    2: [plans_for_the_ranks_that_are_left, what_copies_of_tied_modules_do_not_share],
+    2: [
+        plans_for_the_ranks_that_are_left, what_copies_of_tied_modules_do_not_share,
+        a_damaged_checkpoint_of_as_many_stages, a_run_that_waits_for_its_plan_still_does_where_loading_fails,
+    ],
 }  # fmt: skip
 
 
