@@ -102,24 +102,26 @@ class ResumingEngine(MovingEngine):
         whole = options["load_optimizer_states"] and not options["load_module_only"]
         folder = self._folder_to_load(load_dir, tag, whole=whole) if readable else None
         layout = None if folder is None else from_rank_0(lambda: saved_state.read_layout(folder))
-        if folder is None or layout is None:
-            return super().load_checkpoint(*bound.args, **bound.kwargs)
-        trains = self.optimizer is not None and not options["load_module_only"]
         states: dict[str, ParameterState] | None = None
-        if trains and options["load_optimizer_states"] and not self._fits(layout):
+        if folder is None:
+            return super().load_checkpoint(*bound.args, **bound.kwargs)
+        if layout is not None and self.optimizer is not None and whole and not self._fits(layout):
             saved = SavedState(folder, layout)
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
         loaded, client_state = super().load_checkpoint(*bound.args, **bound.kwargs)
         cut = from_rank_0(lambda: checkpoints.read_cut(folder))
-        same_cut = cut is not None and cut.allocation == allocation_of(self.module)
+        if cut is None:  # DeepSpeed alone wrote it
+            return loaded, client_state
+        same_cut = cut.allocation == allocation_of(self.module)
         load_ties(folder, self.module, same_cut=same_cut, strict=options["load_module_strict"])
-        if (states is not None or options["load_module_only"]) and hasattr(self.optimizer, "refresh_fp32_params"):
+        of_weights = options["load_module_only"] or not options["load_optimizer_states"]
+        if of_weights and hasattr(self.optimizer, "refresh_fp32_params"):  # DeepSpeed does without ties, if at all
             self.optimizer.refresh_fp32_params()
         if states is not None:
             client_state.pop("optimizer", None)  # that of rank 0
             self._lay_in(states, saved)
-        if not options["load_module_only"] and isinstance(self.module, StagesModule):
+        if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded, client_state
 

@@ -65,8 +65,9 @@ def load_ties(folder: Path, module: PipelineModule, *, same_cut: bool, strict: b
             continue
         state = _read(folder / copy.whole_file)
         if same_cut and not copy.is_first:
-            state.update(_read(folder / copy.own_file))
-        if state:
+            shared = {name: value for name, value in state.items() if name in copy.shared_names}
+            copy.module.load_state_dict({**shared, **_read(folder / copy.own_file)}, strict=False)
+        elif state:
             copy.module.load_state_dict(state, strict=strict)
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from any_plan_multiproc import plan_for
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked import before_any_fork, run_job
 from harness import forget_engines
 from pipelines import mlp, train_alone
@@ -374,6 +375,37 @@ def other_kinds_of_optimizers(folder: Path) -> None:
         assert all(torch.equal(tensor, found[name]) for name, tensor in all_tensors(other).items())
 
 
+def weights_alone_outlive_the_next_step(folder: Path) -> None:
+    """Master weights are those that were loaded: a step of rate 0 changes nothing."""
+    for name in ("bf16, ZeRO 0", "bf16, ZeRO 1", "tied, ZeRO 1"):
+        for option in ({"load_optimizer_states": False}, {"load_module_only": True}):
+            kind = KINDS[name]
+            engine, _ = begin(kind, LAYOUTS["one stage"])
+            first = weights_of(engine)
+            engine.load_checkpoint(str(folder / name / "two stages"), **option)
+            loaded = weights_of(engine)
+            assert not any(torch.equal(tensor, loaded[name]) for name, tensor in first.items())
+            for group in engine.basic_optimizer.param_groups:
+                group["lr"] = 0.0
+            train(engine, data_of(kind)[:1])
+            assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights_of(engine).items())
+
+
+def weights_of(engine: MadPipeEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}
+
+
+def layers_that_are_sliced(folder: Path) -> None:
+    """Nothing says which slice lies where, so such a checkpoint is refused by other numbers of stages."""
+    where = folder / "sliced"
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    sliced, _, _ = start(mlp(), [0, 8], topology=topology, num_stages=1)
+    sliced.save_checkpoint(str(where))
+    assert sliced.load_checkpoint(str(where))[0] is not None
+    with raised(PlanMismatchError, "1 stages and this run 2", "does not say where the optimizer's states lie"):
+        start(mlp(), [0, 2, 8])[0].load_checkpoint(str(where))
+
+
 def a_folder_that_is_written_again(folder: Path) -> None:
     """It has the new checkpoint's files and those of the script, and nothing of the old one's."""
     where, kind = folder / "again", KINDS["AdamW, ZeRO 1"]
@@ -404,11 +436,12 @@ def bf16_without_zero_as_deepspeed_loads_it(folder: Path) -> None:
 CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
-        bf16_without_zero_as_deepspeed_loads_it,
+        bf16_without_zero_as_deepspeed_loads_it, weights_alone_outlive_the_next_step,
     ],
     2: [
         plans_for_the_ranks_that_are_left, what_copies_of_tied_modules_do_not_share,
         a_damaged_checkpoint_of_as_many_stages, a_run_that_waits_for_its_plan_still_does_where_loading_fails,
+        layers_that_are_sliced,
     ],
 }  # fmt: skip
 
