@@ -373,12 +373,19 @@ class MadPipeEngine(ResumingEngine):
         signature = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
         arguments = signature.bind(self, load_dir, tag, *args, **kwargs).arguments
         asked_for_plan, warm_up, plans_anew = self._waits_for_plan, self._warm_up, False
-        if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
-            plans_anew = self._adopt_cut_of(load_dir, tag)
-        loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        try:
+            if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
+                plans_anew = self._adopt_cut_of(load_dir, tag, whole=arguments.get("load_optimizer_states", True))
+            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        except Exception:
+            # A script may go on without, or with another one. A warm-up needs one stage per rank: where the layers
+            # have moved to a plan with several, that plan stays.
+            if asked_for_plan and allocation_of(self.module).is_contiguous:
+                self._wait_for_plan(warm_up)
+            raise
         if asked_for_plan and self.plan is None and (warm_up is not None or not self.global_steps):
             # Written before a plan was made: the warm-up goes on, where there is one.
-            self.module.madpipe_cut, self._waits_for_plan, self._warm_up = Cut("trial"), True, warm_up
+            self._wait_for_plan(warm_up)
         elif self._waits_for_plan and self.global_steps and not plans_anew:
             self._waits_for_plan = False
             announce(
@@ -388,9 +395,14 @@ class MadPipeEngine(ResumingEngine):
             )
         return loaded
 
-    def _adopt_cut_of(self, load_dir: str, tag: str | None) -> bool:
+    def _wait_for_plan(self, warm_up: WarmUp | None) -> None:
+        """Let the present cut be a trial, as it was before a checkpoint's was adopted."""
+        self._adopt(Cut("trial"))
+        self._waits_for_plan, self._warm_up = True, warm_up
+
+    def _adopt_cut_of(self, load_dir: str, tag: str | None, *, whole: bool) -> bool:
         """Take over the cut of a checkpoint; whether it has one, and that is for another number of stages."""
-        folder = self._folder_to_load(load_dir, tag)
+        folder = self._folder_to_load(load_dir, tag, whole=whole)
         saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
         if saved is None:
             return False

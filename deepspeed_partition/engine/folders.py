@@ -2,14 +2,23 @@
 
 A folder ``NAME`` is written as ``.NAME.unfinished`` beside it. When it is complete, what had the name until now
 becomes ``.NAME.discarded``, the new folder gets the name, and the old one is removed. Between the two renames
-nobody has the name: :func:`restore` ends that.
+nobody has the name: :func:`restore` ends that. What happens to a folder later, such as a copy that is not whole,
+shows by the sizes of its files, which ``madpipe-files.json`` lists.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+
+from deepspeed_partition.planner import files
+from deepspeed_partition.planner.errors import PlanFormatError
+
+FILES_NAME = "madpipe-files.json"
+FILES_FORMAT = "madpipe-files/1"
 
 
 def unfinished(path: Path) -> Path:
@@ -54,3 +63,41 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def list_files(folder: Path) -> None:
+    """Write down the name and the bytes of every file in a folder, whose other files are complete.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    sizes = {
+        file.relative_to(folder).as_posix(): file.stat().st_size
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    files.write_json(folder / FILES_NAME, {"format": FILES_FORMAT, "bytes": sizes})
+
+
+def check_files(folder: Path, *, but: Sequence[str] = ()) -> None:
+    """Refuse a folder in which a file is missing or has another size than :func:`list_files` found.
+
+    Args:
+        but: Patterns of names that are not needed.
+
+    Raises:
+        PlanFormatError: there is such a file; not where no list was written.
+    """
+    path = folder / FILES_NAME
+    if not path.exists():
+        return
+    listed = files.read_json(path, error=PlanFormatError)
+    sizes = listed.get("bytes") if isinstance(listed, dict) and listed.get("format") == FILES_FORMAT else None
+    if not isinstance(sizes, dict):
+        raise PlanFormatError(f"{path}: damaged, or not of a version known here ({FILES_FORMAT})")
+    for name, size in sizes.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size and not any(fnmatch.fnmatch(name, pattern) for pattern in but):
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise PlanFormatError(f"the checkpoint {folder} is damaged: {name} {state}; take another checkpoint")

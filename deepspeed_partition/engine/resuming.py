@@ -5,27 +5,24 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from deepspeed_partition.engine import checkpoints, folders, saved_state
 from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.moving import MovingEngine
 from deepspeed_partition.engine.saved_state import SavedState
-from deepspeed_partition.engine.stages import StagesModule
+from deepspeed_partition.engine.stages import StagesModule, allocation_of
+from deepspeed_partition.engine.ties import load_ties, save_ties
 from deepspeed_partition.engine.training_state import ParameterState, lay_states
-from deepspeed_partition.engine.transplant import held_modules, parts_of
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.plan import Plan
 
 OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
 """The files that a checkpoint consists of. A script may keep others in its folder."""
-TIED_FILE = "madpipe-tied-{number}.pt"
+OF_OPTIMIZERS = ("*zero_pp_rank_*",)
+"""Those of them that DeepSpeed does not read where only weights are loaded."""
 OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
@@ -73,7 +70,7 @@ class ResumingEngine(MovingEngine):
                 saved_state.write_layout(written, layout, self.module.micro_offset)
 
         from_rank_0(write_own)
-        self._save_ties(written)
+        save_ties(written, self.module)
         options["tag"] = str(written.relative_to(save_dir))
         save_latest, options["save_latest"] = options["save_latest"], options["save_latest"] and in_place
         saved = super().save_checkpoint(*bound.args, **bound.kwargs)
@@ -89,17 +86,6 @@ class ResumingEngine(MovingEngine):
         if self.use_node_local_storage() and self.local_rank == 0 and self.global_rank != 0:
             change()
 
-    def _save_ties(self, folder: Path) -> None:
-        """DeepSpeed saves a tied module with a layer that runs it as it is; functions run these always."""
-        held = held_modules(self.module)
-        for name, file in _unsaved_ties(self.module):
-            if name in held and self.grid.get_data_parallel_rank() == 0 and self._is_first_owner(name):
-                torch.save(held[name].state_dict(), folder / file)
-
-    def _is_first_owner(self, name: str) -> bool:
-        part = next(part for part in parts_of(self.module) if part.name == name)
-        return self.module.stage_owner(part.layers[0]) == self.grid.get_stage_id()
-
     # Loading
 
     def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
@@ -113,34 +99,47 @@ class ResumingEngine(MovingEngine):
         bound.apply_defaults()
         options = bound.arguments
         readable = self.owns_cut and not self.load_universal_checkpoint()
-        folder = self._folder_to_load(load_dir, tag) if readable else None
+        whole = options["load_optimizer_states"] and not options["load_module_only"]
+        folder = self._folder_to_load(load_dir, tag, whole=whole) if readable else None
         layout = None if folder is None else from_rank_0(lambda: saved_state.read_layout(folder))
-        if folder is None or layout is None:
-            return super().load_checkpoint(*bound.args, **bound.kwargs)
-        trains = self.optimizer is not None and not options["load_module_only"]
         states: dict[str, ParameterState] | None = None
-        if trains and options["load_optimizer_states"] and not self._fits(layout):
+        if folder is None:
+            return super().load_checkpoint(*bound.args, **bound.kwargs)
+        if layout is not None and self.optimizer is not None and whole and not self._fits(layout):
             saved = SavedState(folder, layout)
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
         loaded, client_state = super().load_checkpoint(*bound.args, **bound.kwargs)
-        self._load_ties(folder)
-        if (states is not None or options["load_module_only"]) and hasattr(self.optimizer, "refresh_fp32_params"):
+        cut = from_rank_0(lambda: checkpoints.read_cut(folder))
+        if cut is None:  # DeepSpeed alone wrote it
+            return loaded, client_state
+        same_cut = cut.allocation == allocation_of(self.module)
+        load_ties(folder, self.module, same_cut=same_cut, strict=options["load_module_strict"])
+        of_weights = options["load_module_only"] or not options["load_optimizer_states"]
+        if of_weights and hasattr(self.optimizer, "refresh_fp32_params"):  # DeepSpeed does without ties, if at all
             self.optimizer.refresh_fp32_params()
         if states is not None:
             client_state.pop("optimizer", None)  # that of rank 0
             self._lay_in(states, saved)
-        if not options["load_module_only"] and isinstance(self.module, StagesModule):
+        if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded, client_state
 
-    def _folder_to_load(self, load_dir: str, tag: str | None) -> Path | None:
-        """That of the checkpoint, with its name again if a run ended while it was replaced. Collective."""
+    def _folder_to_load(self, load_dir: str, tag: str | None, *, whole: bool) -> Path | None:
+        """That of the checkpoint, with its name again if a run ended while it was replaced. Collective.
+
+        Args:
+            whole: Whether the files of optimizers will be read.
+
+        Raises:
+            PlanFormatError: a file that will be is missing or damaged; on every rank.
+        """
 
         def find() -> Path | None:
             folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
             if folder is not None:
                 folders.restore(folder)
+                folders.check_files(folder, but=() if whole else OF_OPTIMIZERS)
             return folder
 
         return from_rank_0(find)
@@ -185,26 +184,11 @@ class ResumingEngine(MovingEngine):
                 known = {key: wrapper[key] for key in OF_THE_LOSS_SCALE if key in wrapper}
                 vars(optimizer.loss_scale_config).update(known)
 
-    def _load_ties(self, folder: Path) -> None:
-        held = held_modules(self.module)
-        for name, file in _unsaved_ties(self.module):
-            if name in held and (folder / file).exists():
-                held[name].load_state_dict(torch.load(folder / file, map_location="cpu", weights_only=False))
-
-
-def _unsaved_ties(module: PipelineModule) -> Iterator[tuple[str, str]]:
-    """The tied modules that functions run wherever they stand, with the file of each."""
-    specs: dict[str, list[Any]] = {}
-    for spec in module._layer_specs:
-        if isinstance(spec, TiedLayerSpec):
-            specs.setdefault(spec.key, []).append(spec)
-    always = [key for key, tied in specs.items() if all(spec.forward_fn is not None for spec in tied)]
-    return ((f"tied_modules.{key}", TIED_FILE.format(number=number)) for number, key in enumerate(always))
-
 
 def _take_place(path: Path) -> None:
     """Publish a complete checkpoint, with what a script keeps in the folder that it replaces."""
     new = folders.unfinished(path)
+    folders.list_files(new)
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
         if not ours and not (new / entry.name).exists():

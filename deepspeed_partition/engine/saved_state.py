@@ -55,12 +55,13 @@ def kind_of(optimizer: Any) -> str:
 def describe(engine: Any) -> dict[str, Any] | None:
     """Where the next checkpoint of ``engine`` will have what; None where that cannot be said. Collective.
 
-    It cannot with ``elastic_checkpoint``, an optimizer unknown here, or one that trains other parameters, too.
+    It cannot with ``elastic_checkpoint``, with layers that are sliced over ranks, with an optimizer unknown here,
+    or one that trains other parameters, too.
     """
     optimizer, module = engine.optimizer, engine.module
     replica = engine.grid.get_data_parallel_rank()
     mine: dict[str, Any] | None = None
-    flaw = getattr(optimizer, "elastic_checkpoint", False)
+    flaw = getattr(optimizer, "elastic_checkpoint", False) or engine.grid.model_parallel_size > 1
     if optimizer is not None and not flaw:
         try:
             trained = trained_by(optimizer, module)

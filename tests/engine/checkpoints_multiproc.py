@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from any_plan_multiproc import plan_for
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked import before_any_fork, run_job
 from harness import forget_engines
 from pipelines import mlp, train_alone
@@ -31,7 +33,8 @@ from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, sa
 from torch import nn
 from training_state_multiproc import OPTIMIZERS, Frozen, Noisy, Traced, turned, warm_up
 
-from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine import MadPipeEngine, folders
+from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 
 STEPS = 2
@@ -84,13 +87,21 @@ class Kind(NamedTuple):
 
 
 def tied_by_functions() -> list[Any]:
-    """The weight is used three times, always by a function: DeepSpeed saves it nowhere but with the optimizer."""
+    """One weight is used by functions alone: DeepSpeed saves it nowhere but with the optimizer. Another one is
+    used by a function first, on whose rank DeepSpeed loads nothing.
+    """
     first, middle, last = (
         TiedLayerSpec("embed", pipelines.Embedding, pipelines.WORDS, 16, forward_fn=use)
         for use in (embedded, turned, pipelines.head)
     )
-    return [first, *(LayerSpec(pipelines.Block, 16) for _ in range(3)), middle, LayerSpec(pipelines.Block, 16),
+    by_function = TiedLayerSpec("turn", nn.Linear, 16, 16, bias=False, forward_fn=run)
+    as_it_is = TiedLayerSpec("turn", nn.Linear, 16, 16, bias=False)
+    return [first, by_function, LayerSpec(pipelines.Block, 16), LayerSpec(pipelines.Block, 16), middle, as_it_is,
             LayerSpec(pipelines.Block, 16), last]  # fmt: skip
+
+
+def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
 
 
 def embedded(embedding: pipelines.Embedding, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,6 +123,7 @@ KINDS = {
     "bf16, ZeRO 0": Kind(mlp, "AdamW", 0, "bf16"),
     "bf16, ZeRO 1": Kind(mlp, "AdamW", 1, "bf16"),
     "fp16, ZeRO 1": Kind(mlp, "AdamW", 1, "fp16"),
+    "tied, ZeRO 0": Kind(tied_by_functions, "SGD", 0, tokens=True),
     "tied, ZeRO 1": Kind(tied_by_functions, "AdamW", 1, tokens=True),
     "noisy, ZeRO 1": Kind(noisy, "AdamW", 1, layouts=ALONE),
     "noisy, ZeRO 0": Kind(noisy, "SGD", 0, layouts=ALONE),
@@ -240,6 +252,39 @@ def plans_for_the_ranks_that_are_left(folder: Path) -> None:
         assert engine.plan is not None and engine.module.parts == ([0, 6, 8] if plan is None else plan.boundaries)
 
 
+class Shifted(nn.Linear):
+    """A bias and a running mean, which DeepSpeed does not tie."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
+        return super().forward(x) + self.mean
+
+
+def what_copies_of_tied_modules_do_not_share(folder: Path) -> None:
+    """Each copy is again what it was, whether functions run it at the first layer, at the last one or at both."""
+    ways = [(run, None), (None, run), (run, run)]
+    firsts, lasts = (
+        [TiedLayerSpec(f"tie {number}", Shifted, forward_fn=way[end]) for number, way in enumerate(ways)]
+        for end in (0, 1)
+    )
+    specs = [*firsts, LayerSpec(nn.Linear, 8, 8), *lasts, LayerSpec(nn.Linear, 8, 4)]
+    data = batches(4)
+    for zero in (0, 1):
+        config = {"zero_optimization": {"stage": zero}}
+        engine, _, _ = start(specs, [0, 4, 8], config)
+        train(engine, data[:2])
+        engine.save_checkpoint(str(folder / f"ties {zero}"))
+        losses = train(engine, data[2:])
+        again, _, _ = start(specs, [0, 4, 8], config)
+        train(again, data[2:])
+        again.load_checkpoint(str(folder / f"ties {zero}"))
+        assert train(again, data[2:]) == losses
+
+
 def what_cannot_be_loaded(folder: Path) -> None:
     """Told before a weight changes."""
     kind = KINDS["AdamW, ZeRO 1"]
@@ -248,10 +293,13 @@ def what_cannot_be_loaded(folder: Path) -> None:
     before = all_tensors(engine)
     shutil.copytree(where, damaged)
     file = damaged / f"global_step{STEPS}" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    file.write_bytes(file.read_bytes()[:-100])
+    file.write_bytes(bytes(file.stat().st_size))
     with raised(PlanFormatError, file.name, "take another checkpoint"):
         engine.load_checkpoint(str(damaged))
     file.unlink()
+    with raised(PlanFormatError, file.name, "is missing", "take another checkpoint"):
+        engine.load_checkpoint(str(damaged))
+    (file.parent / folders.FILES_NAME).unlink()  # as earlier versions wrote it
     with raised(PlanFormatError, file.name, "take another checkpoint"):
         engine.load_checkpoint(str(damaged))
     (file.parent / "madpipe-state.json").unlink()
@@ -269,6 +317,48 @@ def what_cannot_be_loaded(folder: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(engine).items())
 
 
+def a_damaged_checkpoint_of_as_many_stages(folder: Path) -> None:
+    """One rank alone would read the file, and every rank is told, before a layer has moved."""
+    kind = KINDS["AdamW, ZeRO 1"]
+    engine, _, _ = start(mlp(), "madpipe", config_of(kind), optimizer=OPTIMIZERS[kind.optimizer])
+    parts, before = engine.module.parts, all_tensors(engine)
+    assert parts != LAYOUTS["two stages"].cut
+    whole = folder / "AdamW, ZeRO 1" / "two stages"
+    of_the_optimizer = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    for name in ("layer_07-model_states.pt", "mp_rank_01_model_states.pt", of_the_optimizer):
+        damaged = folder / name
+        file = damaged / f"global_step{STEPS}" / name
+        from_rank_0(functools.partial(shutil.copytree, whole, damaged))
+        cut_short = functools.partial(os.truncate, file, 100)
+        for damage, words in ((cut_short, "100 bytes"), (file.unlink, "is missing")):
+            from_rank_0(damage)
+            with raised(PlanFormatError, name, words, "take another checkpoint"):
+                engine.load_checkpoint(str(damaged))
+    assert engine.module.parts == parts and engine.global_steps == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(engine).items())
+    weights, _ = begin(kind, LAYOUTS["two others"])
+    weights.load_checkpoint(str(folder / of_the_optimizer), load_module_only=True)
+    engine.load_checkpoint(str(whole), load_module_only=True)
+    loaded = all_tensors(engine)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in all_tensors(weights).items())
+
+
+def a_run_that_waits_for_its_plan_still_does_where_loading_fails(folder: Path) -> None:
+    """The layers have moved to the cut of the checkpoint by then."""
+    where = folder / "factored on two"
+    plan = plan_for((0, 1), [0, 3, 8], num_micro_batches=NUM_MICRO_BATCHES)
+    saved, _, _ = start(mlp(), plan=plan, optimizer=lambda model: Traced(model.parameters()))
+    data = batches(3)
+    train(saved, data[:1])
+    saved.save_checkpoint(str(where))
+    config = {**config_of(KINDS["AdamW, ZeRO 1"]), **planned([0, 3, 8], warmup_steps=1)}
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=lambda model: Traced(model.parameters()))
+    with raised(RuntimeError, "'factor'", "load it without ZeRO"):
+        engine.load_checkpoint(str(where))
+    train(engine, data)
+    assert engine.plan not in (None, plan) and engine.chain is not None
+
+
 def other_kinds_of_optimizers(folder: Path) -> None:
     """fp32 without ZeRO goes on with ZeRO, and the other way; weights alone are loaded from anything."""
     for saved, now in (("SGD, ZeRO 0", 1), ("SGD, ZeRO 1", 0)):
@@ -283,6 +373,37 @@ def other_kinds_of_optimizers(folder: Path) -> None:
         assert (weights.global_steps, other.global_steps) == (0, STEPS)
         found = all_tensors(weights)
         assert all(torch.equal(tensor, found[name]) for name, tensor in all_tensors(other).items())
+
+
+def weights_alone_outlive_the_next_step(folder: Path) -> None:
+    """Master weights are those that were loaded: a step of rate 0 changes nothing."""
+    for name in ("bf16, ZeRO 0", "bf16, ZeRO 1", "tied, ZeRO 1"):
+        for option in ({"load_optimizer_states": False}, {"load_module_only": True}):
+            kind = KINDS[name]
+            engine, _ = begin(kind, LAYOUTS["one stage"])
+            first = weights_of(engine)
+            engine.load_checkpoint(str(folder / name / "two stages"), **option)
+            loaded = weights_of(engine)
+            assert not any(torch.equal(tensor, loaded[name]) for name, tensor in first.items())
+            for group in engine.basic_optimizer.param_groups:
+                group["lr"] = 0.0
+            train(engine, data_of(kind)[:1])
+            assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights_of(engine).items())
+
+
+def weights_of(engine: MadPipeEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}
+
+
+def layers_that_are_sliced(folder: Path) -> None:
+    """Nothing says which slice lies where, so such a checkpoint is refused by other numbers of stages."""
+    where = folder / "sliced"
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    sliced, _, _ = start(mlp(), [0, 8], topology=topology, num_stages=1)
+    sliced.save_checkpoint(str(where))
+    assert sliced.load_checkpoint(str(where))[0] is not None
+    with raised(PlanMismatchError, "1 stages and this run 2", "does not say where the optimizer's states lie"):
+        start(mlp(), [0, 2, 8])[0].load_checkpoint(str(where))
 
 
 def a_folder_that_is_written_again(folder: Path) -> None:
@@ -315,9 +436,13 @@ def bf16_without_zero_as_deepspeed_loads_it(folder: Path) -> None:
 CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
-        bf16_without_zero_as_deepspeed_loads_it,
+        bf16_without_zero_as_deepspeed_loads_it, weights_alone_outlive_the_next_step,
     ],
-    2: [plans_for_the_ranks_that_are_left],
+    2: [
+        plans_for_the_ranks_that_are_left, what_copies_of_tied_modules_do_not_share,
+        a_damaged_checkpoint_of_as_many_stages, a_run_that_waits_for_its_plan_still_does_where_loading_fails,
+        layers_that_are_sliced,
+    ],
 }  # fmt: skip
 
 

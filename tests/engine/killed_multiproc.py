@@ -49,10 +49,10 @@ DEATHS = {
     "while_states_move": Death(0, (training_state, "receive_bytes", 4), 2),
     "after_the_move": Death(0, None, 2),
     "while_saving": Death(1, (torch, "save", 2), 2),
-    "before_a_complete_folder_has_its_name": Death(0, (folders.os, "replace", 3), 2),
-    "before_it_has_the_name_of_another": Death(0, (folders.os, "replace", 4), 4, tag="same"),
+    "before_a_complete_folder_has_its_name": Death(0, (folders.os, "replace", 4), 2),
+    "before_it_has_the_name_of_another": Death(0, (folders.os, "replace", 5), 4, tag="same"),
     "while_the_old_one_is_removed": Death(0, (folders.shutil, "rmtree", 1), 4, tag="same", num_processes=2),
-    "before_the_latest_is_named": Death(0, (resuming.files, "write_text", 1), 2),
+    "before_the_latest_is_named": Death(0, (resuming.files, "write_text", 4), 2),
 }
 
 
