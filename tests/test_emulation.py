@@ -137,7 +137,8 @@ def _missing(name: str) -> bool:
 def test_hosts_vanish_with_the_one_who_started_them(tmp_path):
     """Killed in the middle of a job, it leaves no process, and nothing was ever in the machine's own network."""
     script = tmp_path / "waits.py"
-    script.write_text("import os, time\nprint('host', os.environ['RANK'], flush=True)\ntime.sleep(600)\n")
+    said = "b'host ' + os.environ['RANK'].encode() + b'\\n'"  # at once, for both write to one pipe
+    script.write_text(f"import os, time\nos.write(1, {said})\ntime.sleep(600)\n")
     before = _network()
     command = [sys.executable, str(BENCHMARKS / "real_links" / "hosts.py"), "--hosts", "2", "--", str(script)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

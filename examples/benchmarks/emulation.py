@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition import Chain, Plan
 from deepspeed_partition.engine.collectives import from_rank_0
+from deepspeed_partition.engine.helper import PATIENCE_SECONDS
 from deepspeed_partition.engine.program import Message
 from deepspeed_partition.engine.stage_graph import Boundary
 from deepspeed_partition.engine.transfers import Transfers
@@ -171,10 +172,12 @@ class SleepingTransfers(Transfers):
         super().__init__(*arguments)
         self._reservations = _Reservations()
         self._seconds = 0.0
-        self._departing: dict[int, queue.SimpleQueue[tuple[Tensor, float, float, _Departure]]] = {}
+        self._departing: dict[int, queue.SimpleQueue[tuple[Tensor, float, float, _Departure] | None]] = {}
+        self._carriers: list[threading.Thread] = []
         for peer in self._sent_to:
             self._departing[peer] = queue.SimpleQueue()
-            threading.Thread(target=self._carry, args=(peer,), daemon=True).start()
+            self._carriers.append(threading.Thread(target=self._carry, args=(peer,), daemon=True))
+            self._carriers[-1].start()
 
     def send(self, message: Message, peer: int, boundary: Boundary) -> None:
         self._seconds = self.links.seconds_of_cut[message.cut]
@@ -193,12 +196,19 @@ class SleepingTransfers(Transfers):
             arrival, [told, super()._start_receiving(arrival, peer), super()._start_receiving(tensor, peer)]
         )
 
+    def close(self) -> None:
+        super().close()
+        for departing in self._departing.values():
+            departing.put(None)
+        for carrier in self._carriers:  # one that comes back from a transfer while Python ends aborts the process
+            carrier.join(PATIENCE_SECONDS)
+
     def _carry(self, peer: int) -> None:
         ends = dist.get_rank(), self.ranks[peer]
         link = (min(ends), max(ends)) if self.links.half_duplex else ends
         posted = torch.empty(1, dtype=torch.float64)
-        while True:
-            tensor, ready, seconds, departure = self._departing[peer].get()
+        while (departing := self._departing[peer].get()) is not None:
+            tensor, ready, seconds, departure = departing
             dist.recv(posted, self.ranks[peer], group=self._sent_to[peer])
             end = self._reservations.take(*link, max(ready, float(posted)), seconds)
             for each in (torch.tensor([end], dtype=torch.float64), tensor):
