@@ -23,7 +23,7 @@ LIBRARIES = [
     "torch", "torch._dynamo", "numpy", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
     "pytorch_lightning",
 ]  # fmt: skip
-"""Not ours, which the coverage and the cases should find as a process of its own would. What lacks is left out."""
+"""Not ours, which each rank imports as any process does. What is not installed is left out."""
 ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 OF_A_JOB = ("PL_", "RANK", "WORLD", "LOCAL_", "MASTER_", "MADPIPE")
 """How variables begin that belong to a job, and that this one must not inherit."""

@@ -23,7 +23,7 @@ OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "ma
 """The files that a checkpoint consists of. A script may keep others in its folder."""
 OF_OPTIMIZERS = ("*zero_pp_rank_*",)
 """Those of them that DeepSpeed does not read where only weights are loaded."""
-OF_THE_LOSS_SCALE = (
+SAVED_OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
 """What DeepSpeed's fp16 optimizers without ZeRO save of it."""
@@ -181,7 +181,7 @@ class ResumingEngine(MovingEngine):
             if hasattr(optimizer, "_load_global_state"):
                 optimizer._load_global_state(wrapper)
             elif hasattr(optimizer, "loss_scale_config"):
-                known = {key: wrapper[key] for key in OF_THE_LOSS_SCALE if key in wrapper}
+                known = {key: wrapper[key] for key in SAVED_OF_THE_LOSS_SCALE if key in wrapper}
                 vars(optimizer.loss_scale_config).update(known)
 
 

@@ -1,11 +1,6 @@
 """Checkpoints saved under every layout and loaded under every other go on as the run that was not interrupted."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +12,8 @@ from deepspeed_partition.engine import folders
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    out = tmp_path_factory.mktemp("checkpoints") / "outcomes.json"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("checkpoints_multiproc.py")), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert out.exists(), done.stdout[-2000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())
+def outcomes(outcomes_of):
+    return outcomes_of("checkpoints_multiproc.py", timeout_seconds=1200)
 
 
 @pytest.mark.parametrize("kind", KINDS)

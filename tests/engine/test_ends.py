@@ -1,11 +1,5 @@
 """One rank fails in the middle of a step: all others end by themselves, and say which one it was and why."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch")
@@ -14,13 +8,8 @@ from ending_multiproc import CASES
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ends") / "outcomes.json"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("ending_multiproc.py")), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400)
-    assert out.exists(), done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(out.read_text())
+def outcomes(outcomes_of):
+    return outcomes_of("ending_multiproc.py", timeout_seconds=2400)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

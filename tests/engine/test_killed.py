@@ -1,6 +1,5 @@
 """A process that is killed ends the others soon, they say why, and the next run goes on from a checkpoint."""
 
-import json
 import os
 import re
 import signal
@@ -91,12 +90,8 @@ def test_the_others_end_by_themselves(tmp_path, ended):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    out = tmp_path_factory.mktemp("killed") / "outcomes.json"
-    command = [sys.executable, str(Path(__file__).with_name("killed_multiproc.py")), str(out)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
-    assert out.exists(), done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(out.read_text())
+def outcomes(outcomes_of):
+    return outcomes_of("killed_multiproc.py", timeout_seconds=1800)
 
 
 @pytest.mark.parametrize("name", DEATHS)
