@@ -25,6 +25,7 @@ from running import (
     same,
     start,
     train,
+    two,
 )
 from torch import nn
 
@@ -364,7 +365,8 @@ def hungry(place: int) -> list[Any]:
 
 def out_of_memory_in_a_warm_up(_: Path) -> None:
     """In a forward and a backward, of a first and a later micro-batch, on the first and the last stage."""
-    words = ["recompute", "one micro-batch", "one by one"]
+    caps = [None, None, 1] if two() else [None, None, 2, 1]
+    words = ["recompute", *(f"more than {cap} micro-batch" for cap in caps if cap), "one by one"]
     data = batches(WARM_UP + AFTER)
     failing: list[tuple[int, int, list[str]]] = [
         (0, 0, ["forward 0"]),
@@ -373,7 +375,11 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         (7, 1, ["backward 0"]),
     ]
     if dist.get_world_size() == 4:  # ranks on both sides
-        failing = [(3, 1, ["forward 0", "backward 1", "forward 3"])]
+        failing = [
+            (3, 1, ["forward 0", "backward 1"]),
+            (3, 0, ["forward 0", "backward 1", "forward 3"]),
+            (3, 1, ["forward 0", "backward 1", "forward 3", "backward 0"]),
+        ]
     for place, zero, failures in failing:
         expected = train_alone(hungry(place), data, two_groups)
         config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
@@ -383,7 +389,10 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         with heard() as sentences:
             losses += train(engine, data[1:2])
             # A plan is made at once where nothing else is left.
-            assert (engine.plan is not None) == (len(failures) == 3)
+            assert (engine.plan is not None) == (len(failures) == len(words))
+            if engine.plan is None:
+                num_slots, cap = engine._train_schedule().num_slots(engine.stage_id), caps[len(failures)]
+                assert num_slots == min(engine.num_stages - engine.stage_id, cap or NUM_MICRO_BATCHES)
             losses += train(engine, data[2:])
         falls = [each for each in sentences if "ran out of memory" in each]
         assert len(falls) == len(failures), sentences
@@ -396,6 +405,21 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         assert counts and all(count == num_forwards for count in counts)
         assert set(engine.module._num_forwards.values()) == {num_forwards}
         leaves_nothing(engine, data[:1])
+
+
+def fewer_in_flight_where_nothing_can_be_recomputed(_: Path) -> None:
+    """Nor fewer than the micro-batches that there are."""
+    data = [batch[:3] for batch in batches(3)]
+    config = {**planned(cut(), warmup_steps=2), "gradient_accumulation_steps": 3}
+    engine, _, _ = start(hungry(0), "madpipe", config, optimizer=two_groups)
+    FAILURES[:] = ["backward 1", "forward 2"] if engine.is_first_stage() else []
+    with patch.object(warm_up, "can_recompute", lambda _: False), heard() as sentences:
+        losses = train(engine, data)
+    falls = [each for each in sentences if "ran out of memory" in each]
+    most = ["more than 1 micro-batch in flight", "one by one"] if two() else ["more than 2", "more than 1"]
+    assert len(falls) == 2 and all(word in each for word, each in zip(most, falls, strict=True)), falls
+    same(losses, train_alone(hungry(0), data, two_groups))
+    assert engine.module.parts == cut() and not FAILURES
 
 
 def replicas_give_a_step_up_together(_: Path) -> None:
@@ -464,7 +488,10 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
     assert losses + train(engine, data[1:]) == train(start(mlp(), engine.module.parts)[0], data)
 
 
-BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
+BOTH = [
+    a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up,
+    fewer_in_flight_where_nothing_can_be_recomputed,
+]  # fmt: skip
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
     no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway, a_run_goes_on_with_its_warm_up,
