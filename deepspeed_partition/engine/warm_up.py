@@ -108,9 +108,10 @@ class WarmUp:
 
     def _begin(self) -> None:
         self.has_begun = True
+        cut = self._engine.module.parts
         announce(
-            f"training begins at the cut {self._engine.module.parts}, with a warm-up of {self._length} in which layers "
-            "are measured; then the plan is made, and layers move"
+            f"training begins at the cut {cut}, with a warm-up of {self._length} that measures the layers; then "
+            "the plan is made, and layers move"
         )
         self._check_sizes()
 

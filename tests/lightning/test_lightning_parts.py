@@ -263,7 +263,9 @@ def test_given_options_win_over_the_configuration() -> None:
         ({"config": {"zero_optimization": 1}}, ["zero_optimization", "no object"]),
         ({"config": 3}, ["config is 3"]),
         ({"config": __file__}, [__file__, "cannot be read"]),
-        ({"warmup_epochs": 1, "warmup_steps": 20}, ["give one of them"]),
+        ({"warmup_epochs": 2, "warmup_steps": 20}, ["give one of them"]),
+        ({"warmup_epochs": None}, ["warmup_epochs is None"]),
+        ({"warmup_epochs": -1}, ["warmup_epochs", "at least 0"]),
         (
             {"warmup_epochs": 2, "config": {"pipeline": {"madpipe": {"warmup_steps": 3}}}},
             ["warmup_epochs is 2 and warmup_steps is 3"],
