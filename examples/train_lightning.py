@@ -4,8 +4,8 @@
 
 The digits ship with scikit-learn; enlarged to 32 x 32, the early layers are heavy in time and activations and
 the late ones in weights, which is what DeepSpeed's default cut (``parameters``) gets wrong. Training begins on
-that cut; MadPipe measures the layers meanwhile, makes a plan after the first epoch and moves them. The script prints
-the plan, what it promised against what the run did, the time of a step before and after, and the pause.
+that cut; MadPipe measures the layers meanwhile, makes a plan after the first epoch and moves them. The script
+prints the plan, what it promised against what the run did, the time of a step before and after, and the pause.
 """
 
 from __future__ import annotations
