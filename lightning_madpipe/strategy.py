@@ -66,7 +66,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         bandwidth: Bytes per second between neighbours, also ``"12GB/s"``. None: measured.
         latency_seconds: None: measured.
         weight_copies: None: from the optimizer and the precision.
-        algorithm: The name of a planner, or boundaries.
+        algorithm: The name of a planner, or boundaries, on which a run begins with ``warmup_epochs=0``.
         warmup_steps: In the place of ``warmup_epochs``, in optimizer steps.
         plan: A plan file, which is run as it is, without measuring.
         save_plan: Where the plan is written. None: ``madpipe-plan.json`` in the logger's directory, if it has one.

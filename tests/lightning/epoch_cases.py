@@ -229,4 +229,15 @@ def plan_of_nine(host: cases.Host) -> str:
     return str(path)
 
 
+def replicated_and_moved(host: cases.Host) -> dict[str, Any]:
+    """Two pipelines, which move together."""
+    moves = [Moves([])] if host.pipelined else []
+    strategy = {"algorithm": [0, 2, 8], "stage": 1}
+    record = cases.replicated(host, callbacks=moves, strategy=strategy, gradient_clip_val=0.1)
+    assert all(each.cuts == [[[0, 3, 8], [0, 1]], [[0, 2, 8], [0, 1]]] for each in moves)
+    return record
+
+
+REPLICATED = [replicated_and_moved]
+"""On four ranks, as in one process."""
 ONLY_PIPELINE = [sentences, kept, moved]

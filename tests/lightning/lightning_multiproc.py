@@ -320,6 +320,8 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     if num_processes == 2:
         same = [*same, *map_cases.SAME_AS_SINGLE]
         only_pipeline = [*only_pipeline, *map_cases.ONLY_PIPELINE, *epoch_cases.ONLY_PIPELINE]
+    else:
+        same = [*same, *epoch_cases.REPLICATED]
     if os.environ.get("CASES_OF") == "steps":
         same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
     if os.environ.get("CASES_OF") == "callbacks":
