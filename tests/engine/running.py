@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import deepspeed
 import pipelines
@@ -16,9 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from pipelines import Counted, loss_fn, micro_batch
 from torch import nn
 
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule, environment, initialize
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
 from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.profiling.in_place import InPlaceClock
 
 NUM_MICRO_BATCHES = 4
 NUM_STEPS = 4
@@ -156,27 +152,3 @@ def recomputes_on_a_cpu() -> bool:
 def divides_gradients_once() -> bool:
     """Whether DeepSpeed's own cuts train right: 0.19.0 divides once more on every stage but the last."""
     return "_backward_prologue_per_tensor" in vars(PipelineEngine)
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """The sentences that rank 0 says, on every rank."""
-    sentences: list[str] = []
-    with patch.object(environment, "logger") as logger:
-        yield sentences
-    mine = [str(call.args[1]) for call in logger.log.call_args_list]
-    sentences += gather_objects(mine)[0]
-
-
-def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
-    """No stand-in, and nothing that would look at another step."""
-    assert engine._warm_up is None and "_exec_optimizer_step" not in vars(engine)
-    assert engine.module.loss_fn is pipelines.loss_fn
-    for stage in engine.module.own_stages:
-        for function in engine.module._functions[stage]:
-            name = getattr(function, "__qualname__", type(function).__qualname__)
-            assert "InPlaceClock" not in name and "checkpoint" not in name, name
-    watched = []
-    with patch.object(InPlaceClock, "_arrived", lambda *arguments: watched.append(arguments)):
-        train(engine, data)
-    assert not watched

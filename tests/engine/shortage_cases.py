@@ -16,8 +16,6 @@ from running import (
     all_tensors,
     batches,
     cut,
-    heard,
-    leaves_nothing,
     planned,
     same,
     start,
@@ -25,10 +23,9 @@ from running import (
     two,
 )
 from torch import nn
+from warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
 
 from deepspeed_partition.engine import warm_up
-
-WARM_UP, AFTER = 3, 2
 
 FAILURES: list[str] = []
 """What the next tries of a step fail at, on the rank that has the layer."""

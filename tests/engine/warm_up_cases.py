@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +18,6 @@ from running import (
     NUM_MICRO_BATCHES,
     batches,
     cut,
-    heard,
-    leaves_nothing,
     planned,
     raised,
     recomputes_on_a_cpu,
@@ -27,13 +27,40 @@ from running import (
 )
 from torch import nn
 
+from deepspeed_partition.engine import MadPipeEngine, environment
 from deepspeed_partition.engine import engine as engines
 from deepspeed_partition.engine import module as modules
+from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling import profile_chain
+from deepspeed_partition.profiling.in_place import InPlaceClock
 
 WARM_UP, AFTER = 3, 2
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The sentences that rank 0 says, on every rank."""
+    sentences: list[str] = []
+    with patch.object(environment, "logger") as logger:
+        yield sentences
+    mine = [str(call.args[1]) for call in logger.log.call_args_list]
+    sentences += gather_objects(mine)[0]
+
+
+def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
+    """No stand-in, and nothing that would look at another step."""
+    assert engine._warm_up is None and "_exec_optimizer_step" not in vars(engine)
+    assert engine.module.loss_fn is pipelines.loss_fn
+    for stage in engine.module.own_stages:
+        for function in engine.module._functions[stage]:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            assert "InPlaceClock" not in name and "checkpoint" not in name, name
+    watched = []
+    with patch.object(InPlaceClock, "_arrived", lambda *arguments: watched.append(arguments)):
+        train(engine, data)
+    assert not watched
 
 
 def a_warm_up_and_a_move_equal_one_process(folder: Path) -> None:
