@@ -150,6 +150,46 @@ def schedules_of_groups_that_a_rank_lacks(_: Path) -> None:
     assert engine.module.parts == before
 
 
+def a_run_tells_what_it_does(folder: Path) -> None:
+    """From the trial cut to the move, in this order; and where the plan is kept, if anywhere."""
+    logs = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
+    path = folder / "job" / "madpipe-plan.json"
+    for config, kept in (
+        ({}, "the option save_plan names a place"),
+        (logs, f"the plan is saved in {path}, what it was made from in madpipe-plan.chain.json"),
+    ):
+        story = [
+            "MadPipe's own lists", "training begins at the cut [0, 4, 8], with a warm-up of 2 steps",
+            "the warm-up is over after step 2", "rank 0 plans", "mlp: 8 layers", kept,
+            "the layers are cut at [0, 2, 8] as planned (until now: [0, 4, 8]): measuring and planning took ",
+        ]  # fmt: skip
+        with heard() as sentences:
+            engine, _, _ = start(mlp(), "madpipe", {**config, **planned(cut(), warmup_steps=2)})
+            engine.module.model_name = "mlp"
+            train(engine, batches(4))
+        told = [
+            next(part for part in story if part in each)
+            for each in sentences
+            if any(map(each.__contains__, story))
+        ]
+        assert told == story, sentences
+        assert "2 layers moved in " in sentences[-1]
+    dist.barrier()
+    assert Plan.load(path) == engine.plan
+    assert Chain.load(path.with_suffix(".chain.json")).digest() == engine.plan.chain.digest
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.unlink()
+        path.mkdir()
+    with heard() as sentences:
+        engine, _, _ = start(mlp(), "madpipe", {**logs, **planned(cut())})
+        losses = train(engine, batches(2))
+    assert any("the plan is not saved" in each for each in sentences) and engine.module.parts == cut()
+    assert any("are measured one by one on the first micro-batch" in each for each in sentences)
+    assert not any("warm-up" in each for each in sentences)
+    same(losses, train(start(mlp(), cut())[0], batches(2)))
+
+
 def evaluation_in_a_warm_up(_: Path) -> None:
     """It is not measured, and changes nothing."""
     data = batches(WARM_UP)
@@ -222,46 +262,6 @@ def the_chain_of_a_warm_up_is_the_profilers(_: Path) -> None:
         longest = units.index(max(units))
         shortest = [taken for unit, taken in zip(units, seconds, strict=True) if unit == 1]
         assert seconds[longest] > 2 * sorted(shortest)[len(shortest) // 2]
-
-
-def a_run_tells_what_it_does(folder: Path) -> None:
-    """From the trial cut to the move, in this order; and where the plan is kept, if anywhere."""
-    logs = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
-    path = folder / "job" / "madpipe-plan.json"
-    for config, kept in (
-        ({}, "the option save_plan names a place"),
-        (logs, f"the plan is saved in {path}, what it was made from in madpipe-plan.chain.json"),
-    ):
-        story = [
-            "MadPipe's own lists", "training begins at the cut [0, 4, 8], with a warm-up of 2 steps",
-            "the warm-up is over after step 2", "rank 0 plans", "mlp: 8 layers", kept,
-            "the layers are cut at [0, 2, 8] as planned (until now: [0, 4, 8]): measuring and planning took ",
-        ]  # fmt: skip
-        with heard() as sentences:
-            engine, _, _ = start(mlp(), "madpipe", {**config, **planned(cut(), warmup_steps=2)})
-            engine.module.model_name = "mlp"
-            train(engine, batches(4))
-        told = [
-            next(part for part in story if part in each)
-            for each in sentences
-            if any(map(each.__contains__, story))
-        ]
-        assert told == story, sentences
-        assert "2 layers moved in " in sentences[-1]
-    dist.barrier()
-    assert Plan.load(path) == engine.plan
-    assert Chain.load(path.with_suffix(".chain.json")).digest() == engine.plan.chain.digest
-    dist.barrier()
-    if dist.get_rank() == 0:
-        path.unlink()
-        path.mkdir()
-    with heard() as sentences:
-        engine, _, _ = start(mlp(), "madpipe", {**logs, **planned(cut())})
-        losses = train(engine, batches(2))
-    assert any("the plan is not saved" in each for each in sentences) and engine.module.parts == cut()
-    assert any("are measured one by one on the first micro-batch" in each for each in sentences)
-    assert not any("warm-up" in each for each in sentences)
-    same(losses, train(start(mlp(), cut())[0], batches(2)))
 
 
 def layers_move_where_that_gains(_: Path) -> None:
@@ -364,8 +364,7 @@ BOTH = [a_warm_up_and_a_move_equal_one_process]
 ONLY_TWO = [
     a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
     layers_move_where_that_gains, no_layer_moves_for_nothing, layers_that_recompute_anyway,
-    a_run_goes_on_with_its_warm_up,
-    a_run_does_not_end_for_want_of_a_plan,
+    a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip

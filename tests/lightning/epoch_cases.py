@@ -238,6 +238,5 @@ def replicated_and_moved(host: cases.Host) -> dict[str, Any]:
     return record
 
 
-REPLICATED = [replicated_and_moved]
-"""On four ranks, as in one process."""
-ONLY_PIPELINE = [sentences, kept, moved]
+SAME_AS_SINGLE = {2: [], 4: [replicated_and_moved]}
+ONLY_PIPELINE = {2: [sentences, kept, moved], 4: []}
