@@ -173,7 +173,7 @@ def a_run_tells_what_it_does(folder: Path) -> None:
             if any(map(each.__contains__, story))
         ]
         assert told == story, sentences
-        assert "2 layers moved in " in sentences[-1]
+        assert any("2 layers moved in " in each for each in sentences)
     dist.barrier()
     assert Plan.load(path) == engine.plan
     assert Chain.load(path.with_suffix(".chain.json")).digest() == engine.plan.chain.digest
