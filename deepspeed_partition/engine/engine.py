@@ -300,13 +300,13 @@ class MadPipeEngine(ResumingEngine):
         from deepspeed_partition.engine.planning import measure_and_plan  # the profiler, used only here
 
         before, started = self._cut_in_words(), time.perf_counter()
-        if self.is_warming_up:
-            announce(f"the warm-up is over after step {self.global_steps}")
-        else:
+        if self._warm_up is None or not self._warm_up.has_begun:
             announce(
                 f"the layers, cut at {before} until the plan is made, are measured one by one on the first "
-                "micro-batch, before the first optimizer step"
+                f"micro-batch, before training {'goes on' if self.global_steps else 'begins'}"
             )
+        elif not self._warm_up.ran_out_of_memory:
+            announce(f"the warm-up is over after step {self.global_steps}")
         try:
             with self.around_measurements():
                 plan, self.chain = measure_and_plan(self, None if self._warm_up is None else self._warm_up.clock)
