@@ -34,7 +34,7 @@ class Options:
     plan: str | None = None
     """A saved plan: it is run as it is, without measuring."""
     save_plan: str | None = None
-    """Where rank 0 saves the plan it makes."""
+    """Where rank 0 saves the plan it makes. None: beside the logs of the run, if it writes any."""
     time_limit_seconds: float | None = None
     save_timeline: str | None = None
     """Where rank 0 saves when each operation of the first steps ran (``planner/timeline.py``)."""

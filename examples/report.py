@@ -20,7 +20,7 @@ class Measured:
 
     step_seconds: tuple[float, ...]
     """Of whole optimizer steps, the first ones left out."""
-    peak_bytes: int
+    peak_bytes: int = 0
     """The most that live tensors took at once during one step: parameters, gradients, optimizer states,
     activations, messages."""
 

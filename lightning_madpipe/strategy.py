@@ -37,6 +37,7 @@ from lightning_madpipe.module import PIPELINE, detach_layers, find_layers, refus
 from lightning_madpipe.names import one_device_names
 from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
 from lightning_madpipe.optimizers import configured_optimizer, renew_parameters
+from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs
 from lightning_madpipe.runner import BatchRunner
 from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config, read_config
@@ -57,18 +58,18 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         num_micro_batches: Pieces that each Lightning batch is cut into. None: 4 per stage. A batch of fewer
             samples gives a piece per sample.
         warmup_epochs: Epochs on a trial cut, in which layers are measured while they train; then the plan is made
-            and layers move. None or 0: they are measured one by one on the first micro-batch, before the first
-            optimizer step.
+            and layers move. 0: they are measured one by one on the first micro-batch, before the first optimizer
+            step, as where nothing would be trained after the warm-up.
         stage: ZeRO stage, 0 or 1.
         memory: Bytes of each device, also ``"16GB"``. None: the device's own; on a CPU the machine's memory
             divided by its processes.
         bandwidth: Bytes per second between neighbours, also ``"12GB/s"``. None: measured.
         latency_seconds: None: measured.
         weight_copies: None: from the optimizer and the precision.
-        algorithm: The name of a planner, or boundaries.
-        warmup_steps: The same in optimizer steps.
+        algorithm: The name of a planner, or boundaries, on which a run begins with ``warmup_epochs=0``.
+        warmup_steps: In the place of ``warmup_epochs``, in optimizer steps.
         plan: A plan file, which is run as it is, without measuring.
-        save_plan: Where the plan is written.
+        save_plan: Where the plan is written. None: ``madpipe-plan.json`` in the logger's directory, if it has one.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
         config: DeepSpeed configuration, a dict or the path of a JSON file. Its own ``pipeline.madpipe`` gives
@@ -98,7 +99,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         *,
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
-        warmup_epochs: int | None = None,
+        warmup_epochs: int = 1,
         stage: int = 0,
         memory: int | str | None = None,
         bandwidth: float | str | None = None,
@@ -123,6 +124,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
         check_count("num_stages", num_stages, least=1)
         check_count("num_micro_batches", num_micro_batches, least=1)
+        if warmup_epochs is None:
+            raise ValueError("warmup_epochs is None, not a whole number of at least 0")
         check_count("warmup_epochs", warmup_epochs, least=0)
         if stage not in (0, 1):
             raise ValueError(f"stage is {stage!r}: a pipeline works with ZeRO stage 0 or 1")
@@ -148,11 +151,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         }
         self.config = self._given_config = checked_config(self.config, options, stage)
         num_steps = self.config["pipeline"]["madpipe"].get("warmup_steps")
-        if warmup_epochs and num_steps:
+        if warmup_epochs > 1 and num_steps:
             raise ValueError(f"warmup_epochs is {warmup_epochs} and warmup_steps is {num_steps}: give one of them")
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
-        self.warmup_epochs = warmup_epochs
+        # One epoch is what nobody asked for.
+        self.warmup_epochs = 0 if warmup_epochs == 1 and num_steps is not None else warmup_epochs
+        self._warm_up: WarmUpOfFit | None = None
         self._engine: MadPipeEngine | None = None
         self._runner: BatchRunner | None = None
         self._base_seed = 0
@@ -351,9 +356,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 self._engine.show_every_group(scheduler.scheduler)
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
-            if num_epochs := self.warmup_epochs:
-                ends = f"{num_epochs} epoch{'s' if num_epochs > 1 else ''}"
-                self._engine.warm_up_until(lambda: trainer.current_epoch >= num_epochs, ends)
+            self._engine.folder_of_logs = folder_of_logs(trainer)
+            num_steps = self._engine.options.warmup_steps
+            if self.warmup_epochs or num_steps:
+                self._warm_up = WarmUpOfFit(trainer, num_epochs=self.warmup_epochs, num_steps=num_steps)
+                self._engine.warm_up_until(self._warm_up.is_over, self._warm_up.length)
 
     def _format_config(self) -> None:
         super()._format_config()
@@ -413,6 +420,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._batches.begin_training_epoch()
+
+    def on_train_end(self) -> None:
+        if self._warm_up is not None and self.deepspeed_engine.is_warming_up:
+            self._warm_up.say_that_no_plan_was_made()
 
     def on_validation_start(self) -> None:
         self._batches.begins = True

@@ -23,7 +23,7 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        [sys.executable, str(EXAMPLES / "train_lightning.py"), "--epochs", "1"],
+        [sys.executable, str(EXAMPLES / "train_lightning.py"), "--epochs", "2"],
         [*TORCHRUN, str(EXAMPLES / "train_deepspeed.py"), "--steps", "6"],
     ],
     ids=["lightning", "deepspeed"],

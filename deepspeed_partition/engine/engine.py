@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,7 +34,7 @@ from deepspeed_partition.engine.module import (
 from deepspeed_partition.engine.program import Instruction, Program
 from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
 from deepspeed_partition.engine.resuming import ResumingEngine
-from deepspeed_partition.engine.stages import allocation_of, hold_built_stages
+from deepspeed_partition.engine.stages import allocation_of, hold_built_stages, owner
 from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
 from deepspeed_partition.options import Options
@@ -41,6 +42,7 @@ from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.planner.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.warm_up import WarmUp
@@ -70,6 +72,9 @@ class MadPipeEngine(ResumingEngine):
     """Called where a rank ran out of memory in a step of the warm-up, which runs again as if it had not begun."""
     around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered on every rank while the layers and the loss function run to be measured."""
+    folder_of_logs: str | None = None
+    """Where the plan is saved if ``save_plan`` names no place. None: in the folder of DeepSpeed's monitors, if one
+    writes files."""
     options: Options
 
     def __init__(self, **kwargs: Any) -> None:
@@ -122,20 +127,15 @@ class MadPipeEngine(ResumingEngine):
             if save_plan is not None:
                 from_rank_0(lambda: check_writable(save_plan))
             self._waits_for_plan = True
-            num_steps = self.options.warmup_steps
-            if num_steps:
-                self.warm_up_until(lambda: self.global_steps >= num_steps, f"{num_steps} steps")
-            else:
-                announce(
-                    f"the layers are cut at {self.module.parts} until the first train_batch, which measures them: "
-                    "the plan is made before the first optimizer step"
-                )
+            if num_steps := self.options.warmup_steps:
+                self.warm_up_until(lambda: self.global_steps >= num_steps, counted(num_steps, "step"))
 
     def warm_up_until(self, is_over: Callable[[], bool], length: str) -> None:
         """Where a plan is to be made: train on the trial cut first, and measure the layers in place.
 
         Args:
-            is_over: asked before each step, with the same answer on every rank.
+            is_over: asked before each step, on every rank, with the same answer. Where it says so before the first
+                one there is no warm-up.
             length: of the warm-up in words, such as ``20 steps``.
         """
         if not self._waits_for_plan:
@@ -149,11 +149,12 @@ class MadPipeEngine(ResumingEngine):
             return
         from deepspeed_partition.engine.warm_up import WarmUp  # with the profiler, like planning
 
-        self._warm_up = WarmUp(self, is_over)
-        announce(
-            f"the layers are cut at {self.module.parts} for a warm-up of {length}, in which they are measured; "
-            "then the plan is made"
-        )
+        self._warm_up = WarmUp(self, is_over, length)
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether steps have been made on a trial cut, and the plan is not made yet."""
+        return self._warm_up is not None and self._warm_up.has_begun
 
     @property
     def may_run_again(self) -> bool:
@@ -298,6 +299,14 @@ class MadPipeEngine(ResumingEngine):
             )
         from deepspeed_partition.engine.planning import measure_and_plan  # the profiler, used only here
 
+        before, started = self._cut_in_words(), time.perf_counter()
+        if self._warm_up is None or not self._warm_up.has_begun:
+            announce(
+                f"the layers, cut at {before} until the plan is made, are measured one by one on the first "
+                f"micro-batch, before training {'goes on' if self.global_steps else 'begins'}"
+            )
+        elif not self._warm_up.ran_out_of_memory:
+            announce(f"the warm-up is over after step {self.global_steps}")
         try:
             with self.around_measurements():
                 plan, self.chain = measure_and_plan(self, None if self._warm_up is None else self._warm_up.clock)
@@ -308,9 +317,14 @@ class MadPipeEngine(ResumingEngine):
             announce(f"no plan fits, and training goes on at {self._cut_in_words()}: {flaw}", logging.WARNING)
             self._adopt(Cut("boundaries"))
             return
-        before = self._cut_in_words()
+        planned = time.perf_counter()
+        old, new = allocation_of(self.module), allocation_of(plan)
+        num_moved = sum(owner(old, layer) != owner(new, layer) for layer in range(self.module._num_layers))
         self.recut(plan)
-        announce(f"the layers are cut at {self._cut_in_words()} as planned (until now: {before})")
+        moved = f"{counted(num_moved, 'layer')} moved in {format_seconds(time.perf_counter() - planned)}"
+        took = f"measuring and planning took {format_seconds(planned - started)}"
+        where = f"the layers are cut at {self._cut_in_words()} as planned"
+        announce(f"{where} (until now: {before}): {took}, {moved}" if num_moved else f"{where}, as before: {took}")
 
     def peek_micro_batch(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch, on the device; the data iterator will give it again.

@@ -9,7 +9,6 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
 from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.plan_files import save_plan
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import InfeasibleError
@@ -192,11 +192,7 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
     announce(plan.summary())
     if plan.algorithm == "madpipe" and not engine.runs_lists:
         announce("each rank runs one stage: this is the best plan of those that are contiguous")
-    if options.save_plan is not None:
-        plan.save(options.save_plan)
-        beside = Path(options.save_plan).with_suffix(".chain.json")
-        chain.save(beside)
-        announce(f"the plan is saved in {options.save_plan}, what it was made from in {beside.name}")
+    save_plan(engine, plan, chain)
     return plan, chain
 
 

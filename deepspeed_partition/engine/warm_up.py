@@ -2,13 +2,14 @@
 
 Stand-ins take the places of the layers, the loss function and the optimizer step while a step runs, and are gone
 between steps. Where the trial cut runs out of memory the step is given up on all ranks and run again: with layers
-that recompute, then with one micro-batch in flight per stage as well, then not before the plan is made.
+that recompute, then with fewer and fewer micro-batches in flight as well, then not before the plan is made.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +25,7 @@ from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
 from deepspeed_partition.planner.step import one_f_one_b_order
-from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.planner.units import counted, format_bytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
 
 if TYPE_CHECKING:
@@ -35,14 +36,6 @@ T = TypeVar("T")
 NUM_MEASURED_STEPS = NUM_DROPPED + 20
 """In a longer warm-up the steps after these are not timed."""
 
-RECOMPUTE, ONE_IN_FLIGHT, MEASURE_ALONE = 1, 2, 3
-"""What is done against a lack of memory; each with those before it."""
-IN_WORDS = {
-    RECOMPUTE: "until the plan is made, layers recompute in their backward what they would keep",
-    ONE_IN_FLIGHT: "until the plan is made, one micro-batch is in flight per stage as well",
-    MEASURE_ALONE: "the warm-up ends here, and layers are measured one by one, or as far as they were",
-}
-
 
 class WarmUp:
     """The steps before the plan.
@@ -50,19 +43,18 @@ class WarmUp:
     Args:
         engine: on a trial cut, which runs lists of instructions.
         is_over: asked before each step, with the same answer on every rank.
+        length: in words.
     """
 
-    def __init__(self, engine: MadPipeEngine, is_over: Callable[[], bool]) -> None:
-        self._engine, self._is_over = engine, is_over
+    def __init__(self, engine: MadPipeEngine, is_over: Callable[[], bool], length: str) -> None:
+        self._engine, self._is_over, self._length = engine, is_over, length
         self.clock = InPlaceClock(engine.device)
         self._attempt: Attempt | None = None
-        self._fallback = 0
-        self._checked_sizes = False
-
-    @property
-    def ran_out_of_memory(self) -> bool:
-        """Whether the trial cut could not be run to the end, whatever was tried."""
-        return self._fallback >= MEASURE_ALONE
+        self._recomputes = False
+        self._most_in_flight: int | None = None
+        self.has_begun = False
+        self.ran_out_of_memory = False
+        """Whether the trial cut could not be run to its end, whatever was tried."""
 
     @property
     def is_trying(self) -> bool:
@@ -71,8 +63,8 @@ class WarmUp:
 
     def train(self, step: Callable[[], T]) -> tuple[T] | None:
         """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
-        if not self._checked_sizes and not self._is_over():
-            self._check_sizes()
+        if not self.has_begun and not self._is_over():
+            self._begin()
         while not self.ran_out_of_memory and not self._is_over():
             clock = self.clock if self.clock.num_steps < NUM_MEASURED_STEPS else None
             self._attempt = Attempt(self._engine)
@@ -107,15 +99,25 @@ class WarmUp:
 
     def program(self, num_micro_batches: int) -> Program | None:
         """The lists of a step, where they are not those of the trial cut."""
-        if self._fallback < ONE_IN_FLIGHT:
+        if self._most_in_flight is None:
             return None
-        stages = range(self._engine.num_stages)
-        orders = [one_f_one_b_order(stage, 1, num_micro_batches) for stage in stages]
-        return lowering.with_transfers(orders, stages)
+        num_stages = self._engine.num_stages
+        depths = [min(num_stages - stage, self._most_in_flight) for stage in range(num_stages)]
+        orders = [one_f_one_b_order(stage, depth, num_micro_batches) for stage, depth in enumerate(depths)]
+        return lowering.with_transfers(orders, range(num_stages))
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        cut = self._engine.module.parts
+        announce(
+            f"training begins at the cut {cut}, with a warm-up of {self._length} that measures the layers; then "
+            "the plan is made, and layers move"
+        )
+        self._check_sizes()
 
     def _check_sizes(self) -> None:
         """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
-        engine, self._checked_sizes = self._engine, True
+        engine = self._engine
         memory_bytes = device_memory_bytes()
         memory_bytes = engine.options.memory or memory_bytes
         needed_bytes, _ = training_bytes(engine)
@@ -126,17 +128,26 @@ class WarmUp:
             if needed > memory
         ]
         if flaws:
-            self._fallback = MEASURE_ALONE - 1
-            self._fall_back(flaws[0])
+            announce(f"{flaws[0]}; {self._give_up()}", logging.WARNING)
 
     def _fall_back(self, reason: str) -> None:
-        self._fallback += 1
-        if self._fallback == RECOMPUTE and not self._can_recompute():
-            self._fallback += 1
-        if self._fallback == ONE_IN_FLIGHT and self._engine.num_stages == 1:
-            self._fallback += 1
-        announce(f"{reason}; {IN_WORDS[self._fallback]}", logging.WARNING)
-        self._engine._lowered.cache_clear()
+        """Do one thing more against a lack of memory. Collective."""
+        in_flight = min(self._engine.num_stages, self._engine.micro_batches, self._most_in_flight or math.inf)
+        if not self._recomputes and self._most_in_flight is None and self._can_recompute():
+            self._recomputes = True
+            remedy = "until the plan is made, layers recompute in their backward what they would keep"
+        elif in_flight > 1:
+            self._most_in_flight = math.ceil(in_flight / 2)
+            most = counted(self._most_in_flight, "micro-batch")
+            remedy = f"until the plan is made, no stage has more than {most} in flight"
+            self._engine._lowered.cache_clear()
+        else:
+            remedy = self._give_up()
+        announce(f"{reason}; {remedy}", logging.WARNING)
+
+    def _give_up(self) -> str:
+        self.ran_out_of_memory = True
+        return "the warm-up ends here, and layers are measured one by one, or as far as they were"
 
     def _can_recompute(self) -> bool:
         """Whether any rank has a layer that can, and does not already."""
@@ -150,7 +161,7 @@ class WarmUp:
         originals = list(functions)
         for place, function in enumerate(originals):
             timed = function if clock is None else clock.timed_layer(module._local_start + place, function)
-            recomputes = self._fallback >= RECOMPUTE and can_recompute(function)
+            recomputes = self._recomputes and can_recompute(function)
             functions[place] = recomputed(timed) if recomputes else timed
         if clock is not None:
             if loss_fn is not None:

@@ -87,6 +87,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
 
 
+def counted(number: int, thing: str) -> str:
+    """``2`` and ``"step"`` as ``2 steps``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def printable(text: str) -> str:
     """On one line, with what no terminal shows (control characters, half of a surrogate pair) escaped."""
     return "".join(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pipelines
+import shortage_cases
 import torch
 import torch.distributed as dist
 import warm_up_cases
@@ -502,9 +503,15 @@ ONLY_TWO = [
     nothing_is_lost, memory_of_a_move, counts_and_settings_stay, states_are_found_by_deepspeed, planned_and_moved,
 ]  # fmt: skip
 CASES = {
-    2: [*BOTH, *ONLY_TWO, *warm_up_cases.BOTH, *warm_up_cases.ONLY_TWO],
-    4: [*BOTH, groups_that_become_empty_and_fill_again, replicas, *warm_up_cases.BOTH, *warm_up_cases.ONLY_FOUR],
-}
+    2: [
+        *BOTH, *ONLY_TWO, *warm_up_cases.BOTH, *warm_up_cases.ONLY_TWO, *shortage_cases.BOTH,
+        *shortage_cases.ONLY_TWO,
+    ],
+    4: [
+        *BOTH, groups_that_become_empty_and_fill_again, replicas, *warm_up_cases.BOTH, *shortage_cases.BOTH,
+        *shortage_cases.ONLY_FOUR,
+    ],
+}  # fmt: skip
 CASES = {num_processes: {case.__name__: case for case in cases} for num_processes, cases in CASES.items()}
 
 if __name__ == "__main__":

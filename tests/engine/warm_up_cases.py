@@ -16,7 +16,6 @@ from deepspeed.pipe import LayerSpec
 from pipelines import mlp, tied, train_alone, two_groups
 from running import (
     NUM_MICRO_BATCHES,
-    all_tensors,
     batches,
     cut,
     planned,
@@ -28,7 +27,7 @@ from running import (
 )
 from torch import nn
 
-from deepspeed_partition.engine import MadPipeEngine, environment, warm_up
+from deepspeed_partition.engine import MadPipeEngine, environment
 from deepspeed_partition.engine import engine as engines
 from deepspeed_partition.engine import module as modules
 from deepspeed_partition.engine.collectives import gather_objects
@@ -151,6 +150,46 @@ def schedules_of_groups_that_a_rank_lacks(_: Path) -> None:
     assert engine.module.parts == before
 
 
+def a_run_tells_what_it_does(folder: Path) -> None:
+    """From the trial cut to the move, in this order; and where the plan is kept, if anywhere."""
+    logs = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
+    path = folder / "job" / "madpipe-plan.json"
+    for config, kept in (
+        ({}, "the option save_plan names a place"),
+        (logs, f"the plan is saved in {path}, what it was made from in madpipe-plan.chain.json"),
+    ):
+        story = [
+            "MadPipe's own lists", "training begins at the cut [0, 4, 8], with a warm-up of 2 steps",
+            "the warm-up is over after step 2", "rank 0 plans", "mlp: 8 layers", kept,
+            "the layers are cut at [0, 2, 8] as planned (until now: [0, 4, 8]): measuring and planning took ",
+        ]  # fmt: skip
+        with heard() as sentences:
+            engine, _, _ = start(mlp(), "madpipe", {**config, **planned(cut(), warmup_steps=2)})
+            engine.module.model_name = "mlp"
+            train(engine, batches(4))
+        told = [
+            next(part for part in story if part in each)
+            for each in sentences
+            if any(map(each.__contains__, story))
+        ]
+        assert told == story, sentences
+        assert any("2 layers moved in " in each for each in sentences)
+    dist.barrier()
+    assert Plan.load(path) == engine.plan
+    assert Chain.load(path.with_suffix(".chain.json")).digest() == engine.plan.chain.digest
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.unlink()
+        path.mkdir()
+    with heard() as sentences:
+        engine, _, _ = start(mlp(), "madpipe", {**logs, **planned(cut())})
+        losses = train(engine, batches(2))
+    assert any("the plan is not saved" in each for each in sentences) and engine.module.parts == cut()
+    assert any("are measured one by one on the first micro-batch" in each for each in sentences)
+    assert not any("warm-up" in each for each in sentences)
+    same(losses, train(start(mlp(), cut())[0], batches(2)))
+
+
 def evaluation_in_a_warm_up(_: Path) -> None:
     """It is not measured, and changes nothing."""
     data = batches(WARM_UP)
@@ -248,24 +287,6 @@ def no_layer_moves_for_nothing(_: Path) -> None:
     assert all(a is b for a, b in zip(weights, engine.module.parameters(), strict=True))
 
 
-def a_long_warm_up(_: Path) -> None:
-    """Only so many steps are timed; what was done for want of memory stays done."""
-    data = batches(4)
-    engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=4), optimizer=two_groups)
-    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
-    with patch.object(warm_up, "NUM_MEASURED_STEPS", 2), patch.object(warm_up, "checkpoint") as checkpoint:
-        checkpoint.side_effect = lambda function, inputs, **_: function(inputs)
-        num_recomputed = []
-        losses = []
-        for batch in data:
-            losses += train(engine, [batch])
-            num_recomputed.append(checkpoint.call_count)
-    same(losses, train_alone(hungry(0), data, two_groups))
-    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 2
-    per_step = num_recomputed[0]
-    assert per_step >= NUM_MICRO_BATCHES and num_recomputed == [per_step * number for number in (1, 2, 3, 4)]
-
-
 def layers_that_recompute_anyway(_: Path) -> None:
     """DeepSpeed's activation checkpointing, whose backwards are timed without what they recompute."""
     if not recomputes_on_a_cpu():
@@ -300,131 +321,6 @@ def a_run_goes_on_with_its_warm_up(folder: Path) -> None:
             assert (resumed.plan is not None) == (number >= WARM_UP)
         same(losses, expected)
         assert resumed.module.parts == cut()
-
-
-# Out of memory on one rank
-
-FAILURES: list[str] = []
-"""What the next tries of a step fail at, on the rank that has the layer."""
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if FAILURES and FAILURES[0].startswith("backward"):
-            fail()
-        return gradient
-
-
-def fail() -> None:
-    place, number = FAILURES[0].split()
-    if int(number) == 0:
-        FAILURES.pop(0)
-        raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
-    FAILURES[0] = f"{place} {int(number) - 1}"
-
-
-class Hungry(nn.Linear):
-    """Runs out of memory where ``FAILURES`` says so."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if FAILURES and FAILURES[0].startswith("forward") and torch.is_grad_enabled():
-            fail()
-        return _Fails.apply(super().forward(x))
-
-
-class Replacing(pipelines.Block):
-    """Its buffer is another tensor after each forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = self.seen
-        outputs = super().forward(x)
-        self.seen = before.clone()
-        return outputs
-
-
-class InPlace(nn.Linear):
-    """Changes its input, as activations with ``inplace=True`` do."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x += 0.5
-        return torch.tanh(super().forward(x.relu_()))
-
-
-def hungry(place: int) -> list[Any]:
-    specs = mlp()
-    specs[4:6] = LayerSpec(Replacing, pipelines.WIDTH), LayerSpec(InPlace, pipelines.WIDTH, pipelines.WIDTH)
-    specs[place] = LayerSpec(Hungry, 8 if place == 0 else pipelines.WIDTH, pipelines.WIDTH if place < 7 else 4)
-    return specs
-
-
-def out_of_memory_in_a_warm_up(_: Path) -> None:
-    """In a forward and a backward, of a first and a later micro-batch, on the first and the last stage."""
-    words = ["recompute", "one micro-batch", "one by one"]
-    data = batches(WARM_UP + AFTER)
-    failing: list[tuple[int, int, list[str]]] = [
-        (0, 0, ["forward 0"]),
-        (0, 1, ["backward 1", "forward 2"]),
-        (7, 0, ["forward 1", "forward 0", "backward 2"]),
-        (7, 1, ["backward 0"]),
-    ]
-    if dist.get_world_size() == 4:  # ranks on both sides
-        failing = [(3, 1, ["forward 0", "backward 1", "forward 3"])]
-    for place, zero, failures in failing:
-        expected = train_alone(hungry(place), data, two_groups)
-        config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
-        engine, _, _ = start(hungry(place), "madpipe", config, optimizer=two_groups)
-        losses = train(engine, data[:1])
-        FAILURES[:] = failures if engine.module.stage_owner(place) == engine.stage_id else []
-        with heard() as sentences:
-            losses += train(engine, data[1:2])
-            # A plan is made at once where nothing else is left.
-            assert (engine.plan is not None) == (len(failures) == 3)
-            losses += train(engine, data[2:])
-        falls = [each for each in sentences if "ran out of memory" in each]
-        assert len(falls) == len(failures), sentences
-        assert all(word in each for word, each in zip(words, falls, strict=False)), falls
-        same(losses, expected)
-        assert engine.module.parts == cut() and not FAILURES
-        # A step that was given up has not been: layers count their forwards, and seeds go by them.
-        num_forwards = NUM_MICRO_BATCHES * len(data)
-        counts = [value for name, value in all_tensors(engine).items() if name.endswith("seen")]
-        assert counts and all(count == num_forwards for count in counts)
-        assert set(engine.module._num_forwards.values()) == {num_forwards}
-        leaves_nothing(engine, data[:1])
-
-
-def replicas_give_a_step_up_together(_: Path) -> None:
-    """One rank of one of two pipelines runs out of memory."""
-    data = batches(WARM_UP + AFTER)
-    expected = train_alone(hungry(7), data, two_groups)
-    config = {**planned([0, 2, 8], warmup_steps=WARM_UP), "zero_optimization": {"stage": 1}}
-    engine, _, _ = start(hungry(7), "madpipe", config, optimizer=two_groups, num_stages=2)
-    losses = train(engine, data[:1])
-    FAILURES[:] = ["forward 1", "backward 1"] if engine.grid.data_parallel_id == 1 else []
-    with heard() as sentences:
-        losses += train(engine, data[1:])
-    FAILURES.clear()
-    same(losses, expected)
-    assert sum("ran out of memory" in each for each in sentences) == 2
-    assert engine.module.parts == [0, 2, 8]
-
-
-def what_does_not_fit_is_measured_alone(_: Path) -> None:
-    """The weights alone are too many: no step is tried on the trial cut."""
-    data = batches(2)
-    config = planned(cut(), warmup_steps=WARM_UP, memory=9_000, weight_copies=0.01)
-    engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
-    assert engine._warm_up is not None
-    with heard() as sentences:
-        losses = train(engine, data)
-    assert any("for its weights, gradients" in each and "one by one" in each for each in sentences), sentences
-    same(losses, train_alone(mlp(), data, two_groups))
-    assert engine.module.parts == cut()
 
 
 def a_run_does_not_end_for_want_of_a_plan(_: Path) -> None:
@@ -464,12 +360,11 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
     assert losses + train(engine, data[1:]) == train(start(mlp(), engine.module.parts)[0], data)
 
 
-BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
+BOTH = [a_warm_up_and_a_move_equal_one_process]
 ONLY_TWO = [
-    evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, layers_move_where_that_gains,
-    no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway, a_run_goes_on_with_its_warm_up,
-    what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
+    a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
+    layers_move_where_that_gains, no_layer_moves_for_nothing, layers_that_recompute_anyway,
+    a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
-ONLY_FOUR = [replicas_give_a_step_up_together]

@@ -199,11 +199,19 @@ def rate_finder(host: cases.Host) -> dict[str, Any]:
 
 
 def rate_finder_with_a_plan(host: cases.Host) -> dict[str, Any]:
-    """The plan is made while the rate is searched, and kept when the weights go back to the beginning."""
-    module, recorder = seeded(Rated), cases.Recorder()
-    finder = shipped.LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
-    trained(host, module, finder, recorder, data=cases.loader(96), max_epochs=1, strategy={"algorithm": None})
-    return {"rows": recorder.rows, "rate": module.lr}
+    """The plan is made while the rate is searched, and kept when the weights go back to the beginning.
+
+    At once where the search ends within the first epoch, of six steps, else after that.
+    """
+    found = []
+    for num_steps in (4, 8):
+        module, recorder = seeded(Rated), cases.Recorder()
+        finder = shipped.LearningRateFinder(num_training_steps=num_steps, early_stop_threshold=None)
+        strategy = {"algorithm": [0, 2, 8], "warmup_epochs": 1}
+        trainer = trained(host, module, finder, recorder, data=cases.loader(96), strategy=strategy)
+        assert not host.pipelined or trainer.strategy.pipeline.parts == [0, 2, 8]
+        found.append([recorder.rows, module.lr, end(trainer)])
+    return {"found": found}
 
 
 # Optimizers and schedulers

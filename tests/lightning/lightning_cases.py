@@ -389,6 +389,13 @@ def alone(host: Host) -> dict[str, Any]:
     return {"metrics": [validated, tested, again, elsewhere]}
 
 
+class Ends(Callback):
+    """Ends the run with its first epoch, which the Trainer cannot know beforehand."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.should_stop = True
+
+
 def resumed(host: Host, **arguments: Any) -> dict[str, Any]:
     """Two epochs, in the pipeline with a checkpoint and new objects after the first."""
     if not host.pipelined:
@@ -396,7 +403,7 @@ def resumed(host: Host, **arguments: Any) -> dict[str, Any]:
         return {"metrics": record["metrics"], "last_loss": record["rows"][-1], "rates": record["rates"][-1]}
     folder = host.folder / f"resumed-{host.num_processes}-{arguments}"
     checkpoint = ModelCheckpoint(folder, save_last=True)
-    fit(host, Classifier, loader(54), max_epochs=1, callbacks=[checkpoint], **arguments)
+    fit(host, Classifier, loader(54), callbacks=[checkpoint, Ends()], **arguments)
     pl.seed_everything(99, verbose=False)  # other weights, until they are loaded
     module, recorder, rates = Classifier(), Recorder(), Rates()
     module.class_weights.zero_()
@@ -430,7 +437,8 @@ def replicated(host: Host, **arguments: Any) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     module, rates = Classifier(optimizer="sgd", sync_dist=True), Rates()
     strategy = {"num_stages": 2, **arguments.pop("strategy", {})}
-    trainer = host.trainer(rates, strategy=strategy, use_distributed_sampler=True, **arguments)
+    callbacks = [rates, *arguments.pop("callbacks", [])]
+    trainer = host.trainer(*callbacks, strategy=strategy, use_distributed_sampler=True, **arguments)
     trainer.fit(module, data, DataLoader(samples(32, seed=3), batch_size=8 if host.pipelined else 16))
     record = fit_record(trainer, module, [])
     return {**record, "rates": rates.rates}
@@ -459,7 +467,7 @@ ENDS = 4
 
 
 def trained(host: Host, module: Any, *callbacks: Any, **arguments: Any) -> pl.Trainer:
-    strategy = {"algorithm": CUT, **arguments.pop("strategy", {})}
+    strategy = {"algorithm": CUT, "warmup_epochs": 0, **arguments.pop("strategy", {})}
     data = arguments.pop("data", None) or loader(54)
     validation, ckpt_path = arguments.pop("validation", None), arguments.pop("ckpt_path", None)
     trainer = host.trainer(

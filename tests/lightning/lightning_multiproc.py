@@ -21,6 +21,7 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 import callback_cases  # noqa: E402
+import epoch_cases  # noqa: E402
 import lightning_cases as cases  # noqa: E402
 import map_cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
@@ -315,7 +316,8 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     pipelined = mode != "reference"
     host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
-    same, only_pipeline = cases.SAME_AS_SINGLE[num_processes], ONLY_PIPELINE[num_processes]
+    same = [*cases.SAME_AS_SINGLE[num_processes], *epoch_cases.SAME_AS_SINGLE[num_processes]]
+    only_pipeline = [*ONLY_PIPELINE[num_processes], *epoch_cases.ONLY_PIPELINE[num_processes]]
     if num_processes == 2:
         same, only_pipeline = [*same, *map_cases.SAME_AS_SINGLE], [*only_pipeline, *map_cases.ONLY_PIPELINE]
     if os.environ.get("CASES_OF") == "steps":

@@ -79,9 +79,9 @@ class Planned(Callback):
 
 
 def warmed_up(host: cases.Host) -> dict[str, Any]:
-    """Measured while it trains, then moved with its states: between two epochs, and within one."""
+    """Measured while it trains, then moved with its states: between two epochs, as by default, and within one."""
     records = []
-    for warm_up, found in (({"warmup_epochs": 1}, [False, True]), ({"warmup_steps": 2, "stage": 1}, [True, True])):
+    for warm_up, found in (({}, [False, True]), ({"warmup_steps": 2, "stage": 1}, [True, True])):
         planned = Planned()
         strategy = {"algorithm": [0, 2, 8], **warm_up}
         records.append(cases.fit(host, cases.Classifier, cases.loader(54), callbacks=[planned], strategy=strategy))
@@ -135,8 +135,13 @@ def given_up(host: cases.Host) -> dict[str, Any]:
 
 
 def warmed_up_and_resumed(host: cases.Host) -> dict[str, Any]:
-    """From a checkpoint of the warm-up: the plan is made when it is over."""
-    return {"records": [cases.resumed(host, strategy={"algorithm": "uniform", "warmup_epochs": 1})]}
+    """From a checkpoint of the warm-up: the plan is made when it is over, at once or within the next epoch."""
+    return {
+        "records": [
+            cases.resumed(host, strategy={"algorithm": "uniform", **warm_up})
+            for warm_up in ({"warmup_epochs": 1}, {"warmup_steps": 6})
+        ]
+    }
 
 
 SAME_AS_SINGLE: list[Callable[[cases.Host], dict[str, Any]]] = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +20,7 @@ from deepspeed_partition.engine.parameter_groups import EveryGroup
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.module import detach_layers, find_layers
 from lightning_madpipe.optimizers import renew_parameters
+from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_config
 from lightning_madpipe.steps import MicroBatch, UserSteps, result_of
 
@@ -263,7 +267,9 @@ def test_given_options_win_over_the_configuration() -> None:
         ({"config": {"zero_optimization": 1}}, ["zero_optimization", "no object"]),
         ({"config": 3}, ["config is 3"]),
         ({"config": __file__}, [__file__, "cannot be read"]),
-        ({"warmup_epochs": 1, "warmup_steps": 20}, ["give one of them"]),
+        ({"warmup_epochs": 2, "warmup_steps": 20}, ["give one of them"]),
+        ({"warmup_epochs": None}, ["warmup_epochs is None"]),
+        ({"warmup_epochs": -1}, ["warmup_epochs", "at least 0"]),
         (
             {"warmup_epochs": 2, "config": {"pipeline": {"madpipe": {"warmup_steps": 3}}}},
             ["warmup_epochs is 2 and warmup_steps is 3"],
@@ -274,6 +280,60 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], words: list[str]) ->
     with pytest.raises(ValueError) as refusal:
         lightning_madpipe.MadPipeStrategy(**arguments)
     assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "span, differences, reason",
+    [
+        ("epochs", {}, None),
+        ("epochs", {"current_epoch": 1}, "the run goes on after 1 epoch"),
+        ("steps", {"global_step": 12}, "the run goes on after 12 steps"),
+        ("epochs", {"fast_dev_run": 2, "max_epochs": 1, "max_steps": 2}, "fast_dev_run"),
+        ("epochs", {"overfit_batches": 1, "num_training_batches": 1}, "overfit_batches"),
+        ("epochs", {"max_epochs": 1}, "max_epochs is 1,"),
+        ("epochs", {"max_epochs": -1}, None),
+        ("epochs", {"max_epochs": -1, "max_steps": 4}, "max_steps is 4,"),
+        ("epochs", {"max_epochs": -1, "max_steps": 5}, None),
+        ("epochs", {"num_training_batches": math.inf}, None),
+        ("epochs", {"num_training_batches": math.inf, "max_steps": 1}, None),
+        ("epochs", {"num_training_batches": math.inf, "max_epochs": 1}, "max_epochs is 1,"),
+        ("epochs", {"num_training_batches": math.inf, "max_epochs": -1, "max_steps": 99}, "when an epoch ends"),
+        ("steps", {}, "the run has 12 steps,"),
+        ("steps", {"max_epochs": 4}, None),
+        ("steps", {"max_epochs": -1}, None),
+        ("steps", {"max_epochs": 4, "max_steps": 12}, "max_steps is 12,"),
+        ("steps", {"num_training_batches": math.inf, "max_epochs": 1}, None),
+    ],
+)
+def test_a_warm_up_is_left_out_where_nothing_is_trained_after_it(
+    span: str, differences: dict[str, Any], reason: str | None
+) -> None:
+    """Ten batches per epoch in windows of three, so four steps; a warm-up of one epoch, or of twelve steps."""
+    usual = {
+        "current_epoch": 0, "global_step": 0, "fast_dev_run": False, "overfit_batches": 0, "max_epochs": 3,
+        "max_steps": -1, "num_training_batches": 10, "accumulate_grad_batches": 3,
+    }  # fmt: skip
+    trainer = SimpleNamespace(**{**usual, **differences})
+    found = why_left_out(trainer, *((1, 0) if span == "epochs" else (0, 12)))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    "arguments, epochs, steps",
+    [
+        ({}, 1, None),
+        ({"warmup_epochs": 0}, 0, None),
+        ({"warmup_epochs": 3, "warmup_steps": 0}, 3, 0),
+        ({"warmup_steps": 20}, 0, 20),
+        ({"warmup_steps": 0}, 0, 0),
+        ({"config": {"pipeline": {"madpipe": {"warmup_steps": 7}}}}, 0, 7),
+    ],
+)
+def test_steps_take_the_place_of_the_epoch(arguments: dict[str, Any], epochs: int, steps: int | None) -> None:
+    strategy = lightning_madpipe.MadPipeStrategy(**arguments)
+    assert strategy.warmup_epochs == epochs
+    assert strategy.config["pipeline"]["madpipe"].get("warmup_steps") == steps
+    assert inspect.signature(lightning_madpipe.MadPipeStrategy).parameters["warmup_epochs"].default == 1
 
 
 def test_the_strategy_is_registered_by_name() -> None:

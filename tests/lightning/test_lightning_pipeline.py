@@ -126,16 +126,79 @@ def test_a_warm_up_and_a_move_train_like_one_process(two: Records) -> None:
         assert_same(found, expected)
 
 
+WARMS_UP = "training begins at the cut [0, 3, 8], with a warm-up of "
+LEFT_OUT = "there is no warm-up of 1 epoch, because "
+IN_VAIN = ", and nothing would be trained after it"
+
+
+@pytest.mark.parametrize(
+    "run, sentence, has_plan",
+    [
+        ("default", WARMS_UP + "1 epoch", True),
+        ("one epoch", LEFT_OUT + "max_epochs is 1" + IN_VAIN, True),
+        ("none", None, True),
+        ("steps given", WARMS_UP + "3 steps", True),
+        ("no steps given", None, True),
+        ("four steps", LEFT_OUT + "max_steps is 4" + IN_VAIN, True),
+        ("five steps", WARMS_UP + "1 epoch", True),
+        ("more steps than the run has", "no warm-up of 8 steps, because the run has 8 steps" + IN_VAIN, True),
+        ("fast", LEFT_OUT + "fast_dev_run only tries the model out", True),
+        ("stream", WARMS_UP + "1 epoch", True),
+        ("stream of one epoch", LEFT_OUT + "max_epochs is 1" + IN_VAIN, True),
+        ("stream without end", LEFT_OUT + "neither max_epochs nor the length of the data says", True),
+        ("ended early", WARMS_UP + "1 epoch", False),
+        ("plan", None, True),
+        ("boundaries", None, False),
+        ("off", None, False),
+    ],
+)
+def test_a_fit_says_when_it_plans(two: Records, run: str, sentence: str | None, has_plan: bool) -> None:
+    said, other = (rank["sentences"][run]["said"] for rank in two.ranks)
+    assert not other, "rank 0 speaks"
+    assert all(rank["sentences"][run]["has plan"] == has_plan for rank in two.ranks)
+    of_warm_ups = [each for each in said if "warm-up" in each]
+    if sentence is None:
+        assert not of_warm_ups
+        return
+    assert sentence in of_warm_ups[0], said
+    one_by_one = [each for each in said if "one by one on the first micro-batch" in each]
+    if sentence.startswith(WARMS_UP):
+        end = "the warm-up is over after step " if has_plan else "the run has ended within its warm-up of 1 epoch"
+        assert of_warm_ups[1].startswith(end) and not one_by_one, said
+        assert any("has ended within" in each for each in said) != has_plan
+    else:
+        assert len(of_warm_ups) == len(one_by_one) == 1, said
+    moved = [each for each in said if "as planned (until now: [0, 3, 8])" in each]
+    assert len(moved) == has_plan and all("moved in" in each for each in moved), said
+
+
+def test_the_plan_is_kept_beside_the_logs(two: Records) -> None:
+    for rank, records in enumerate(each["kept"] for each in two.ranks):
+        written, in_the_way = records["written"], records["in the way"]
+        assert written["same"] and written["chain"] and written["steps"] == in_the_way["steps"] == 8
+        if rank == 0:
+            assert any("madpipe-plan.chain.json" in each for each in written["said"])
+            assert any("the plan is not saved" in each for each in in_the_way["said"])
+
+
+def test_runs_that_move_are_those_that_never_do(two: Records) -> None:
+    """Optimizers, precisions, ZeRO, ties, frozen weights, running statistics, dropout, groups, schedules."""
+    later = {4: [[[0, 3, 6, 9], [0, 1, 0]], [[0, 6, 9], [0, 1]]], 2: []}
+    for never, moves in two.of("moved")["pairs"]:
+        cuts, expected = moves.pop("cuts"), never.pop("cuts")
+        assert all(cut == [[0, 5, 9], [0, 1]] for cut in expected)
+        assert cuts[0] != cuts[1] == [[0, 2, 9], [0, 1]] and cuts[2:] == later[len(cuts)]
+        assert_same(moves, never)
+
+
 def test_a_step_that_ran_out_of_memory_and_runs_again_leaves_the_traces_of_one(two: Records) -> None:
     assert_same(two.of("given_up"), two.reference["given_up"])
 
 
 def test_a_run_resumed_from_its_warm_up_is_the_uninterrupted_one(two: Records) -> None:
-    [record], [reference] = (
-        two.of("warmed_up_and_resumed")["records"],
-        two.reference["warmed_up_and_resumed"]["records"],
-    )
-    check_resumed(record, reference)
+    references = two.reference["warmed_up_and_resumed"]["records"]
+    for record, reference in zip(two.of("warmed_up_and_resumed")["records"], references, strict=True):
+        check_resumed(record, reference)
 
 
 def test_the_map_of_a_checkpoint_is_taken_over(two: Records) -> None:
@@ -164,7 +227,7 @@ def test_four_stages_train_like_one_process(four: Records, case: str) -> None:
     assert_same(four.of(case), four.reference[case])
 
 
-@pytest.mark.parametrize("case", ["replicated", "replicated_zero_1", "replicated_clipped"])
+@pytest.mark.parametrize("case", ["replicated", "replicated_zero_1", "replicated_clipped", "replicated_and_moved"])
 def test_two_pipelines_of_two_stages_train_like_one_process_on_their_batches(four: Records, case: str) -> None:
     assert_same(four.of(case), four.reference[case])
 

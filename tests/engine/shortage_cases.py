@@ -1,0 +1,196 @@
+"""What must hold where a rank runs out of memory in a warm-up: the step runs again, on all ranks, on less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pipelines
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from pipelines import mlp, train_alone, two_groups
+from running import (
+    NUM_MICRO_BATCHES,
+    all_tensors,
+    batches,
+    cut,
+    planned,
+    same,
+    start,
+    train,
+    two,
+)
+from torch import nn
+from warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
+
+from deepspeed_partition.engine import warm_up
+
+FAILURES: list[str] = []
+"""What the next tries of a step fail at, on the rank that has the layer."""
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if FAILURES and FAILURES[0].startswith("backward"):
+            fail()
+        return gradient
+
+
+def fail() -> None:
+    place, number = FAILURES[0].split()
+    if int(number) == 0:
+        FAILURES.pop(0)
+        raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
+    FAILURES[0] = f"{place} {int(number) - 1}"
+
+
+class Hungry(nn.Linear):
+    """Runs out of memory where ``FAILURES`` says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if FAILURES and FAILURES[0].startswith("forward") and torch.is_grad_enabled():
+            fail()
+        return _Fails.apply(super().forward(x))
+
+
+class Replacing(pipelines.Block):
+    """Its buffer is another tensor after each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.seen
+        outputs = super().forward(x)
+        self.seen = before.clone()
+        return outputs
+
+
+class InPlace(nn.Linear):
+    """Changes its input, as activations with ``inplace=True`` do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.5
+        return torch.tanh(super().forward(x.relu_()))
+
+
+def hungry(place: int) -> list[Any]:
+    specs = mlp()
+    specs[4:6] = LayerSpec(Replacing, pipelines.WIDTH), LayerSpec(InPlace, pipelines.WIDTH, pipelines.WIDTH)
+    specs[place] = LayerSpec(Hungry, 8 if place == 0 else pipelines.WIDTH, pipelines.WIDTH if place < 7 else 4)
+    return specs
+
+
+def out_of_memory_in_a_warm_up(_: Path) -> None:
+    """In a forward and a backward, of a first and a later micro-batch, on the first and the last stage."""
+    caps = [None, None, 1] if two() else [None, None, 2, 1]
+    words = ["recompute", *(f"more than {cap} micro-batch" for cap in caps if cap), "one by one"]
+    data = batches(WARM_UP + AFTER)
+    failing: list[tuple[int, int, list[str]]] = [
+        (0, 0, ["forward 0"]),
+        (0, 1, ["backward 1", "forward 2"]),
+        (7, 0, ["forward 1", "forward 0", "backward 2"]),
+        (7, 1, ["backward 0"]),
+    ]
+    if dist.get_world_size() == 4:  # ranks on both sides
+        failing = [
+            (3, 1, ["forward 0", "backward 1"]),
+            (3, 0, ["forward 0", "backward 1", "forward 3"]),
+            (3, 1, ["forward 0", "backward 1", "forward 3", "backward 0"]),
+        ]
+    for place, zero, failures in failing:
+        expected = train_alone(hungry(place), data, two_groups)
+        config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
+        engine, _, _ = start(hungry(place), "madpipe", config, optimizer=two_groups)
+        losses = train(engine, data[:1])
+        FAILURES[:] = failures if engine.module.stage_owner(place) == engine.stage_id else []
+        with heard() as sentences:
+            losses += train(engine, data[1:2])
+            # A plan is made at once where nothing else is left.
+            assert (engine.plan is not None) == (len(failures) == len(words))
+            if engine.plan is None:
+                num_slots, cap = engine._train_schedule().num_slots(engine.stage_id), caps[len(failures)]
+                assert num_slots == min(engine.num_stages - engine.stage_id, cap or NUM_MICRO_BATCHES)
+            losses += train(engine, data[2:])
+        falls = [each for each in sentences if "ran out of memory" in each]
+        assert len(falls) == len(failures), sentences
+        assert all(word in each for word, each in zip(words, falls, strict=False)), falls
+        same(losses, expected)
+        assert engine.module.parts == cut() and not FAILURES
+        # A step that was given up has not been: layers count their forwards, and seeds go by them.
+        num_forwards = NUM_MICRO_BATCHES * len(data)
+        counts = [value for name, value in all_tensors(engine).items() if name.endswith("seen")]
+        assert counts and all(count == num_forwards for count in counts)
+        assert set(engine.module._num_forwards.values()) == {num_forwards}
+        leaves_nothing(engine, data[:1])
+
+
+def fewer_in_flight_where_nothing_can_be_recomputed(_: Path) -> None:
+    """Nor fewer than the micro-batches that there are."""
+    data = [batch[:3] for batch in batches(3)]
+    config = {**planned(cut(), warmup_steps=2), "gradient_accumulation_steps": 3}
+    engine, _, _ = start(hungry(0), "madpipe", config, optimizer=two_groups)
+    FAILURES[:] = ["backward 1", "forward 2"] if engine.is_first_stage() else []
+    with patch.object(warm_up, "can_recompute", lambda _: False), heard() as sentences:
+        losses = train(engine, data)
+    falls = [each for each in sentences if "ran out of memory" in each]
+    most = ["more than 1 micro-batch in flight", "one by one"] if two() else ["more than 2", "more than 1"]
+    assert len(falls) == 2 and all(word in each for word, each in zip(most, falls, strict=True)), falls
+    same(losses, train_alone(hungry(0), data, two_groups))
+    assert engine.module.parts == cut() and not FAILURES
+
+
+def replicas_give_a_step_up_together(_: Path) -> None:
+    """One rank of one of two pipelines runs out of memory."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(hungry(7), data, two_groups)
+    config = {**planned([0, 2, 8], warmup_steps=WARM_UP), "zero_optimization": {"stage": 1}}
+    engine, _, _ = start(hungry(7), "madpipe", config, optimizer=two_groups, num_stages=2)
+    losses = train(engine, data[:1])
+    FAILURES[:] = ["forward 1", "backward 1"] if engine.grid.data_parallel_id == 1 else []
+    with heard() as sentences:
+        losses += train(engine, data[1:])
+    FAILURES.clear()
+    same(losses, expected)
+    assert sum("ran out of memory" in each for each in sentences) == 2
+    assert engine.module.parts == [0, 2, 8]
+
+
+def what_does_not_fit_is_measured_alone(_: Path) -> None:
+    """The weights alone are too many: no step is tried on the trial cut."""
+    data = batches(2)
+    config = planned(cut(), warmup_steps=WARM_UP, memory=9_000, weight_copies=0.01)
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+    assert engine._warm_up is not None
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("for its weights, gradients" in each and "one by one" in each for each in sentences), sentences
+    same(losses, train_alone(mlp(), data, two_groups))
+    assert engine.module.parts == cut()
+
+
+def a_long_warm_up(_: Path) -> None:
+    """Only so many steps are timed; what was done for want of memory stays done."""
+    data = batches(4)
+    engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=4), optimizer=two_groups)
+    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
+    with patch.object(warm_up, "NUM_MEASURED_STEPS", 2), patch.object(warm_up, "checkpoint") as checkpoint:
+        checkpoint.side_effect = lambda function, inputs, **_: function(inputs)
+        num_recomputed = []
+        losses = []
+        for batch in data:
+            losses += train(engine, [batch])
+            num_recomputed.append(checkpoint.call_count)
+    same(losses, train_alone(hungry(0), data, two_groups))
+    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 2
+    per_step = num_recomputed[0]
+    assert per_step >= NUM_MICRO_BATCHES and num_recomputed == [per_step * number for number in (1, 2, 3, 4)]
+
+
+BOTH = [out_of_memory_in_a_warm_up, fewer_in_flight_where_nothing_can_be_recomputed]
+ONLY_TWO = [what_does_not_fit_is_measured_alone, a_long_warm_up]
+ONLY_FOUR = [replicas_give_a_step_up_together]
