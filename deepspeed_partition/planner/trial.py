@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SHORTEST_SECONDS = 1e-9
-"""Clocks tell no less."""
+LARGE_BYTES, LONG_SECONDS = 2**20, 1e-3
+"""Of a message that tells the bandwidth of its link: a latency, some 10 to 100 us, and what clocks are wrong by,
+are a small part of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,10 @@ class LinkUse:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second in the slower direction, latency included; None where nothing was sent."""
+        """Bytes per second in the slower direction; None where no message is large enough to tell."""
         both = ((self.forward_bytes, self.forward_seconds), (self.backward_bytes, self.backward_seconds))
-        return min((size / max(seconds, SHORTEST_SECONDS) for size, seconds in both if size), default=None)
+        telling = [each for each in both if each[0] >= LARGE_BYTES and each[1] >= LONG_SECONDS]
+        return min((size / seconds for size, seconds in telling), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,11 @@ class InPlaceClock:
         """Steps that came to their end."""
         return len(self._steps)
 
+    @property
+    def num_counted_steps(self) -> int:
+        """Those of them whose times count."""
+        return len(self._steps) - self._num_dropped
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step, which counts unless it raises."""
@@ -140,7 +145,11 @@ class InPlaceClock:
     def _counted_steps(self) -> list[list[_Event]]:
         if self._steps and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return self._steps[min(NUM_DROPPED, len(self._steps) - 1) :] if self._steps else []
+        return self._steps[self._num_dropped :]
+
+    @property
+    def _num_dropped(self) -> int:
+        return max(0, min(NUM_DROPPED, len(self._steps) - 1))
 
     def _read(
         self, events: list[_Event], forward: dict[int, list[float]], backward: dict[int, list[float]]

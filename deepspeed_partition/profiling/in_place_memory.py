@@ -12,7 +12,7 @@ The gradients of parameters are made in a step's first backward and stay: they a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
-from deepspeed_partition.profiling.in_place import gradients_before, made_by, tensors_in
+from deepspeed_partition.profiling.in_place import LayerTimes, gradients_before, made_by, tensors_in
 from deepspeed_partition.profiling.live_bytes import SwitchedCounter
+from deepspeed_partition.profiling.measure import MeasuredLayer
 from deepspeed_partition.profiling.memory import LayerMemory, MemoryReading, keys_of
+from deepspeed_partition.profiling.sources import layer_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +162,33 @@ class _Watched:
             output_bytes=self.output_bytes,
             memory=self.memory.reading(),
         )
+
+
+def measured_in_place(
+    functions: Sequence[Callable[[Any], Any]],
+    first_index: int,
+    times: Mapping[int, LayerTimes],
+    found: Mapping[int, LayerBytes],
+) -> list[MeasuredLayer] | None:
+    """Consecutive layers, with what was measured of each, by its number; None where one was not."""
+    sources = layer_sources(functions, first_index=first_index)
+    numbers = range(first_index, first_index + len(sources))
+    if not all(number in times and number in found for number in numbers):
+        return None
+    measured = []
+    for number, source in zip(numbers, sources, strict=True):
+        built = source.build()
+        measured.append(
+            MeasuredLayer(
+                name=source.name,
+                type=source.type,
+                forward=times[number].forward,
+                backward=times[number].backward,
+                weight_bytes=built.weight_bytes,
+                num_trainable_parameters=built.num_trainable_parameters,
+                input_tensor_bytes=found[number].input_tensor_bytes,
+                output_bytes=found[number].output_bytes,
+                memory=found[number].memory,
+            )
+        )
+    return measured

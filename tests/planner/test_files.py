@@ -122,8 +122,9 @@ def test_what_else_a_warm_up_measured_changes_no_plan():
 def test_the_bandwidth_of_a_link_is_that_of_its_slower_direction():
     [use] = Chain.from_dict(CHAIN).warm_up.links
     assert use.bandwidth == 24000000 / 0.003
-    assert replace(use, backward_bytes=0).bandwidth == 48000000 / 0.004
-    assert replace(use, forward_bytes=0, backward_bytes=0).bandwidth is None
+    for too_little in ({"backward_bytes": 1000}, {"backward_seconds": 1e-5}):
+        assert replace(use, **too_little).bandwidth == 48000000 / 0.004
+    assert replace(use, forward_bytes=1000, backward_bytes=1000).bandwidth is None
 
 
 @pytest.mark.parametrize(
