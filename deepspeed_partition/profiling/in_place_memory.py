@@ -7,6 +7,7 @@ from the arrival of the layer's gradient to the next arrival further down, as th
     backward                            ^----2----^-----1-----^---0---|
 
 The gradients of parameters are made in a step's first backward and stay: they are the weights', not the layer's.
+So is what others do when such a gradient is there, as ZeRO does, which makes buffers for it.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class InPlaceMemory:
     def backward(self) -> Iterator[None]:
         for watched in self._layers.values():
             watched.memory.backward_comes()
-        hooks = [weight.register_post_accumulate_grad_hook(self._accumulated) for weight in self._trained]
+        hooks = [weight.register_hook(self._reached_weight) for weight in self._trained]
+        # Behind those of others: hooks run in the order in which they came.
+        hooks += [weight.register_post_accumulate_grad_hook(self._left_weight) for weight in self._trained]
         try:
             with self._switch:
                 yield
@@ -134,9 +137,17 @@ class InPlaceMemory:
         self._running, self._switch.counter = memory, memory.live
         memory.backward_goes_on([gradient])
 
-    def _accumulated(self, weight: torch.Tensor) -> None:
-        if self._running is not None and weight.grad is not None:
-            self._running.leave_out(weight.grad)
+    def _reached_weight(self, _: torch.Tensor) -> None:
+        if self._running is not None:
+            self._running.backward_pauses()
+            self._switch.counter = None
+
+    def _left_weight(self, weight: torch.Tensor) -> None:
+        if self._running is not None:
+            if weight.grad is not None:
+                self._running.live.leave_out([weight.grad])
+            self._running.backward_goes_on()
+            self._switch.counter = self._running.live
 
     def _pause(self) -> None:
         if self._running is not None:

@@ -117,15 +117,10 @@ class LayerMemory:
         self._meter = _PeakMeter(self._device, self.live)
 
     def backward_pauses(self) -> None:
-        assert self._meter is not None
-        self._backward_peak_bytes = max(self._backward_peak_bytes, self._meter.peak_bytes() + self._incoming_bytes)
-        self._meter = None
-
-    def leave_out(self, gradient: torch.Tensor) -> None:
-        """It is a parameter's now, and stays."""
-        self.backward_pauses()
-        self.live.leave_out([gradient])
-        self.backward_goes_on()
+        if self._meter is not None:
+            peak_bytes = self._meter.peak_bytes() + self._incoming_bytes
+            self._backward_peak_bytes = max(self._backward_peak_bytes, peak_bytes)
+            self._meter = None
 
     def reading(self) -> MemoryReading:
         """When graph and output are gone."""
