@@ -545,8 +545,8 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
 BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, what_else_a_warm_up_measures,
-    layers_move_where_that_gains, no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway, a_run_goes_on_with_its_warm_up,
-    what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
+    layers_move_where_that_gains, no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway,
+    a_run_goes_on_with_its_warm_up, what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
