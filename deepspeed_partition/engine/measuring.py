@@ -79,15 +79,15 @@ class Measuring:
             recomputes: some layer here runs again in its backward, for want of memory.
         """
         module = self._engine.module
-        is_early = self.clock.num_steps < NUM_DROPPED
+        recomputes = recomputes or bool(module.activation_checkpoint_interval)
         self._part = None
-        if is_early:
+        if self.clock.num_steps < NUM_DROPPED:
             self.why_no_bytes = self._why_not(recomputes)
             if self.why_no_bytes is None:
                 loss_layer = module._num_layers - 1 if module.loss_fn is not None else None
                 self._memory = InPlaceMemory(self._engine.device, module, loss_layer)
         try:
-            with self.clock.step(), self._watching_peak(is_early, recomputes):
+            with self.clock.step(), self._watching_peak(recomputes=recomputes):
                 yield
             if self._memory is not None:
                 self._bytes = self._memory.found
@@ -153,26 +153,20 @@ class Measuring:
         )
 
     def _why_not(self, recomputes: bool) -> str | None:
-        module = self._engine.module
-        if recomputes or module.activation_checkpoint_interval:
+        if recomputes:
             return "layers run again in their backward"
-        if any(map(_is_compiled, module.modules())):
+        if any(map(_is_compiled, self._engine.module.modules())):
             return "a layer is compiled, and would run otherwise where it is watched"
         return None
 
     @contextmanager
-    def _watching_peak(self, is_early: bool, recomputes: bool) -> Iterator[None]:
-        """The allocator of a GPU knows it of the later steps; on a CPU it is counted in the first ones."""
-        engine = self._engine
-        on_gpu = engine.device.type == "cuda"
-        if recomputes or engine.module.activation_checkpoint_interval or on_gpu == is_early:
-            yield
-            return
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(engine.device)
-            yield
-            peak_bytes = torch.cuda.max_memory_allocated(engine.device)
-        else:
+    def _watching_peak(self, *, recomputes: bool) -> Iterator[None]:
+        """On a CPU tensors are counted in steps that read bytes; the allocator of a GPU knows of the others."""
+        engine, watched = self._engine, self._memory is not None
+        if engine.device.type == "cpu":
+            if not watched:
+                yield
+                return
             self._live = LiveBytes(include=kept_tensors(engine))
             try:
                 with self._live:
@@ -180,6 +174,13 @@ class Measuring:
                 peak_bytes = self._live.peak_bytes
             finally:
                 self._live = None
+        else:
+            if watched or recomputes:
+                yield
+                return
+            torch.cuda.reset_peak_memory_stats(engine.device)
+            yield
+            peak_bytes = torch.cuda.max_memory_allocated(engine.device)
         self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
         program = engine._lowered(engine.micro_batches, trains=True)
         self._num_in_flight = max(self._num_in_flight, program.num_slots(engine.stage_id))

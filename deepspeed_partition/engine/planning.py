@@ -291,9 +291,8 @@ def _tell(run: TrialRun) -> None:
         )
     peaks = [peak for peak in run.peak_bytes if peak is not None]
     if len(peaks) == len(run.peak_bytes):
-        pairs = zip(peaks, run.planned_peak_bytes, strict=True)
-        each = ", ".join(f"{format_bytes(peak)} of {format_bytes(planned)}" for peak, planned in pairs)
-        announce(f"the ranks used at the most, of what the planner's model says for the trial cut: {each}")
+        held, counted = (", ".join(map(format_bytes, each)) for each in (peaks, run.planned_peak_bytes))
+        announce(f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it")
     bandwidths = [use.bandwidth for use in run.links if use.bandwidth is not None]
     if bandwidths:
         announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second")
