@@ -60,7 +60,7 @@ class Measuring:
     def __init__(self, engine: MadPipeEngine) -> None:
         self._engine = engine
         self.clock = InPlaceClock(engine.device)
-        self.why_no_bytes: str | None = "no step came to its end"
+        self.why_no_bytes: str | None = None
         """What has kept this rank from reading them in the last step that was to."""
         self._bytes: dict[int, LayerBytes] = {}
         self._peak_bytes: int | None = None

@@ -76,6 +76,8 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
         InfeasibleError: no plan fits in memory; on every rank.
         Exception: whatever a layer, the data iterator or the planner raised on some rank; on every rank.
     """
+    if measuring is not None and measuring.clock.num_steps == 0:
+        measuring = None
     memory_bytes = device_memory_bytes()
     reports: list[StageReport] = []
     uses: tuple[LinkUse, ...] = ()
@@ -105,7 +107,7 @@ def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | N
     if len(complete) == len(reports):
         return complete
     reason = next((why for report, why in reports if report is None and why), "a layer did not run as the others")
-    announce(f"not all layers were measured in training ({reason}): they run once more, one by one")
+    announce(f"not all layers were measured in training ({reason}): a micro-batch runs through them one by one")
     return None
 
 
@@ -217,7 +219,7 @@ def _plan(
     if trials:
         trial_run = _trial_run(engine, chain, platform, trials, uses)
         chain = replace(chain, warm_up=trial_run)
-        _tell(trial_run)
+        _tell(trial_run, with_zero=engine.zero_optimization())
     make = functools.partial(
         make_plan,
         chain,
@@ -282,7 +284,7 @@ def _trial_run(
     )
 
 
-def _tell(run: TrialRun) -> None:
+def _tell(run: TrialRun, *, with_zero: bool) -> None:
     in_steps = [seconds for seconds in run.optimizer_seconds if seconds is not None]
     if in_steps:
         announce(
@@ -292,7 +294,10 @@ def _tell(run: TrialRun) -> None:
     peaks = [peak for peak in run.peak_bytes if peak is not None]
     if len(peaks) == len(run.peak_bytes):
         held, counted = (", ".join(map(format_bytes, each)) for each in (peaks, run.planned_peak_bytes))
-        announce(f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it")
+        announce(
+            f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it"
+            + (" without the buffers in which ZeRO reduces gradients" if with_zero else "")
+        )
     bandwidths = [use.bandwidth for use in run.links if use.bandwidth is not None]
     if bandwidths:
         announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second")

@@ -76,6 +76,8 @@ class LayerMemory:
         self._outputs: tuple[OutputMemory, ...] = ()
         self._forward_peak_bytes = self._backward_peak_bytes = self._incoming_bytes = 0
         self._meter: _PeakMeter | None = None
+        self._around = _watch(_storages(tensors_of(inputs)))
+        self._held: list[torch.UntypedStorage | None] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -100,6 +102,7 @@ class LayerMemory:
         self._forward_peak_bytes -= sum(made.values())
         # What happens to the output is the next layer's doing.
         self.live.leave_out(tensors_of(output))
+        self._around += _watch(_storages(tensors_of(output)))
         # A loss is no tensor of the output, and nobody keeps it unless the graph does.
         loss_keys = keys_of(roots) - saved_keys
         self._inner = _watch(storage for storage in self.live.storages() if id(storage) not in loss_keys)
@@ -114,6 +117,8 @@ class LayerMemory:
         They count as long as it runs: those of the output, which have the output's size.
         """
         self._incoming_bytes += sum(map(bytes_of, gradients))
+        if self._device.type == "cuda":  # whose allocator would count against the layer that they go
+            self._held = [reference() for reference, _ in self._around]
         self._meter = _PeakMeter(self._device, self.live)
 
     def backward_pauses(self) -> None:
@@ -121,6 +126,7 @@ class LayerMemory:
             peak_bytes = self._meter.peak_bytes() + self._incoming_bytes
             self._backward_peak_bytes = max(self._backward_peak_bytes, peak_bytes)
             self._meter = None
+            self._held.clear()
 
     def reading(self) -> MemoryReading:
         """When graph and output are gone."""

@@ -291,11 +291,12 @@ def what_else_a_warm_up_measures(folder: Path) -> None:
         assert all(seconds > 0 for seconds in found.optimizer_seconds)
         # What is planned has room for tensors that wait at both sides of a cut; they need not.
         for peak, planned_bytes in zip(found.peak_bytes, found.planned_peak_bytes, strict=True):
-            assert 0.6 * planned_bytes < peak < 1.01 * planned_bytes, found
+            assert 0.75 * planned_bytes < peak <= planned_bytes, found
         assert any("the ranks held at most" in each for each in sentences), sentences
         [use] = found.links
         assert use.link == (0, 1) and use.forward_bytes == use.backward_bytes == 4 * ROWS * WIDE
         assert use.forward_seconds >= LINK_SECONDS and use.backward_seconds >= LINK_SECONDS
+        print("PEAKS", found.peak_bytes, found.planned_peak_bytes, flush=True)
         assert engine.plan.platform.bandwidth == told.get("bandwidth", use.bandwidth)
         assert engine._transfers.watch is None
 
@@ -339,6 +340,23 @@ def a_long_warm_up(_: Path) -> None:
     assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 2
     per_step = num_recomputed[0]
     assert per_step >= NUM_MICRO_BATCHES and num_recomputed == [per_step * number for number in (1, 2, 3, 4)]
+
+
+def layers_that_recompute_from_the_start(_: Path) -> None:
+    """The first step does not fit: what layers keep is measured one by one when all else is known."""
+    data = batches(WARM_UP + 1)
+    engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=WARM_UP), optimizer=two_groups)
+    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("not all layers were measured in training (layers run again" in each for each in sentences)
+    assert not any("held at most" in each for each in sentences), "the trial cut has not run as it is planned"
+    same(losses, train_alone(hungry(0), data, two_groups))
+    alone, _, _ = start(hungry(0), "madpipe", planned(cut()), optimizer=two_groups)
+    train(alone, data[:1])
+    for layer, expected in zip(engine.chain.layers, alone.chain.layers, strict=True):
+        assert (layer.stash_bytes, layer.transient_bytes) == (expected.stash_bytes, expected.transient_bytes)
+    assert engine.chain.warm_up.peak_bytes == (None, None) and alone.chain.warm_up is None
 
 
 def layers_that_recompute_anyway(_: Path) -> None:
@@ -546,6 +564,7 @@ BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, what_else_a_warm_up_measures,
     layers_move_where_that_gains, no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway,
+    layers_that_recompute_from_the_start,
     a_run_goes_on_with_its_warm_up, what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -30,13 +31,13 @@ NO_TIME = Spread(median_seconds=0.0, interquartile_seconds=0.0)
 
 
 def train(
-    layers: list[Any], x: torch.Tensor, loss_fn: Any, watched: int | None
+    layers: list[Any], x: torch.Tensor, loss_fn: Any, watched: int | None, device: torch.device = CPU
 ) -> tuple[InPlaceMemory, list[torch.Tensor]]:
     """A step with two micro-batches in flight, one of them watched; with the gradients."""
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     torch.manual_seed(1)
     module.zero_grad(set_to_none=True)
-    memory = InPlaceMemory(CPU, module, None if loss_fn is None else len(layers) - 1)
+    memory = InPlaceMemory(device, module, None if loss_fn is None else len(layers) - 1)
     functions = [memory.watched_layer(place, layer) for place, layer in enumerate(layers)]
     loss = memory.watched_loss(loss_fn)
     in_flight: list[torch.Tensor] = []
@@ -95,6 +96,31 @@ def test_bytes_in_place_are_those_of_the_profiler(name, loss, watched):
         most = expected.transient_bytes + (expected.output_bytes if name == "recurrent" else 0)
         assert least <= layer.transient_bytes <= most, expected.name
         received = expected.output_bytes
+
+
+class Allocator(LiveBytes):
+    """Counts as that of a GPU does: all tensors, whoever made them, and a peak that others set back."""
+
+    @contextmanager
+    def in_the_place_of_cuda(self) -> Iterator[None]:
+        counters = {
+            "memory_allocated": lambda _: self.current_bytes,
+            "max_memory_allocated": lambda _: self.peak_bytes,
+            "reset_peak_memory_stats": lambda _: self.reset_peak(),
+        }
+        with patch.multiple(torch.cuda, **counters), self:
+            yield
+
+
+@pytest.mark.parametrize("name", networks())
+def test_bytes_of_an_allocator_are_those_that_are_counted(name):
+    layers, x = networks()[name]
+    train(layers, x, LOSSES["square"], None)  # what layers make once
+    for watched in (0, 1):
+        expected, _ = train(layers, x, LOSSES["square"], watched)
+        with Allocator().in_the_place_of_cuda():
+            found, _ = train(layers, x, LOSSES["square"], watched, torch.device("cuda"))
+        assert found.found == expected.found
 
 
 @pytest.mark.parametrize("name", networks())
