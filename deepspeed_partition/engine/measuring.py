@@ -228,4 +228,4 @@ def links_of(parts: Sequence[Sequence[Part]], devices: Sequence[int]) -> tuple[L
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

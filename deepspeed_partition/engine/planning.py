@@ -106,7 +106,9 @@ def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | N
     complete = [report for report, _ in reports if report is not None]
     if len(complete) == len(reports):
         return complete
-    reason = next((why for report, why in reports if report is None and why), "a layer did not run as the others")
+    reason = next(
+        (why for report, why in reports if report is None and why), "some layer did not run, or not on tensors"
+    )
     announce(f"not all layers were measured in training ({reason}): a micro-batch runs through them one by one")
     return None
 

@@ -359,6 +359,26 @@ def layers_that_recompute_from_the_start(_: Path) -> None:
     assert engine.chain.warm_up.peak_bytes == (None, None) and alone.chain.warm_up is None
 
 
+class Compiled(nn.Linear):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(before, after)
+        self.compile(backend="eager")
+
+
+def layers_that_are_compiled(_: Path) -> None:
+    """They would run uncompiled where somebody counts their tensors."""
+    specs = mlp()
+    specs[-1] = LayerSpec(Compiled, pipelines.WIDTH, 4)
+    data = batches(2)
+    engine, _, _ = start(specs, "madpipe", planned(cut(), warmup_steps=1), optimizer=two_groups)
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("(a layer is compiled" in each for each in sentences), sentences
+    same(losses, train_alone(specs, data, two_groups))
+    counted = [peak is not None for peak in engine.chain.warm_up.peak_bytes]
+    assert counted == [True, False], "the last stage has that layer"
+
+
 def layers_that_recompute_anyway(_: Path) -> None:
     """DeepSpeed's activation checkpointing, whose backwards are timed without what they recompute."""
     if not recomputes_on_a_cpu():
@@ -564,7 +584,7 @@ BOTH = [a_warm_up_and_a_move_equal_one_process, out_of_memory_in_a_warm_up]
 ONLY_TWO = [
     evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers, what_else_a_warm_up_measures,
     layers_move_where_that_gains, no_layer_moves_for_nothing, a_long_warm_up, layers_that_recompute_anyway,
-    layers_that_recompute_from_the_start,
+    layers_that_recompute_from_the_start, layers_that_are_compiled,
     a_run_goes_on_with_its_warm_up, what_does_not_fit_is_measured_alone, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
