@@ -291,7 +291,7 @@ def what_else_a_warm_up_measures(folder: Path) -> None:
         assert all(seconds > 0 for seconds in found.optimizer_seconds)
         # What is planned has room for tensors that wait at both sides of a cut; they need not.
         for peak, planned_bytes in zip(found.peak_bytes, found.planned_peak_bytes, strict=True):
-            assert 0.75 * planned_bytes < peak <= planned_bytes, found
+            assert 0.75 * planned_bytes < peak < 1.01 * planned_bytes, found
         assert any("the ranks held at most" in each for each in sentences), sentences
         [use] = found.links
         assert use.link == (0, 1) and use.forward_bytes == use.backward_bytes == 4 * ROWS * WIDE
