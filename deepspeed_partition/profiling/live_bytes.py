@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_LOCK = threading.RLock()
+"""For all counters: other threads free tensors, and a thread that counts one may come to free one that another
+counter knows."""
+
 
 class LiveBytes(TorchDispatchMode):
     """The bytes of the storages that operators create inside the context, each once, until they are freed.
@@ -28,8 +32,6 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._current_bytes = 0
         self._peak_bytes = 0
-        # Other threads free tensors, and a thread may free one while it counts another.
-        self._lock = threading.RLock()
         self.include(include)
 
     @property
@@ -54,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count tensors no more, though they live; how many bytes that are."""
-        with self._lock:
+        with _LOCK:
             keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
             num_bytes = sum(self._live.pop(key)[1] for key in keys if key in self._live)
             self._current_bytes -= num_bytes
@@ -96,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         # A storage keeps its Python object, hence its id, for as long as any tensor uses it.
         key, size = id(storage), storage.nbytes()
-        with self._lock:
+        with _LOCK:
             known = self._live.get(key)
             if known is not None and known[1] == size:
                 return
@@ -106,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
             self._peak_bytes = max(self._peak_bytes, self._current_bytes)
 
     def _forget(self, key: int) -> None:
-        with self._lock:
+        with _LOCK:
             _, size = self._live.pop(key)
             self._current_bytes -= size
 
