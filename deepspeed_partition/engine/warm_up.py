@@ -154,6 +154,10 @@ class WarmUp:
         return any(gather_objects(any(map(can_recompute, functions))))
 
     @property
+    def _recomputes(self) -> bool:
+        return self._fallback >= RECOMPUTE
+
+    @property
     def _measures(self) -> bool:
         return self.clock.num_steps < NUM_MEASURED_STEPS
 
@@ -163,8 +167,8 @@ class WarmUp:
         if not self._measures:
             yield None
             return
-        functions = self._engine.module.forward_funcs
-        with self.measuring.step(recomputes=self._fallback >= RECOMPUTE and any(map(can_recompute, functions))):
+        recomputes = self._recomputes and any(map(can_recompute, self._engine.module.forward_funcs))
+        with self.measuring.step(recomputes=recomputes):
             yield self.measuring
 
     @contextmanager
@@ -174,7 +178,7 @@ class WarmUp:
         originals = list(functions)
         for place, function in enumerate(originals):
             timed = function if measuring is None else measuring.layer(module._local_start + place, function)
-            recomputes = self._fallback >= RECOMPUTE and can_recompute(function)
+            recomputes = self._recomputes and can_recompute(function)
             functions[place] = recomputed(timed) if recomputes else timed
         if measuring is not None:
             if loss_fn is not None:
