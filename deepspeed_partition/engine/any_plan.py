@@ -81,8 +81,6 @@ class AnyPlanEngine(AnyBoundaryEngine):
         super().destroy()
         if "_transfers" in self.__dict__:
             self.__dict__.pop("_transfers").close()
-            if self._recorder is not None:
-                self._recorder.close()
 
     # Who this rank is
 

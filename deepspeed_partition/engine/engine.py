@@ -281,6 +281,11 @@ class MadPipeEngine(ResumingEngine):
         else:
             self._warm_up.execute(instruction, super()._execute)
 
+    def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
+        if self._warm_up is None or not torch.is_grad_enabled():
+            return super()._recorded()
+        return self._warm_up.recorded(self._transfers, self._execute)
+
     def _exec_reduce_tied_grads(self) -> None:
         if self._warm_up is not None:
             self._warm_up.agree()
@@ -309,7 +314,9 @@ class MadPipeEngine(ResumingEngine):
             announce(f"the warm-up is over after step {self.global_steps}")
         try:
             with self.around_measurements():
-                plan, self.chain = measure_and_plan(self, None if self._warm_up is None else self._warm_up.clock)
+                plan, self.chain = measure_and_plan(
+                    self, None if self._warm_up is None else self._warm_up.measuring
+                )
         except InfeasibleError as flaw:
             if not self.global_steps or self._warm_up is None or self._warm_up.ran_out_of_memory:
                 raise

@@ -1,6 +1,7 @@
 """The plan of a run: measured where the layers are, made on rank 0, the same on every rank.
 
-Here and in ``warm_up.py`` the engine knows the profiler; they are imported where a plan is to be made.
+Here, in ``warm_up.py`` and in ``measuring.py`` the engine knows the profiler; they are imported where a plan is to
+be made.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
 from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.measuring import Measuring, TrialReport, links_of
 from deepspeed_partition.engine.plan_files import save_plan
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.renumbering import renumbered
-from deepspeed_partition.planner.units import format_seconds
+from deepspeed_partition.planner.trial import LinkUse, TrialRun
+from deepspeed_partition.planner.units import format_bytes, format_seconds
 from deepspeed_partition.profiling import Link, layer_profiles, measure_links, measure_stage, suspicious
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, tensors_of, to_device
 from deepspeed_partition.profiling.devices import hardware_name
-from deepspeed_partition.profiling.in_place import InPlaceClock
 from deepspeed_partition.profiling.measure import MeasuredLayer
 
 if TYPE_CHECKING:
@@ -52,39 +55,88 @@ class StageReport:
     memory_bytes: int
     training_bytes: int
     weight_bytes: int
-    optimizer_seconds: float | None
-    """Of an optimizer step in the warm-up, where there was one."""
-    error: Exception | None
+    trial: TrialReport | None
+    """What it saw besides, where there was a warm-up."""
+    error: Exception | None = None
 
 
-def measure_and_plan(engine: MadPipeEngine, clock: InPlaceClock | None = None) -> tuple[Plan, Chain]:
-    """Measure the layers of ``engine`` on the next micro-batch, and plan. Collective over the whole job.
+def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) -> tuple[Plan, Chain]:
+    """Plan, from what was measured in a warm-up or on the next micro-batch. Collective over the whole job.
 
-    The first pipeline measures: one stage after the other, so that each is measured by itself and hands its
-    output on. The micro-batch stays in the data iterator. Once the run has made steps, the plan is that of the
-    present cut unless another one gains ``MIN_GAIN``.
+    The first pipeline measures. Where its ranks have not measured all layers in training, they do so one stage
+    after the other, so that each is measured by itself and hands its output on; the micro-batch stays in the data
+    iterator. Once the run has made steps, the plan is that of the present cut unless another one gains
+    ``MIN_GAIN``.
 
     Args:
-        clock: what the layers took in training. The micro-batch then tells only what they keep.
+        measuring: what the ranks measured in training. Where only times are known, the micro-batch tells what
+            layers keep.
 
     Raises:
         InfeasibleError: no plan fits in memory; on every rank.
         Exception: whatever a layer, the data iterator or the planner raised on some rank; on every rank.
     """
+    if measuring is not None and measuring.clock.num_steps == 0:
+        measuring = None
     memory_bytes = device_memory_bytes()
     reports: list[StageReport] = []
+    uses: tuple[LinkUse, ...] = ()
     link: Link | None = None
     if engine.grid.data_parallel_id == 0:
-        reports = _measure(engine, memory_bytes, clock or InPlaceClock(engine.device))
+        reports = _measured(engine, memory_bytes, measuring) or _measure(engine, memory_bytes, measuring)
+        trials = [report.trial for report in reports if report.trial is not None]
+        uses = links_of([trial.parts for trial in trials], range(len(trials)))
         if not any(report.error for report in reports):
-            link = _measure_link(engine)
+            link = _measure_link(engine, uses)
     limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
     announce(f"rank 0 plans, for {format_seconds(limit)} at the most, and the other ranks wait")
-    return from_rank_0(lambda: _plan(engine, reports, link))
+    return from_rank_0(lambda: _plan(engine, reports, uses, link))
 
 
-def _measure(engine: MadPipeEngine, memory_bytes: int, clock: InPlaceClock) -> list[StageReport]:
-    """The reports of all stages of this pipeline, on each of its ranks."""
+def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport] | None:
+    """The reports of all stages of this pipeline, on each of its ranks; None where one lacks something."""
+    if measuring is None:
+        return None
+    layers, report = measuring.layers(), None
+    if layers is not None:
+        first = measuring.first_input
+        num_bytes, num_samples = sum(first.input_tensor_bytes), first.num_samples
+        report = _report(engine, memory_bytes, measuring, layers, num_bytes, num_samples)
+    reports = gather_objects((report, measuring.why_no_bytes), engine.grid.get_pipe_parallel_group())
+    complete = [report for report, _ in reports if report is not None]
+    if len(complete) == len(reports):
+        return complete
+    reason = next(
+        (why for report, why in reports if report is None and why), "some layer did not run, or not on tensors"
+    )
+    announce(f"not all layers were measured in training ({reason}): a micro-batch runs through them one by one")
+    return None
+
+
+def _report(
+    engine: MadPipeEngine,
+    memory_bytes: int,
+    measuring: Measuring | None,
+    layers: list[MeasuredLayer],
+    input_bytes: int,
+    micro_batch_size: int | None,
+    error: Exception | None = None,
+) -> StageReport:
+    training, weights = training_bytes(engine)
+    return StageReport(
+        layers=layers,
+        input_bytes=input_bytes,
+        micro_batch_size=micro_batch_size,
+        memory_bytes=memory_bytes,
+        training_bytes=training,
+        weight_bytes=weights,
+        trial=None if measuring is None else measuring.report(),
+        error=error,
+    )
+
+
+def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport]:
+    """The reports of all stages of this pipeline, on each of its ranks, from one more micro-batch."""
     grid = engine.grid
     stage = grid.get_stage_id()
     inputs: Any = None
@@ -93,7 +145,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, clock: InPlaceClock) -> l
         inputs, error = _receive_object(grid.stage_to_global(stage_id=stage - 1))
     layers: list[MeasuredLayer] = []
     outputs = None
-    times, optimizer = clock.times(), clock.optimizer_step()
+    times = {} if measuring is None else measuring.clock.times()
     only_sizes: dict[str, Any] = {"warm_up": 1, "repeats": 1} if times else {}
     if error is None:
         try:
@@ -123,17 +175,8 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, clock: InPlaceClock) -> l
     if not engine.is_last_stage():
         handed_on = None if outputs is None else to_device(outputs, torch.device("cpu"))
         dist.send_object_list([(handed_on, error)], grid.stage_to_global(stage_id=stage + 1))
-    training, weights = training_bytes(engine)
-    report = StageReport(
-        layers=layers,
-        input_bytes=0 if error else bytes_of(inputs),
-        micro_batch_size=None if error else _num_samples(inputs),
-        memory_bytes=memory_bytes,
-        training_bytes=training,
-        weight_bytes=weights,
-        optimizer_seconds=None if optimizer is None else optimizer.median_seconds,
-        error=error,
-    )
+    num_bytes, num_samples = (0, None) if error else (bytes_of(inputs), _num_samples(inputs))
+    report = _report(engine, memory_bytes, measuring, layers, num_bytes, num_samples, error)
     return gather_objects(report, grid.get_pipe_parallel_group())
 
 
@@ -146,15 +189,19 @@ def _check_loss(outputs: Boundary) -> None:
         )
 
 
-def _measure_link(engine: MadPipeEngine) -> Link | None:
-    """Bandwidth and latency between the stages, where the options leave one of them open."""
-    given = (engine.options.bandwidth, engine.options.latency_seconds)
-    if engine.num_stages == 1 or None not in given:
+def _measure_link(engine: MadPipeEngine, uses: tuple[LinkUse, ...]) -> Link | None:
+    """Bandwidth and latency between the stages, where options and training leave one of them open."""
+    bandwidth = engine.options.bandwidth or (
+        all(use.bandwidth for use in uses) and len(uses) + 1 == engine.num_stages
+    )
+    if engine.num_stages == 1 or (bandwidth and engine.options.latency_seconds is not None):
         return None
     return measure_links(engine.grid.get_pipe_parallel_group(), engine.device)
 
 
-def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) -> tuple[Plan, Chain]:
+def _plan(
+    engine: MadPipeEngine, reports: list[StageReport], uses: tuple[LinkUse, ...], link: Link | None
+) -> tuple[Plan, Chain]:
     """On rank 0, from the reports of its pipeline."""
     for report in reports:
         if report.error is not None:
@@ -169,16 +216,16 @@ def _plan(engine: MadPipeEngine, reports: list[StageReport], link: Link | None) 
     )
     for sentence in suspicious(chain):
         announce(sentence, logging.WARNING)
-    in_steps = [report.optimizer_seconds for report in reports if report.optimizer_seconds is not None]
-    if in_steps:
-        announce(
-            f"the warm-up timed the layers in training; an optimizer step took {format_seconds(max(in_steps))}, "
-            "which comes on top of a planned step"
-        )
+    platform = _platform(options, reports, uses, link)
+    trials = [report.trial for report in reports if report.trial is not None]
+    if trials:
+        trial_run = _trial_run(engine, chain, platform, trials, uses)
+        chain = replace(chain, warm_up=trial_run)
+        _tell(trial_run, with_zero=engine.zero_optimization())
     make = functools.partial(
         make_plan,
         chain,
-        _platform(options, reports, link),
+        platform,
         num_micro_batches=engine.micro_batches,
         # DeepSpeed's own schedule has one stage per rank.
         num_stages=None if engine.runs_lists else engine.num_stages,
@@ -216,6 +263,44 @@ def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> 
     return present
 
 
+def _trial_run(
+    engine: MadPipeEngine, chain: Chain, platform: Platform, trials: list[TrialReport], uses: tuple[LinkUse, ...]
+) -> TrialRun:
+    """The warm-up in figures, with what the planner would have said of the trial cut."""
+    cuts = engine.module.parts
+    planned = [
+        stage_memory(chain, platform, cuts[rank], cuts[rank + 1], trial.num_in_flight).total
+        for rank, trial in enumerate(trials)
+    ]
+    return TrialRun(
+        boundaries=tuple(cuts),
+        num_steps=min(trial.num_steps for trial in trials),
+        optimizer_seconds=tuple(trial.optimizer_seconds for trial in trials),
+        peak_bytes=tuple(trial.peak_bytes for trial in trials),
+        planned_peak_bytes=tuple(planned),
+        links=uses,
+    )
+
+
+def _tell(run: TrialRun, *, with_zero: bool) -> None:
+    in_steps = [seconds for seconds in run.optimizer_seconds if seconds is not None]
+    if in_steps:
+        announce(
+            f"the warm-up timed the layers in training; an optimizer step took {format_seconds(max(in_steps))}, "
+            "which comes on top of a planned step"
+        )
+    peaks = [peak for peak in run.peak_bytes if peak is not None]
+    if len(peaks) == len(run.peak_bytes):
+        held, counted = (", ".join(map(format_bytes, each)) for each in (peaks, run.planned_peak_bytes))
+        announce(
+            f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it"
+            + (" without the buffers in which ZeRO reduces gradients" if with_zero else "")
+        )
+    bandwidths = [use.bandwidth for use in run.links if use.bandwidth is not None]
+    if bandwidths:
+        announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second")
+
+
 def on_ranks_with_data(plan: Plan) -> Plan:
     """The same plan with its first stage on the first rank, and its last one there or on the last rank.
 
@@ -230,8 +315,13 @@ def on_ranks_with_data(plan: Plan) -> Plan:
     return plan if devices == sorted(devices) else renumbered(plan, devices)
 
 
-def _platform(options: Options, reports: list[StageReport], link: Link | None) -> Platform:
-    """The options where they say something, else what was measured."""
+def _platform(
+    options: Options, reports: list[StageReport], uses: tuple[LinkUse, ...], link: Link | None
+) -> Platform:
+    """The options where they say something, else what was measured: of bandwidths the least."""
+    measured = [use.bandwidth for use in uses if use.bandwidth is not None]
+    if link is not None and len(measured) + 1 < len(reports):  # of some link training does not tell
+        measured.append(link.bandwidth)
     link = link or Link(bandwidth=ANY_BANDWIDTH, latency_seconds=0.0)
     kept = sum(report.training_bytes for report in reports)
     weights = sum(report.weight_bytes for report in reports)
@@ -239,7 +329,7 @@ def _platform(options: Options, reports: list[StageReport], link: Link | None) -
     return Platform(
         num_devices=len(reports),
         memory_bytes=options.memory or min(report.memory_bytes for report in reports),
-        bandwidth=options.bandwidth or link.bandwidth,
+        bandwidth=options.bandwidth or min(measured, default=ANY_BANDWIDTH),
         latency_seconds=link.latency_seconds if latency is None else latency,
         weight_copies=options.weight_copies or kept / weights,
     )

@@ -51,12 +51,7 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
     the first step will add (gradients in the precision of the weights, and the optimizer's states).
     """
     parameters = list(engine.module.parameters())
-    tensors: list[torch.Tensor] = list(parameters)
-    if engine.basic_optimizer is not None:
-        tensors += [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
-    if engine.optimizer is not engine.basic_optimizer:
-        tensors += _tensors_in(vars(engine.optimizer).values())
-    allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in tensors}.values())
+    allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in _weights(engine)}.values())
     gradients = sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad)
     states = sum(
         num_states(engine.basic_optimizer) * _bytes(member)
@@ -64,6 +59,24 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
         for member in group["params"]
     )
     return allocated + gradients + states, sum(_bytes(parameter) for parameter in parameters)
+
+
+def kept_tensors(engine: MadPipeEngine) -> list[torch.Tensor]:
+    """All that this rank keeps between two steps and has by now: weights, gradients, buffers, optimizer states."""
+    tensors = [*_weights(engine), *engine.module.buffers()]
+    if engine.basic_optimizer is not None:
+        tensors += _tensors_in(engine.basic_optimizer.state.values())
+    return tensors + [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+
+
+def _weights(engine: MadPipeEngine) -> list[torch.Tensor]:
+    """With their master copies, and what else DeepSpeed's optimizer holds."""
+    tensors: list[torch.Tensor] = list(engine.module.parameters())
+    if engine.basic_optimizer is not None:
+        tensors += [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
+    if engine.optimizer is not engine.basic_optimizer:
+        tensors += _tensors_in(vars(engine.optimizer).values())
+    return tensors
 
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:

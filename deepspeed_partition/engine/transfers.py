@@ -241,9 +241,9 @@ class Transfers:
         device: of the tensors.
     """
 
-    watch: Callable[[Message, int, list[Any]], list[Any]] | None = None
-    """Told of every receive that is posted: the message, its sender, what to wait for; returns what to wait for
-    instead."""
+    watch: Callable[[Message, int, Boundary, list[Any]], list[Any]] | None = None
+    """Told of every receive that is posted: the message, its sender, where it will be, what to wait for; returns
+    what to wait for instead."""
     ranks: list[int]
     """The global ranks of this pipeline, by device."""
     cpu_group: dist.ProcessGroup
@@ -375,7 +375,7 @@ class Transfers:
         if self.through_host:
             start = functools.partial(staging.Arriving, receive=start, stream=self._stream)
         works = [start(each) for each in tensors_of(boundary) if each.numel()]
-        return boundary, works if self.watch is None else self.watch(message, peer, works)
+        return boundary, works if self.watch is None else self.watch(message, peer, boundary, works)
 
     def take(self, message: Message, peer: int) -> Boundary:
         """Wait for a message that was posted."""

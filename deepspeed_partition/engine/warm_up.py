@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,8 +22,11 @@ from deepspeed_partition.engine import lowering
 from deepspeed_partition.engine.attempts import Attempt, StepGivenUp
 from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.instants import Execute
+from deepspeed_partition.engine.measuring import Measuring
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
+from deepspeed_partition.engine.transfers import Transfers
 from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import counted, format_bytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
@@ -48,13 +51,17 @@ class WarmUp:
 
     def __init__(self, engine: MadPipeEngine, is_over: Callable[[], bool], length: str) -> None:
         self._engine, self._is_over, self._length = engine, is_over, length
-        self.clock = InPlaceClock(engine.device)
+        self.measuring = Measuring(engine)
         self._attempt: Attempt | None = None
         self._recomputes = False
         self._most_in_flight: int | None = None
         self.has_begun = False
         self.ran_out_of_memory = False
         """Whether the trial cut could not be run to its end, whatever was tried."""
+
+    @property
+    def clock(self) -> InPlaceClock:
+        return self.measuring.clock
 
     @property
     def is_trying(self) -> bool:
@@ -66,10 +73,9 @@ class WarmUp:
         if not self.has_begun and not self._is_over():
             self._begin()
         while not self.ran_out_of_memory and not self._is_over():
-            clock = self.clock if self.clock.num_steps < NUM_MEASURED_STEPS else None
             self._attempt = Attempt(self._engine)
             try:
-                with self._stand_ins(clock), nullcontext() if clock is None else clock.step():
+                with self._measured_step() as measuring, self._stand_ins(measuring):
                     return (step(),)
             except StepGivenUp as reason:
                 self._attempt.undo()
@@ -86,7 +92,11 @@ class WarmUp:
         if self._attempt is None:
             run(instruction)
         else:
-            self._attempt.execute(instruction, run)
+            self._attempt.execute(instruction, functools.partial(self.measuring.execute, run=run))
+
+    def recorded(self, transfers: Transfers, execute: Execute) -> AbstractContextManager[Execute]:
+        """Around the instructions of a training step: what to call for each."""
+        return self.measuring.recorded(transfers, execute) if self._measures else nullcontext(execute)
 
     def agree(self) -> None:
         """Before gradients are reduced.
@@ -154,19 +164,34 @@ class WarmUp:
         functions = () if self._engine.module.activation_checkpoint_interval else self._engine.module.forward_funcs
         return any(gather_objects(any(map(can_recompute, functions))))
 
+    @property
+    def _measures(self) -> bool:
+        return self.clock.num_steps < NUM_MEASURED_STEPS
+
     @contextmanager
-    def _stand_ins(self, clock: InPlaceClock | None) -> Iterator[None]:
+    def _measured_step(self) -> Iterator[Measuring | None]:
+        """Around a step: what measures it, while it is to be."""
+        if not self._measures:
+            yield None
+            return
+        recomputes = self._recomputes and any(map(can_recompute, self._engine.module.forward_funcs))
+        with self.measuring.step(recomputes=recomputes):
+            yield self.measuring
+
+    @contextmanager
+    def _stand_ins(self, measuring: Measuring | None) -> Iterator[None]:
         engine, module = self._engine, self._engine.module
         functions, loss_fn = module.forward_funcs, module.loss_fn
         originals = list(functions)
         for place, function in enumerate(originals):
-            timed = function if clock is None else clock.timed_layer(module._local_start + place, function)
+            timed = function if measuring is None else measuring.layer(module._local_start + place, function)
             recomputes = self._recomputes and can_recompute(function)
             functions[place] = recomputed(timed) if recomputes else timed
-        if clock is not None:
+        if measuring is not None:
             if loss_fn is not None:
-                module.loss_fn = clock.timed_loss(module._num_layers - 1, loss_fn)
-            engine.__dict__["_exec_optimizer_step"] = clock.timed_optimizer(engine._exec_optimizer_step)
+                module.loss_fn = measuring.loss(module._num_layers - 1, loss_fn)
+            timed_step = measuring.clock.timed_optimizer(engine._exec_optimizer_step)
+            engine.__dict__["_exec_optimizer_step"] = timed_step
         try:
             yield
         finally:

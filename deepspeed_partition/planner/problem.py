@@ -15,6 +15,7 @@ from typing import Any
 
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import ChainFormatError
+from deepspeed_partition.planner.trial import TrialRun
 from deepspeed_partition.planner.units import shown
 
 CHAIN_FORMAT = "madpipe-chain/1"
@@ -118,6 +119,8 @@ class Chain:
     micro_batch_size: int | None = None
     """Samples per micro-batch, for which times and sizes were measured."""
     hardware: str | None = None
+    warm_up: TrialRun | None = field(default=None, compare=False)
+    """Where layers were measured in training: what else was; no part of the digest."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_bytes", _bytes("input_bytes", self.input_bytes))
@@ -209,7 +212,8 @@ class Chain:
         layers = [
             {key: getattr(layer, key) for key in keys if getattr(layer, key) is not None} for layer in self.layers
         ]
-        return head | {"input_bytes": self.input_bytes, "layers": layers}
+        tail = {} if self.warm_up is None else {"warm_up": self.warm_up.to_dict()}
+        return head | {"input_bytes": self.input_bytes, "layers": layers} | tail
 
     @classmethod
     def from_dict(cls, data: object, *, where: str = "chain") -> Chain:
@@ -230,6 +234,7 @@ class Chain:
                     LayerProfile(**{key: value for key, value in layer.items() if key in known})
                     for layer in mapping["layers"]
                 ),
+                warm_up=TrialRun.from_dict(mapping["warm_up"]) if "warm_up" in mapping else None,
             )
         except ValueError as error:
             raise ChainFormatError(f"{where}: {error}") from None

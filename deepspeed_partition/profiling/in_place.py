@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -65,6 +65,11 @@ class InPlaceClock:
         """Steps that came to their end."""
         return len(self._steps)
 
+    @property
+    def num_counted_steps(self) -> int:
+        """Those of them whose times count."""
+        return len(self._steps) - self._num_dropped
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step, which counts unless it raises."""
@@ -78,16 +83,15 @@ class InPlaceClock:
         arrived = functools.partial(self._arrived, layer)
 
         def run(inputs: Any) -> Any:
+            before = gradients_before(inputs)
             start = self._now()
             try:
                 outputs = function(inputs)
             finally:  # recomputation may stop in the middle of a layer
                 self._events.append(_Event("forward", layer, start, self._now()))
             if torch.is_grad_enabled():
-                given = {id(tensor) for tensor in _tensors_in(inputs)}
-                for tensor in _tensors_in(outputs):
-                    if tensor.requires_grad and id(tensor) not in given:
-                        tensor.register_hook(arrived)
+                for tensor in made_by(before, outputs):
+                    tensor.register_hook(arrived)
             return outputs
 
         return run
@@ -141,7 +145,11 @@ class InPlaceClock:
     def _counted_steps(self) -> list[list[_Event]]:
         if self._steps and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return self._steps[min(NUM_DROPPED, len(self._steps) - 1) :] if self._steps else []
+        return self._steps[self._num_dropped :]
+
+    @property
+    def _num_dropped(self) -> int:
+        return max(0, min(NUM_DROPPED, len(self._steps) - 1))
 
     def _read(
         self, events: list[_Event], forward: dict[int, list[float]], backward: dict[int, list[float]]
@@ -195,6 +203,21 @@ class InPlaceClock:
         return end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1e3
 
 
-def _tensors_in(boundary: Any) -> Iterator[torch.Tensor]:
+def gradients_before(inputs: Any) -> dict[int, Any]:
+    """What makes the gradient of each tensor that a layer is given; to be asked for before it runs."""
+    return {id(tensor): tensor.grad_fn for tensor in tensors_in(inputs)}
+
+
+def made_by(before: Mapping[int, Any], outputs: Any) -> list[torch.Tensor]:
+    """The tensors that want a gradient and that a layer has made, or changed in place; not those handed on."""
+    return [
+        tensor
+        for tensor in tensors_in(outputs)
+        if tensor.requires_grad and (id(tensor) not in before or before[id(tensor)] is not tensor.grad_fn)
+    ]
+
+
+def tensors_in(boundary: Any) -> Iterator[torch.Tensor]:
+    """Of a tuple, or the one tensor; none of anything else."""
     members = boundary if isinstance(boundary, tuple) else (boundary,)
     return (member for member in members if isinstance(member, torch.Tensor))

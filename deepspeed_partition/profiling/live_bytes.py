@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_LOCK = threading.RLock()
+"""For all counters: other threads free tensors, and a thread that counts one may come to free one that another
+counter knows."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -27,9 +32,7 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._current_bytes = 0
         self._peak_bytes = 0
-        for tensor in include:
-            for storage in storages_of(tensor):
-                self._count(storage)
+        self.include(include)
 
     @property
     def current_bytes(self) -> int:
@@ -45,6 +48,20 @@ class LiveBytes(TorchDispatchMode):
         """Forget the peak: it starts again from what is alive now."""
         self._peak_bytes = self._current_bytes
 
+    def include(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that nobody saw being made."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._count(storage)
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count tensors no more, though they live; how many bytes that are."""
+        with _LOCK:
+            keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
+            num_bytes = sum(self._live.pop(key)[1] for key in keys if key in self._live)
+            self._current_bytes -= num_bytes
+        return num_bytes
+
     def storages(self) -> list[torch.UntypedStorage]:
         """What is alive now. Holding the list keeps it alive."""
         storages = (reference() for reference, _ in list(self._live.values()))
@@ -57,8 +74,14 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Count what a call of an operator has made."""
         # A view of, or a write into, a tensor from before the context creates nothing.
         # Only lift_fresh, by which torch.tensor ends, is handed the new tensor itself.
         given: set[int] | None = set() if func is torch.ops.aten.lift_fresh.default else None
@@ -71,22 +94,45 @@ class LiveBytes(TorchDispatchMode):
                     if key in given:
                         continue
                 self._count(storage)
-        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         # A storage keeps its Python object, hence its id, for as long as any tensor uses it.
         key, size = id(storage), storage.nbytes()
-        known = self._live.get(key)
-        if known is not None and known[1] == size:
-            return
-        reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known[0]
-        self._live[key] = (reference, size)  # a known one was resized
-        self._current_bytes += size - (known[1] if known else 0)
-        self._peak_bytes = max(self._peak_bytes, self._current_bytes)
+        with _LOCK:
+            known = self._live.get(key)
+            if known is not None and known[1] == size:
+                return
+            reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known[0]
+            self._live[key] = (reference, size)  # a known one was resized
+            self._current_bytes += size - (known[1] if known else 0)
+            self._peak_bytes = max(self._peak_bytes, self._current_bytes)
 
     def _forget(self, key: int) -> None:
-        _, size = self._live.pop(key)
-        self._current_bytes -= size
+        with _LOCK:
+            _, size = self._live.pop(key)
+            self._current_bytes -= size
+
+
+class SwitchedCounter(TorchDispatchMode):
+    """Lets ``counter`` see what is made, which may be another one at any time.
+
+    The modes of a backward are those that are entered when it begins: what is entered within it ends with the
+    node of the graph that runs.
+    """
+
+    counter: LiveBytes | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.counter is not None:
+            self.counter.note(func, args, kwargs or {}, result)
+        return result
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

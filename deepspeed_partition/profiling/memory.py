@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from deepspeed_partition.profiling.boundaries import Boundary, receive, tensors_of
+from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, receive, tensors_of
 from deepspeed_partition.profiling.live_bytes import LiveBytes, storages_of
 from deepspeed_partition.profiling.run import LayerRun, gradients_for
 
@@ -49,47 +51,112 @@ class _SavedTensor:
         self.tensor = tensor.detach()
 
 
-def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryReading:
-    """One more run, watched; ``persistent`` are the parameters and buffers.
+class LayerMemory:
+    """Watches one forward of a layer, then its backward, alone or in the middle of others.
 
     Kept for the backward is what lives while the graph does and is freed with it: what saved-tensor hooks
     see, and what a function of the user hides in its context. What outlives the graph, a table that the
     module caches for example, is not paid per micro-batch.
+
+    Args:
+        device: where it runs.
+        inputs: what the layer is called with.
+        persistent: the storages of parameters and buffers, as ``keys_of`` names them.
     """
-    arguments, _ = receive(run.boundary)
-    keys_before = _keys([*tensors_of(arguments), *persistent])
-    saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
 
-    def pack(tensor: torch.Tensor) -> _SavedTensor:
-        held = _SavedTensor(tensor)
-        saved.add(held)
-        return held
+    def __init__(self, device: torch.device, inputs: Boundary, persistent: AbstractSet[int]) -> None:
+        self._device = device
+        self._inputs = {key: place for place, tensor in enumerate(tensors_of(inputs)) for key in keys_of([tensor])}
+        self._keys_before = persistent | set(self._inputs)
+        self.live = LiveBytes()
+        """What the layer has made; entered, or noted in, while its backward runs."""
+        self._saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
+        self._inner: _Watched = []
+        self._saved_inputs: tuple[int, ...] = ()
+        self._outputs: tuple[OutputMemory, ...] = ()
+        self._forward_peak_bytes = self._backward_peak_bytes = self._incoming_bytes = 0
+        self._meter: _PeakMeter | None = None
+        self._around = _watch(_storages(tensors_of(inputs)))
+        self._held: list[torch.UntypedStorage | None] = []
 
-    with LiveBytes() as live:
-        meter = _PeakMeter(run.conditions.device, live)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-            output, roots = run.forward(arguments)
-        saved_keys = _keys(held.tensor for held in saved)
-        inputs = {key: place for place, tensor in enumerate(tensors_of(arguments)) for key in _keys([tensor])}
-        outputs = _output_memory(output, inputs, saved_keys, keys_before)
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward, or one part of it after the other."""
+        meter = _PeakMeter(self._device, self.live)
+
+        def pack(tensor: torch.Tensor) -> _SavedTensor:
+            held = _SavedTensor(tensor)
+            self._saved.add(held)
+            return held
+
+        with self.live, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+            yield
+        self._forward_peak_bytes = max(self._forward_peak_bytes, meter.peak_bytes())
+
+    def forward_has_ended(self, output: Boundary, roots: Sequence[torch.Tensor]) -> None:
+        """``roots`` are what the backward starts from: the output's tensors, or a loss."""
+        saved_keys = keys_of(held.tensor for held in self._saved)
+        self._saved_inputs = tuple(place for key, place in self._inputs.items() if key in saved_keys)
+        self._outputs = _output_memory(output, self._inputs, saved_keys, self._keys_before)
+        made = {each.new_storage: each.storage_bytes for each in self._outputs if each.new_storage is not None}
+        self._forward_peak_bytes -= sum(made.values())
+        # What happens to the output is the next layer's doing.
+        self.live.leave_out(tensors_of(output))
+        self._around += _watch(_storages(tensors_of(output)))
         # A loss is no tensor of the output, and nobody keeps it unless the graph does.
-        elsewhere = keys_before | _keys(tensors_of(output)) | (_keys(roots) - saved_keys)
-        inner = _watch([*live.storages(), *_storages(held.tensor for held in saved)], elsewhere)
-        if roots:
-            run.backward(roots, gradients_for(roots))
-        peak_bytes = meter.peak_bytes()
+        loss_keys = keys_of(roots) - saved_keys
+        self._inner = _watch(storage for storage in self.live.storages() if id(storage) not in loss_keys)
+
+    def backward_comes(self) -> None:
+        """What has been freed by now was not kept for it."""
+        self._inner = [each for each in self._inner if each[0]() is not None]
+
+    def backward_goes_on(self, gradients: Sequence[torch.Tensor] = ()) -> None:
+        """From here to the next ``backward_pauses`` the layer runs; its caller holds ``gradients`` meanwhile.
+
+        They count as long as it runs: those of the output, which have the output's size.
+        """
+        self._incoming_bytes += sum(map(bytes_of, gradients))
+        if self._device.type == "cuda":  # whose allocator would count against the layer that they go
+            self._held = [reference() for reference, _ in self._around]
+        self._meter = _PeakMeter(self._device, self.live)
+
+    def backward_pauses(self) -> None:
+        if self._meter is not None:
+            peak_bytes = self._meter.peak_bytes() + self._incoming_bytes
+            self._backward_peak_bytes = max(self._backward_peak_bytes, peak_bytes)
+            self._meter = None
+            self._held.clear()
+
+    def reading(self) -> MemoryReading:
+        """When graph and output are gone."""
+        inner_stash_bytes = sum(size for reference, size in self._inner if reference() is None)
+        return MemoryReading(
+            inner_stash_bytes=inner_stash_bytes,
+            saved_inputs=self._saved_inputs,
+            outputs=self._outputs,
+            transient_bytes=max(0, max(self._forward_peak_bytes, self._backward_peak_bytes) - inner_stash_bytes),
+        )
+
+
+def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryReading:
+    """One more run, watched; ``persistent`` are the parameters and buffers."""
+    arguments, _ = receive(run.boundary)
+    memory = LayerMemory(run.conditions.device, arguments, keys_of(persistent))
+    with memory.forward():
+        output, roots = run.forward(arguments)
+    memory.forward_has_ended(output, roots)
+    if roots:
+        gradients = gradients_for(roots)
+        memory.backward_goes_on(gradients)
+        with memory.live:
+            run.backward(roots, gradients)
+        memory.backward_pauses()
     del output, roots
-    inner_stash_bytes = _freed_bytes(inner)
-    made = {memory.new_storage: memory.storage_bytes for memory in outputs if memory.new_storage is not None}
-    return MemoryReading(
-        inner_stash_bytes=inner_stash_bytes,
-        saved_inputs=tuple(place for key, place in inputs.items() if key in saved_keys),
-        outputs=outputs,
-        transient_bytes=max(0, peak_bytes - inner_stash_bytes - sum(made.values())),
-    )
+    return memory.reading()
 
 
-def _keys(tensors: Iterable[torch.Tensor]) -> set[int]:
+def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The storages of tensors; a storage's Python object lives, and keeps its id, as long as the storage."""
     return {id(storage) for storage in _storages(tensors)}
 
@@ -99,7 +166,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]
 
 
 def _output_memory(
-    output: Boundary, inputs: dict[int, int], saved_keys: set[int], keys_before: set[int]
+    output: Boundary, inputs: dict[int, int], saved_keys: AbstractSet[int], keys_before: AbstractSet[int]
 ) -> tuple[OutputMemory, ...]:
     memories, numbers = [], dict[int, int]()
     for tensor in tensors_of(output):
@@ -120,30 +187,23 @@ def _output_memory(
 _Watched: TypeAlias = list[tuple[weakref.ref[torch.UntypedStorage], int]]
 
 
-def _watch(storages: Iterable[torch.UntypedStorage], elsewhere: set[int]) -> _Watched:
-    once = {id(storage): storage for storage in storages}
-    return [(weakref.ref(s), s.nbytes()) for key, s in once.items() if key not in elsewhere]
-
-
-def _freed_bytes(watched: _Watched) -> int:
-    """The bytes of the storages that nothing holds any more."""
-    return sum(size for reference, size in watched if reference() is None)
+def _watch(storages: Iterable[torch.UntypedStorage]) -> _Watched:
+    return [(weakref.ref(storage), storage.nbytes()) for storage in storages]
 
 
 class _PeakMeter:
-    """The most bytes in use since it was made, beyond those in use then."""
+    """The most bytes of ``live`` since it was made; on a GPU the work spaces of kernels count, too."""
 
     def __init__(self, device: torch.device, live: LiveBytes) -> None:
         self._cuda = device if device.type == "cuda" else None
         self._live = live
-        if self._cuda is not None:  # the allocator sees the work spaces of kernels, too
+        if self._cuda is not None:  # bookkeeping of the host's: nothing waits for the device
             torch.cuda.reset_peak_memory_stats(self._cuda)
-            self._base_bytes = torch.cuda.memory_allocated(self._cuda)
+            self._other_bytes = torch.cuda.memory_allocated(self._cuda) - live.current_bytes
         else:
             live.reset_peak()
-            self._base_bytes = live.current_bytes
 
     def peak_bytes(self) -> int:
         if self._cuda is not None:
-            return torch.cuda.max_memory_allocated(self._cuda) - self._base_bytes
-        return self._live.peak_bytes - self._base_bytes
+            return torch.cuda.max_memory_allocated(self._cuda) - self._other_bytes
+        return self._live.peak_bytes

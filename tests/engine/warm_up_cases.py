@@ -27,10 +27,11 @@ from running import (
 )
 from torch import nn
 
-from deepspeed_partition.engine import MadPipeEngine, environment
+from deepspeed_partition.engine import MadPipeEngine, environment, planning
 from deepspeed_partition.engine import engine as engines
 from deepspeed_partition.engine import module as modules
 from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.transfers import Transfers
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling import profile_chain
@@ -60,7 +61,13 @@ def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
     watched = []
     with patch.object(InPlaceClock, "_arrived", lambda *arguments: watched.append(arguments)):
         train(engine, data)
-    assert not watched
+    assert not watched and engine._transfers.watch is None
+    assert not any(weight._post_accumulate_grad_hooks for weight in plain_weights(engine))
+
+
+def plain_weights(engine: MadPipeEngine) -> list[nn.Parameter]:
+    """Those that no ZeRO optimizer looks at."""
+    return [] if engine.zero_optimization() else list(engine.module.parameters())
 
 
 def a_warm_up_and_a_move_equal_one_process(folder: Path) -> None:
@@ -238,10 +245,31 @@ def sleeping(sleeps: list[tuple[int, int]] = SLEEPS) -> list[LayerSpec]:
     return [LayerSpec(Sleeping, widths[i], widths[i + 1], *each) for i, each in enumerate(sleeps)]
 
 
+@contextmanager
+def nothing_run_twice() -> Iterator[None]:
+    """What a warm-up has measured needs no more data, and no layer again."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured once more")
+
+    with (
+        patch.object(MadPipeEngine, "peek_micro_batch", refused),
+        patch.object(planning, "measure_stage", refused),
+    ):
+        yield
+
+
 def the_chain_of_a_warm_up_is_the_profilers(_: Path) -> None:
     """What layers keep is the same to the byte; what they take is what they sleep, and a little more."""
-    engine, _, _ = start(sleeping(), "madpipe", planned(cut(), warmup_steps=WARM_UP))
-    train(engine, batches(WARM_UP + 1))
+    for warmup_steps, zero in ((WARM_UP, 0), (1, 1)):
+        config = {**planned(cut(), warmup_steps=warmup_steps), "zero_optimization": {"stage": zero}}
+        engine, _, _ = start(sleeping(), "madpipe", config)
+        with nothing_run_twice():
+            train(engine, batches(warmup_steps + 1))
+        is_the_profilers(engine)
+
+
+def is_the_profilers(engine: MadPipeEngine) -> None:
     profiled = profile_chain(
         [spec.build() for spec in sleeping()], pipelines.micro_batch(0), loss_fn=pipelines.loss_fn, repeats=1,
         group=engine.grid.get_pipe_parallel_group(), progress=False,
@@ -262,6 +290,53 @@ def the_chain_of_a_warm_up_is_the_profilers(_: Path) -> None:
         longest = units.index(max(units))
         shortest = [taken for unit, taken in zip(units, seconds, strict=True) if unit == 1]
         assert seconds[longest] > 2 * sorted(shortest)[len(shortest) // 2]
+
+
+ROWS, WIDE = 512, 512
+"""A message of a mebibyte."""
+LINK_SECONDS = 0.01
+
+
+class _Late:
+    """A receive that takes its time, like others before it on the same link."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        time.sleep(LINK_SECONDS)
+
+
+def what_else_a_warm_up_measures(folder: Path) -> None:
+    """Peaks and links, beside what was planned, in the file of the chain; what is told wins."""
+    specs = [LayerSpec(nn.Linear, 8, WIDE), *[LayerSpec(pipelines.Block, WIDE)] * 4, LayerSpec(nn.Linear, WIDE, 4)]
+    data = [[pipelines.micro_batch(number, size=ROWS) for number in range(NUM_MICRO_BATCHES)]] * 6
+    receive = Transfers._start_receiving
+    late = patch.object(
+        Transfers, "_start_receiving", lambda self, tensor, peer: _Late(receive(self, tensor, peer))
+    )
+    for told in ({}, {"bandwidth": 1e9, "latency_seconds": 0.0}):
+        path = folder / f"{len(told)}.json"
+        options = {"algorithm": [0, 2, 6], "warmup_steps": 5, "save_plan": str(path), **told}
+        config = {"pipeline": {"madpipe": options}, "train_micro_batch_size_per_gpu": ROWS}
+        engine, _, _ = start(specs, "madpipe", config, optimizer=two_groups)
+        trial = tuple(engine.module.parts)
+        with late, nothing_run_twice(), heard() as sentences:
+            train(engine, data)
+        dist.barrier()
+        found = Chain.load(path.with_suffix(".chain.json")).warm_up
+        assert found == engine.chain.warm_up and (found.boundaries, found.num_steps) == (trial, 3)
+        assert all(seconds > 0 for seconds in found.optimizer_seconds)
+        # What is planned has room for tensors that wait at both sides of a cut; they need not.
+        for peak, planned_bytes in zip(found.peak_bytes, found.planned_peak_bytes, strict=True):
+            assert 0.75 * planned_bytes < peak < 1.01 * planned_bytes, found
+        assert any("the ranks held at most" in each for each in sentences), sentences
+        [use] = found.links
+        assert use.link == (0, 1) and use.forward_bytes == use.backward_bytes == 4 * ROWS * WIDE
+        assert use.forward_seconds >= LINK_SECONDS and use.backward_seconds >= LINK_SECONDS
+        assert engine.plan.platform.bandwidth == told.get("bandwidth", use.bandwidth)
+        assert engine._transfers.watch is None
 
 
 def layers_move_where_that_gains(_: Path) -> None:
@@ -287,6 +362,26 @@ def no_layer_moves_for_nothing(_: Path) -> None:
     assert all(a is b for a, b in zip(weights, engine.module.parameters(), strict=True))
 
 
+class Compiled(nn.Linear):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(before, after)
+        self.compile(backend="eager")
+
+
+def layers_that_are_compiled(_: Path) -> None:
+    """They would run uncompiled where somebody counts their tensors."""
+    specs = mlp()
+    specs[-1] = LayerSpec(Compiled, pipelines.WIDTH, 4)
+    data = batches(2)
+    engine, _, _ = start(specs, "madpipe", planned(cut(), warmup_steps=1), optimizer=two_groups)
+    with heard() as sentences:
+        losses = train(engine, data)
+    assert any("(a layer is compiled" in each for each in sentences), sentences
+    same(losses, train_alone(specs, data, two_groups))
+    counted = [peak is not None for peak in engine.chain.warm_up.peak_bytes]
+    assert counted == [True, False], "the last stage has that layer"
+
+
 def layers_that_recompute_anyway(_: Path) -> None:
     """DeepSpeed's activation checkpointing, whose backwards are timed without what they recompute."""
     if not recomputes_on_a_cpu():
@@ -294,7 +389,10 @@ def layers_that_recompute_anyway(_: Path) -> None:
     data = batches(WARM_UP + 1)
     config = planned(cut(), warmup_steps=WARM_UP)
     engine, _, _ = start(sleeping(), "madpipe", config, optimizer=two_groups, activation_checkpoint_interval=2)
-    same(train(engine, data), train_alone(sleeping(), data, two_groups))
+    with heard() as sentences:
+        losses = train(engine, data)
+    same(losses, train_alone(sleeping(), data, two_groups))
+    assert any("layers run again in their backward" in each for each in sentences), sentences
     for layer, units in zip(engine.chain.layers, SLEEPS, strict=True):
         times = layer.forward_seconds, layer.backward_seconds
         assert all(seconds >= unit * UNIT_SECONDS for seconds, unit in zip(times, units, strict=True)), layer
@@ -363,7 +461,8 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
 BOTH = [a_warm_up_and_a_move_equal_one_process]
 ONLY_TWO = [
     a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
-    layers_move_where_that_gains, no_layer_moves_for_nothing, layers_that_recompute_anyway,
+    what_else_a_warm_up_measures, layers_move_where_that_gains, no_layer_moves_for_nothing,
+    layers_that_recompute_anyway, layers_that_are_compiled,
     a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +42,12 @@ CHAIN = {
         {"name": "b", "forward_seconds": 0.02, "backward_seconds": 0.04, "weight_bytes": 100000000,
          "output_bytes": 48000000.0, "comment": "unknown fields are ignored"},
     ],
+    "warm_up": {
+        "boundaries": [0, 1, 2], "num_steps": 18, "optimizer_seconds": [0.01, None], "peak_bytes": [1000, None],
+        "planned_peak_bytes": [1100, 900],
+        "links": [{"link": [0, 1], "forward_bytes": 48000000, "forward_seconds": 0.004, "backward_bytes": 24000000,
+                   "backward_seconds": 0.003, "bandwidth": 8e9}],
+    },
 }  # fmt: skip
 
 PLATFORM = Platform(num_devices=2, memory_bytes=500_000_000, bandwidth=12e9)
@@ -101,6 +108,23 @@ def test_chain_round_trip(tmp_path):
     assert again == chain
     assert again.digest() == chain.digest()
     assert again.to_dict()["hardware"] == "by hand"
+    assert again.warm_up == chain.warm_up and again.to_dict()["warm_up"] == CHAIN["warm_up"]
+
+
+def test_what_else_a_warm_up_measured_changes_no_plan():
+    with_it, without = Chain.from_dict(CHAIN), Chain.from_dict(changed("warm_up", REMOVE))
+    assert without.warm_up is None and "warm_up" not in without.to_dict()
+    assert with_it == without and with_it.digest() == without.digest()
+    first, second = (make_plan(chain, PLATFORM) for chain in (with_it, without))
+    assert replace(first, planning_seconds=0.0) == replace(second, planning_seconds=0.0)
+
+
+def test_the_bandwidth_of_a_link_is_that_of_its_slower_direction():
+    [use] = Chain.from_dict(CHAIN).warm_up.links
+    assert use.bandwidth == 24000000 / 0.003
+    for too_little in ({"backward_bytes": 1000}, {"backward_seconds": 1e-5}):
+        assert replace(use, **too_little).bandwidth == 48000000 / 0.004
+    assert replace(use, forward_bytes=1000, backward_bytes=1000).bandwidth is None
 
 
 @pytest.mark.parametrize(
@@ -125,6 +149,10 @@ def test_chain_round_trip(tmp_path):
         ("layers.0.weight_bytes", REMOVE, "layers[0].weight_bytes is missing"),
         ("layers.0.stash_bytes", -2, "layers[0].stash_bytes is -2, less than 0"),
         ("layers.0.type", [], "layers[0].type is [], not a string"),
+        ("warm_up", 3, "warm_up is 3, not an object"),
+        ("warm_up.num_steps", -1, "warm_up.num_steps is -1, less than 0"),
+        ("warm_up.links.0.link", [0], "warm_up.links[0].link is [0], with fewer than 2 entries"),
+        ("warm_up.peak_bytes.0", "much", "warm_up.peak_bytes[0] is 'much', not an integer or a null"),
     ],
 )  # fmt: skip
 def test_flaws_of_a_chain_are_named(tmp_path, path, value, message):

@@ -58,6 +58,22 @@ class Layer(nn.Module):
         return Costly.apply(x + self.bias, self)
 
 
+class CostlyInPlace(Costly):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer = layer
+        layer.clock.seconds += layer.forward_seconds
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+
+class InPlace(Layer):
+    """Hands on the tensor that it was given, changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return CostlyInPlace.apply(x, self)
+
+
 class Both(nn.Module):
     """Hands on what it was given, beside what it made."""
 
@@ -88,12 +104,13 @@ def frozen(layer: nn.Module) -> nn.Module:
 def networks(clock: Clock) -> dict[str, list[Any]]:
     costs = iter(range(1, 100))
 
-    def layer() -> Layer:
-        return Layer(clock, float(next(costs)), float(next(costs)))
+    def layer(kind: type[Layer] = Layer) -> Layer:
+        return kind(clock, float(next(costs)), float(next(costs)))
 
     return {
         "a chain": [layer(), layer(), layer(), layer()],
         "changed in place": [layer(), nn.ReLU(inplace=True), layer(), nn.ReLU(inplace=True), layer()],
+        "changed in place at a cost": [layer(), layer(InPlace), layer(InPlace), layer()],
         "functions and views": [layer(), lambda x: x, lambda x: x.view(-1), lambda x: x.view(-1, 8), layer()],
         "passed through": [layer(), Both(layer()), Both(layer()), lambda pair: pair[0] * pair[1], layer()],
         "two tensors": [layer(), Split(layer(), layer()), lambda pair: pair[0] + pair[1], layer()],

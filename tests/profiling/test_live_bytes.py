@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
 from deepspeed_partition.profiling import LiveBytes
+from deepspeed_partition.profiling.live_bytes import SwitchedCounter
 
 
 def test_counts_what_is_created_until_it_is_freed():
@@ -31,6 +34,40 @@ def test_a_storage_counts_once_whatever_looks_at_it():
         assert live.current_bytes == 400  # the views hold it
         del views
         assert live.current_bytes == 0
+
+
+def test_what_others_made_can_be_counted_and_what_was_counted_left_out():
+    with LiveBytes() as live:
+        mine = torch.zeros(10)
+        received: list[torch.Tensor] = []
+        helper = threading.Thread(target=lambda: received.append(torch.zeros(20)))
+        helper.start()
+        helper.join()
+        assert live.current_bytes == 40  # modes are a thread's own
+        live.include(received)
+        live.include(received)
+        assert (live.current_bytes, live.peak_bytes) == (120, 120)
+        assert live.leave_out([mine, mine.view(2, 5), torch.zeros(0)]) == 40
+        assert live.leave_out([mine]) == 0
+        mine.add_(1)
+        assert live.current_bytes == 80
+        del mine
+        received.clear()
+        assert (live.current_bytes, live.peak_bytes) == (0, 120)
+
+
+def test_the_counter_of_a_backward_can_be_switched_within_it():
+    """A mode that is entered in a hook is over with the node that runs."""
+    x = torch.zeros(10, requires_grad=True)
+    switch, before, after = SwitchedCounter(), LiveBytes(), LiveBytes()
+    switch.counter = before
+    y = x.exp()
+    y.register_hook(lambda _: setattr(switch, "counter", after))
+    z = torch.cat([y, y])
+    with switch:
+        z.backward(torch.ones(20))
+    assert before.current_bytes == 0 and before.peak_bytes >= 40
+    assert after.current_bytes == after.peak_bytes == 40  # the gradient of x
 
 
 def test_what_existed_before_counts_only_where_included():

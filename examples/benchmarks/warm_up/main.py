@@ -5,7 +5,8 @@
 The digits network starts on DeepSpeed's default cut, is measured while it trains, planned, and moved. ``asleep``:
 its layers sleep for the times that they take alone, which is what devices of their own give. ``real``: two
 processes of one machine run them. The overhead of measuring is that of an engine in its warm-up over one at the
-same cut without, a step of each in turn. ``move``: its extra bytes are those of tensors alive at
+same cut without, a step of each in turn: of steps that time layers, of those that record transfers as well, and of
+the one that reads bytes. ``move``: its extra bytes are those of tensors alive at
 its peak beyond what the rank holds before or after it, whichever is more.
 """
 
@@ -32,9 +33,10 @@ from torch import nn
 
 from deepspeed_partition import Chain, Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
+from deepspeed_partition.engine.measuring import NUM_RECORDED
 from deepspeed_partition.planner.files import write_json
 from deepspeed_partition.profiling import LiveBytes
-from deepspeed_partition.profiling.in_place import InPlaceClock
+from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
@@ -49,6 +51,12 @@ CHAIN = HERE.parent / "digits_cuts" / "results" / "digits_chain_202611.json"
 CUTS = [0, 10, 12], [0, 3, 12]
 """Of which the bytes of a move are taken: DeepSpeed's default, and the best contiguous one."""
 ENDLESS = 10**6
+MEASURED = {
+    "timed": slice(NUM_DROPPED + NUM_RECORDED, None),
+    "transfers recorded": slice(NUM_DROPPED, NUM_DROPPED + NUM_RECORDED),
+    "bytes read": slice(1, NUM_DROPPED),
+}
+"""The steps of a warm-up, but for the first one, which does what only a first step does."""
 Made = tuple[list[nn.Module], list[Any], Callable[..., Any]]
 
 
@@ -113,7 +121,7 @@ def one_run(made: Made, steps: int) -> dict[str, Any]:
 def overhead(make: Callable[[], Made], rounds: int) -> dict[str, dict[str, float]]:
     """What measuring adds to a step, as a part of it: of its time, and of the processor's time in it.
 
-    Medians over the rounds. A second engine that measures nothing says how far equal ones differ.
+    Medians over steps of a kind. A second engine that measures nothing says how far equal ones differ.
     """
     measured = engine_for(make(), "madpipe", warmup_steps=ENDLESS)
     plain = {name: engine_for(make(), measured.module.parts) for name in ("plain", "control")}
@@ -129,11 +137,15 @@ def overhead(make: Callable[[], Made], rounds: int) -> dict[str, dict[str, float
             spent -= torch.tensor(started, dtype=torch.float64)
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             seconds[name].append(spent)
+    plain_seconds = torch.stack(seconds["plain"])
     found = {}
-    for name in ("measured", "control"):
-        ratios = torch.stack(seconds[name][1:]) / torch.stack(seconds["plain"][1:])
+    for kind, name, steps in (
+        *((kind, "measured", steps) for kind, steps in MEASURED.items()),
+        ("control", "control", slice(1, None)),
+    ):
+        ratios = torch.stack(seconds[name])[steps] / plain_seconds[steps]
         wall, processor = (ratios.median(0).values - 1).tolist()
-        found[name] = {"wall": wall, "processor": processor}
+        found[kind] = {"wall": wall, "processor": processor}
     return found
 
 

@@ -1,0 +1,205 @@
+"""What layers do to memory, read in one micro-batch where they train.
+
+Each layer has a counter of its own. It counts while the layer runs forward, and goes on counting in the backward
+from the arrival of the layer's gradient to the next arrival further down, as the clock of ``in_place.py`` does.
+
+    forward    |--0--|---1---|--2--|loss|
+    backward                            ^----2----^-----1-----^---0---|
+
+The gradients of parameters are made in a step's first backward and stay: they are the weights', not the layer's.
+So is what others do when such a gradient is there, as ZeRO does, which makes buffers for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
+from deepspeed_partition.profiling.in_place import LayerTimes, gradients_before, made_by, tensors_in
+from deepspeed_partition.profiling.live_bytes import SwitchedCounter
+from deepspeed_partition.profiling.measure import MeasuredLayer
+from deepspeed_partition.profiling.memory import LayerMemory, MemoryReading, keys_of
+from deepspeed_partition.profiling.sources import layer_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Of one layer for one micro-batch."""
+
+    input_tensor_bytes: tuple[int, ...]
+    num_samples: int | None
+    """The first dimension of the input's first tensor, where it has one."""
+    output_bytes: int
+    memory: MemoryReading
+
+
+class InPlaceMemory:
+    """Reads the bytes of this rank's layers in one micro-batch: around its forward, then around its backward.
+
+    Training computes what it would without. A gradient between two layers is held until the next one is there.
+
+    Args:
+        device: where the layers run.
+        module: has their parameters and buffers.
+        loss_layer: the number of the layer whose output goes to a loss function, if that runs here.
+    """
+
+    def __init__(self, device: torch.device, module: nn.Module, loss_layer: int | None) -> None:
+        self._device, self._loss_layer = device, loss_layer
+        self._trained = [weight for weight in module.parameters() if weight.requires_grad]
+        self._persistent = keys_of([*module.parameters(), *module.buffers()])
+        self._runs_forward = False
+        self._layers: dict[int, _Watched] = {}
+        self._switch = SwitchedCounter()
+        self._running: LayerMemory | None = None
+        self._held: list[torch.Tensor] = []
+        self.found: dict[int, LayerBytes] = {}
+        """By number, after the backward: of the layers that ran on tensors and returned tensors."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        self._runs_forward = True
+        try:
+            yield
+        finally:
+            self._runs_forward = False
+
+    def watched_layer(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What to call in the place of a layer of this number in the chain."""
+
+        def run(inputs: Any) -> Any:
+            if not self._runs_forward or not is_boundary(inputs):
+                return function(inputs)
+            watched = _Watched(LayerMemory(self._device, inputs, self._persistent), inputs)
+            before = gradients_before(inputs)
+            with watched.memory.forward():
+                outputs = function(inputs)
+            if is_boundary(outputs):
+                watched.output_bytes = bytes_of(outputs)
+                self._layers[layer] = watched
+                if layer != self._loss_layer:
+                    watched.memory.forward_has_ended(outputs, ())
+                    self._await(made_by(before, outputs), watched.memory)
+            return outputs
+
+        return run
+
+    def watched_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in the place of the loss function; its bytes are the last layer's."""
+
+        def run(*arguments: Any) -> Any:
+            if not self._runs_forward or self._loss_layer not in self._layers:
+                return loss_fn(*arguments)
+            memory = self._layers[self._loss_layer].memory
+            with memory.forward():
+                loss = loss_fn(*arguments)
+            memory.forward_has_ended(arguments[0], list(tensors_in(loss)))
+            self._await(made_by({}, loss), memory)
+            return loss
+
+        return run
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        for watched in self._layers.values():
+            watched.memory.backward_comes()
+        hooks = [weight.register_hook(self._reached_weight) for weight in self._trained]
+        # Behind those of others: hooks run in the order in which they came.
+        hooks += [weight.register_post_accumulate_grad_hook(self._left_weight) for weight in self._trained]
+        try:
+            with self._switch:
+                yield
+        finally:
+            self._pause()
+            for hook in hooks:
+                hook.remove()
+        self.found = {layer: watched.bytes() for layer, watched in self._layers.items()}
+
+    def _await(self, tensors: Iterable[torch.Tensor], memory: LayerMemory) -> None:
+        for tensor in tensors:
+            tensor.register_hook(functools.partial(self._arrived, memory))
+
+    def _arrived(self, memory: LayerMemory, gradient: torch.Tensor) -> None:
+        if self._running is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._pause)
+        else:
+            self._running.backward_pauses()
+        if memory is not self._running:
+            self._held.clear()
+        self._held.append(gradient)
+        self._running, self._switch.counter = memory, memory.live
+        memory.backward_goes_on([gradient])
+
+    def _reached_weight(self, _: torch.Tensor) -> None:
+        if self._running is not None:
+            self._running.backward_pauses()
+            self._switch.counter = None
+
+    def _left_weight(self, weight: torch.Tensor) -> None:
+        if self._running is not None:
+            if weight.grad is not None:
+                self._running.live.leave_out([weight.grad])
+            self._running.backward_goes_on()
+            self._switch.counter = self._running.live
+
+    def _pause(self) -> None:
+        if self._running is not None:
+            self._running.backward_pauses()
+        self._running = self._switch.counter = None
+        self._held.clear()
+
+
+class _Watched:
+    """One layer's micro-batch, of which no tensor is kept."""
+
+    def __init__(self, memory: LayerMemory, inputs: Boundary) -> None:
+        self.memory = memory
+        self.output_bytes = 0
+        first, *_ = tensors = tensors_of(inputs)
+        self._input_tensor_bytes = tuple(map(bytes_of, tensors))
+        self._num_samples = first.shape[0] if first.dim() else None
+
+    def bytes(self) -> LayerBytes:
+        return LayerBytes(
+            input_tensor_bytes=self._input_tensor_bytes,
+            num_samples=self._num_samples,
+            output_bytes=self.output_bytes,
+            memory=self.memory.reading(),
+        )
+
+
+def measured_in_place(
+    functions: Sequence[Callable[[Any], Any]],
+    first_index: int,
+    times: Mapping[int, LayerTimes],
+    found: Mapping[int, LayerBytes],
+) -> list[MeasuredLayer] | None:
+    """Consecutive layers, with what was measured of each, by its number; None where one was not."""
+    sources = layer_sources(functions, first_index=first_index)
+    numbers = range(first_index, first_index + len(sources))
+    if not all(number in times and number in found for number in numbers):
+        return None
+    measured = []
+    for number, source in zip(numbers, sources, strict=True):
+        built = source.build()
+        measured.append(
+            MeasuredLayer(
+                name=source.name,
+                type=source.type,
+                forward=times[number].forward,
+                backward=times[number].backward,
+                weight_bytes=built.weight_bytes,
+                num_trainable_parameters=built.num_trainable_parameters,
+                input_tensor_bytes=found[number].input_tensor_bytes,
+                output_bytes=found[number].output_bytes,
+                memory=found[number].memory,
+            )
+        )
+    return measured
