@@ -26,7 +26,6 @@ from any_plan_multiproc import plan_for
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from forked import before_any_fork, run_job
 from harness import forget_engines
 from pipelines import mlp, train_alone
 from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, same, start, train
@@ -36,6 +35,7 @@ from training_state_multiproc import OPTIMIZERS, Frozen, Noisy, Traced, turned, 
 from deepspeed_partition.engine import MadPipeEngine, folders
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
+from tests.ranks import before_any_fork, run_job
 
 STEPS = 2
 """Before the checkpoint, and after it."""
@@ -465,9 +465,7 @@ def main(out: Path) -> None:
         for size in sizes:
             began = time.monotonic()
             logs = [out.parent / f"{work.__name__}_{size}_{rank}.log" for rank in range(size)]
-            ended = run_job(functools.partial(work, size, out.parent), size, logs)
-            if ended is None:
-                return
+            ended = run_job(functools.partial(work, size, out.parent), logs)
             print(work.__name__, size, round(time.monotonic() - began, 1), flush=True)
             if any(ended.exits):
                 print(*(log[-3000:] for log in ended.logs), sep="\n", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import ON_THE_CPU, run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -36,7 +36,8 @@ def outcomes_of(tmp_path_factory):
 
     def run(script, timeout_seconds):
         out = tmp_path_factory.mktemp(Path(script).stem) / "outcomes.json"
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **ON_THE_CPU, "PYTHONPATH": paths}
         command = [sys.executable, str(HERE / script), str(out)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
         assert out.exists(), done.stdout[-2000:] + done.stderr[-8000:]

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-from forked import before_any_fork, run_job
 from pipelines import mlp, train_alone
 from running import batches, start, train
 from training_state_multiproc import OPTIMIZERS, warm_up
 
 from deepspeed_partition.engine import folders, resuming, training_state, transplant
+from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 6
 SAVED_EVERY = 2
@@ -108,9 +108,7 @@ def main(out: Path) -> None:
         folder.mkdir()
         for kills, size in ((True, 2), (False, death.num_processes)):
             logs = [out.parent / f"{name}_{kills}_{rank}.log" for rank in range(size)]
-            ended = run_job(functools.partial(script, folder, losses, death, kills), size, logs)
-            if ended is None:
-                return
+            ended = run_job(functools.partial(script, folder, losses, death, kills), logs)
             outcomes.setdefault(name, []).append(ended._asdict())
         losses_after = json.loads(losses.read_text()) if losses.exists() else {}
         outcomes[name].append({"losses": losses_after, "left": sorted(os.listdir(folder))})
