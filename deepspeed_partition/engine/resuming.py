@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +94,11 @@ class ResumingEngine(MovingEngine):
         """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
 
         Raises:
-            PlanFormatError: a file is damaged or missing; on every rank, before a weight has changed.
-            RuntimeError: the optimizer's state cannot be told apart by parameters, likewise.
+            PlanFormatError: a file is missing, has another size or cannot be read; on every rank. What DeepSpeed
+                alone reads, where the layout is the one that was saved, shows the last of these when other files
+                have been loaded already; otherwise no weight has changed.
+            RuntimeError: the optimizer's state cannot be told apart by parameters; on every rank, before a weight
+                has changed.
         """
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
@@ -109,21 +114,47 @@ class ResumingEngine(MovingEngine):
             saved = SavedState(folder, layout)
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
-        loaded, client_state = super().load_checkpoint(*bound.args, **bound.kwargs)
         cut = from_rank_0(lambda: checkpoints.read_cut(folder))
-        if cut is None:  # DeepSpeed alone wrote it
-            return loaded, client_state
-        same_cut = cut.allocation == allocation_of(self.module)
-        load_ties(folder, self.module, same_cut=same_cut, strict=options["load_module_strict"])
+        loaded: tuple[Any, Any] = None, None
+        flaw: Exception | None = None
+        with self._files_named(), _ties_follow(self.module):
+            try:
+                loaded = super().load_checkpoint(*bound.args, **bound.kwargs)
+                if cut is not None:  # not DeepSpeed alone wrote it
+                    same_cut = cut.allocation == allocation_of(self.module)
+                    load_ties(folder, self.module, same_cut=same_cut, strict=options["load_module_strict"])
+            except Exception as error:  # of a file that perhaps one rank reads: the others would go on
+                flaw = portable(error)
+            _raise_first(flaw)
         of_weights = options["load_module_only"] or not options["load_optimizer_states"]
         if of_weights and hasattr(self.optimizer, "refresh_fp32_params"):  # DeepSpeed does without ties, if at all
             self.optimizer.refresh_fp32_params()
+        if cut is None:
+            return loaded
+        _, client_state = loaded
         if states is not None:
             client_state.pop("optimizer", None)  # that of rank 0
             self._lay_in(states, saved)
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
-        return loaded, client_state
+        return loaded
+
+    @contextmanager
+    def _files_named(self) -> Iterator[None]:
+        """A file that DeepSpeed cannot read is told by its name."""
+        load = self.checkpoint_engine.load
+
+        def named(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(path, *args, **kwargs)
+            except Exception as flaw:  # whatever comes of unpickling something else
+                raise saved_state.unreadable(path, flaw) from None
+
+        self.checkpoint_engine.load = named
+        try:
+            yield
+        finally:
+            del self.checkpoint_engine.load
 
     def _folder_to_load(self, load_dir: str, tag: str | None, *, whole: bool) -> Path | None:
         """That of the checkpoint, with its name again if a run ended while it was replaced. Collective.
@@ -161,12 +192,13 @@ class ResumingEngine(MovingEngine):
             states = saved.states_for(self.optimizer, self.module)
         except Exception as error:
             flaw = portable(error)
-        flaws = list(filter(None, gather_objects(flaw)))
-        if flaws:
-            raise flaws[0]
+        _raise_first(flaw)
         announce(
-            f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
-            f"{saved.layout['num_replicas']} pipelines: it is loaded by parameters"
+            "the checkpoint has no state of an optimizer: this run's begins anew"
+            if saved.optimizer is None
+            else f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
+            f"{saved.layout['num_replicas']} pipelines, for other tensors than are trained here: it is loaded by "
+            "parameters"
         )
         return states
 
@@ -183,6 +215,24 @@ class ResumingEngine(MovingEngine):
             elif hasattr(optimizer, "loss_scale_config"):
                 known = {key: wrapper[key] for key in SAVED_OF_THE_LOSS_SCALE if key in wrapper}
                 vars(optimizer.loss_scale_config).update(known)
+
+
+def _raise_first(flaw: Exception | None) -> None:
+    """Raise the first rank's flaw on all of them, if one has any. Collective."""
+    flaws = list(filter(None, gather_objects(flaw)))
+    if flaws:
+        raise flaws[0]
+
+
+@contextmanager
+def _ties_follow(module: Any) -> Iterator[None]:
+    """Copies of tied weights are brought together when the ranks have agreed that all of them have loaded."""
+    module._synchronize_tied_weights = lambda: None
+    try:
+        yield
+    finally:
+        del module._synchronize_tied_weights
+    module._synchronize_tied_weights()
 
 
 def _take_place(path: Path) -> None:

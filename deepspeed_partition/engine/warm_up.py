@@ -23,6 +23,8 @@ from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
+from deepspeed_partition.engine.stages import allocation_of
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
@@ -58,6 +60,8 @@ class WarmUp:
         self._attempt: Attempt | None = None
         self._fallback = 0
         self._checked_sizes = False
+        self.ran_at: Allocation | None = None
+        """Where a step was trained to its end, in this run or in that of a checkpoint."""
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -78,7 +82,9 @@ class WarmUp:
             self._attempt = Attempt(self._engine)
             try:
                 with self._stand_ins(clock), nullcontext() if clock is None else clock.step():
-                    return (step(),)
+                    trained = (step(),)
+                self.ran_at = allocation_of(self._engine.module)
+                return trained
             except StepGivenUp as reason:
                 self._attempt.undo()
                 if self._engine.when_given_up is not None:
