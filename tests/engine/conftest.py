@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ON_THE_CPU, run_ranks
+from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -28,22 +27,6 @@ def check_case(tmp_path_factory):
         assert found[case] == "", found[case]
 
     return check
-
-
-@pytest.fixture(scope="module")
-def outcomes_of(tmp_path_factory):
-    """Runs a script that starts jobs of its own, and reads what it wrote about them."""
-
-    def run(script, timeout_seconds):
-        out = tmp_path_factory.mktemp(Path(script).stem) / "outcomes.json"
-        paths = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **ON_THE_CPU, "PYTHONPATH": paths}
-        command = [sys.executable, str(HERE / script), str(out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-        assert out.exists(), done.stdout[-2000:] + done.stderr[-8000:]
-        return json.loads(out.read_text())
-
-    return run
 
 
 def run_worker(script: Path, num_processes: int, folder: Path) -> dict[str, str]:

@@ -5,11 +5,9 @@ The packages are imported once, and each run is a job of processes that are fork
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from running import batches, planned, start, train
 from training_state_multiproc import OPTIMIZERS, warm_up
 
 from deepspeed_partition.engine import folders, planning, resuming, training_state, transplant
+from tests.deaths import kill, kill_before
 from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 6
@@ -67,26 +66,6 @@ DEATHS = {
     ),
     "before_the_latest_is_named": Death(0, (resuming.files, "write_text", "*/latest"), 2),
 }
-
-
-def kill(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_before(module: Any, name: str, call: int | str) -> None:
-    """Die when a function is called for the ``call``-th time from now on, or with a path like that."""
-    function, num_calls = getattr(module, name), 0
-
-    @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        paths = [str(arg) for arg in args if isinstance(arg, str | Path)]
-        if num_calls == call or any(fnmatch.fnmatch(path, str(call)) for path in paths):
-            kill()
-        return function(*args, **kwargs)
-
-    setattr(module, name, watched)
 
 
 def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
