@@ -316,8 +316,8 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     pipelined = mode != "reference"
     host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
     same, only_pipeline = cases.SAME_AS_SINGLE[num_processes], ONLY_PIPELINE[num_processes]
-    if num_processes == 2:
-        same, only_pipeline = [*same, *map_cases.SAME_AS_SINGLE], [*only_pipeline, *map_cases.ONLY_PIPELINE]
+    same = [*same, *map_cases.SAME_AS_SINGLE[num_processes]]
+    only_pipeline = [*only_pipeline, *map_cases.ONLY_PIPELINE[num_processes]]
     if os.environ.get("CASES_OF") == "steps":
         same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
     if os.environ.get("CASES_OF") == "callbacks":
