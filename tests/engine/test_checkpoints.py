@@ -54,8 +54,23 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
 
+@pytest.fixture(params=["names are swapped", "names are given one by one"])
+def swaps(request, tmp_path, monkeypatch):
+    """Whether a folder swaps names with the one whose place it takes; not every system and disk can."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    can = folders._swap(tmp_path / "one", tmp_path / "other")
+    for name in ("one", "other"):
+        (tmp_path / name).rmdir()
+    if request.param == "names are swapped" and not can:
+        pytest.skip("they cannot be, on this disk")
+    if request.param != "names are swapped":
+        monkeypatch.setattr(folders, "_swap", lambda *_: False)
+    return request.param == "names are swapped"
+
+
 @pytest.mark.parametrize("num_operations", range(5))
-def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operations):
+def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, swaps, num_operations):
     """Whichever operation on the disk is the last one, a complete folder is found; and the next save works."""
     path = tmp_path / "step"
     written(path, "first")
@@ -74,10 +89,12 @@ def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operat
         return run
 
     with monkeypatch.context() as patched:
+        patched.setattr(folders, "_swap", killing(folders._swap) if swaps else folders._swap)
         patched.setattr(folders.os, "replace", killing(folders.os.replace))
         patched.setattr(folders.shutil, "rmtree", killing(folders.shutil.rmtree))
         with contextlib.suppress(KeyboardInterrupt):
             folders.publish(path)
+    assert path.exists() or not swaps, "the name was always somebody's"
     folders.restore(path)
     assert (path / "file").read_text() == ("first" if num_operations == 0 else "second")
     written(path, "third")
@@ -89,6 +106,7 @@ def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operat
 @pytest.mark.parametrize("num_operations", range(4))
 def test_a_reader_comes_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operations):
     """It finds a complete folder, whatever the writer has done so far, and the writer notices nothing."""
+    monkeypatch.setattr(folders, "_swap", lambda *_: False)
     path, found = tmp_path / "step", []
     written(path, "first")
     folders.publish(path)
@@ -132,7 +150,7 @@ def test_a_writer_comes_while_a_reader_restores(tmp_path, monkeypatch, writes_ag
     assert (path / "file").read_text() == "second"
 
 
-def test_a_folder_that_was_half_removed_does_not_come_back(tmp_path, monkeypatch):
+def test_a_folder_that_was_half_removed_does_not_come_back(tmp_path, monkeypatch, swaps):
     """A kill while the old one went, and the new one was deleted since, as old checkpoints are."""
     path = tmp_path / "step"
     written(path, "first")
