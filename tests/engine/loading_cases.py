@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pipelines
@@ -17,7 +18,7 @@ from any_plan_multiproc import plan_for
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from pipelines import mlp
-from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, start, train
+from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, same, start, train
 from saved_layouts import KINDS, LAYOUTS, STEPS, Kind, begin, config_of, data_of, losses_after, plan_of, run
 from torch import nn
 from training_state_multiproc import OPTIMIZERS, Traced, warm_up
@@ -87,9 +88,22 @@ def a_run_that_has_its_plan_keeps_it(folder: Path) -> None:
     given = waiting(kind, warmup_steps=3, plan=str(folder / "plan.json"))
     for planned_run in (engine, given):
         assert planned_run.plan == plan is not None
-        planned_run.load_checkpoint(str(where))
+        with heard() as sentences:
+            planned_run.load_checkpoint(str(where))
+        assert any("the layers stay cut at [0, 6, 8]" in sentence for sentence in sentences)
         assert planned_run.plan == plan and planned_run.module.parts == [0, 6, 8]
         assert planned_run.global_steps == 1 and train(planned_run, data[1:]) == losses[1:]
+
+
+def planning_that_is_off(folder: Path) -> None:
+    """``MADPIPE=0`` leaves DeepSpeed's cut, whatever the checkpoint's is."""
+    kind, where = KINDS["AdamW, ZeRO 1"], folder / "AdamW, ZeRO 1" / "0-1-0"
+    with patch.dict(os.environ, MADPIPE="0"):
+        engine = waiting(kind)
+        parts = engine.module.parts
+        engine.load_checkpoint(str(where))
+        assert engine.module.parts == parts and engine.plan is None
+        same(train(engine, data_of(kind)[STEPS:]), losses_after(where))
 
 
 class Shifted(nn.Linear):
@@ -326,6 +340,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
     2: [
         plans_for_the_ranks_that_are_left, no_plan_fits_after_a_warm_up,
         a_run_that_waits_for_its_plan_takes_the_cut_of_a_checkpoint, a_run_that_has_its_plan_keeps_it,
+        planning_that_is_off,
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,

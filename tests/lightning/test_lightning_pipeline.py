@@ -138,7 +138,7 @@ def test_a_run_resumed_from_its_warm_up_is_the_uninterrupted_one(two: Records) -
     check_resumed(record, reference)
 
 
-@pytest.mark.parametrize("num_processes, num_pairs", [(2, 12), (4, 6)])
+@pytest.mark.parametrize("num_processes, num_pairs", [(2, 12), (4, 2)])
 def test_a_checkpoint_of_every_cut_is_loaded_under_every_other(
     request: pytest.FixtureRequest, num_processes: int, num_pairs: int
 ) -> None:
