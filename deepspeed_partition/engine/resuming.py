@@ -94,9 +94,8 @@ class ResumingEngine(MovingEngine):
         """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
 
         Raises:
-            PlanFormatError: a file is missing, has another size or cannot be read; on every rank. What DeepSpeed
-                alone reads, where the layout is the one that was saved, shows the last of these when other files
-                have been loaded already; otherwise no weight has changed.
+            PlanFormatError: a file is missing or has another size; on every rank, before a weight has changed. One
+                that cannot be read likewise, but where DeepSpeed reads it: then some ranks have loaded theirs.
             RuntimeError: the optimizer's state cannot be told apart by parameters; on every rank, before a weight
                 has changed.
         """

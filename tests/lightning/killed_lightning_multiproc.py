@@ -50,7 +50,7 @@ DEATHS = {
     "after_the_move": Death(0, 4, None, 3, is_given_plan=True),
     "while_a_checkpoint_is_saved": Death(1, 5, (torch, "save", "*step=6.ckpt*/layer_07-model_states.pt"), 3),
     "before_the_last_one_has_its_name": Death(
-        0, 5, (folders.os, "replace", "*/.last.ckpt.unfinished"), 6, by_word=False
+        0, 5, (folders.os, "replace", "*/.last.ckpt.unfinished"), 6, num_processes=1, by_word=False
     ),
 }
 
