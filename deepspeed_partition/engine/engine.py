@@ -16,8 +16,8 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
-from deepspeed_partition.engine import checkpoints, saved_state
 from deepspeed_partition.engine.any_plan import program_of
+from deepspeed_partition.engine.checkpoints import SavedCut
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
 from deepspeed_partition.engine.module import (
@@ -32,7 +32,7 @@ from deepspeed_partition.engine.module import (
 )
 from deepspeed_partition.engine.program import Instruction, Program
 from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
-from deepspeed_partition.engine.resuming import ResumingEngine
+from deepspeed_partition.engine.resuming import Found, ResumingEngine
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
@@ -361,26 +361,16 @@ class MadPipeEngine(ResumingEngine):
 
     # Checkpoints
 
-    def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
-        """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut and number of stages.
-
-        A run that waits for its plan takes the cut of the checkpoint, whose layers move there before it is loaded,
-        if that has as many stages. One that has its cut, be it given or planned, keeps it.
-
-        Raises:
-            PlanMismatchError: a checkpoint of another number of layers; or it is of another cut and does not say
-                where the optimizer's states lie.
-            PlanFormatError: a file of it is damaged or missing.
-            RuntimeError: the optimizer's state cannot be told apart by parameters.
-        """
-        signature = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
-        arguments = signature.bind(self, load_dir, tag, *args, **kwargs).arguments
+    def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
+        """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""
         asked_for_plan, warm_up = self._waits_for_plan, self._warm_up
-        saved: checkpoints.SavedCut | None = None
+        options = bound.arguments
+        # Weights alone load on any cut.
+        saved = None if found is None or options["load_module_only"] else found.cut
         try:
-            if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
-                saved = self._adopt_cut_of(load_dir, tag, whole=arguments.get("load_optimizer_states", True))
-            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            if found is not None and saved is not None:
+                self._adopt_cut_of(found, saved, whole=options["load_optimizer_states"])
+            loaded = super()._load_found(found, bound)
         except Exception:
             # A script may go on without, or with another one. A warm-up needs one stage per rank: where the layers
             # have moved to a plan with several, that plan stays.
@@ -406,19 +396,19 @@ class MadPipeEngine(ResumingEngine):
         self._adopt(Cut("trial"))
         self._waits_for_plan, self._warm_up = True, warm_up
 
-    def _adopt_cut_of(self, load_dir: str, tag: str | None, *, whole: bool) -> checkpoints.SavedCut | None:
-        """Take over the cut of a checkpoint where this run waits for a plan; the cut, if it has one."""
-        folder = self._folder_to_load(load_dir, tag, whole=whole)
-        saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
-        if folder is None or saved is None:
-            return None
+    def _adopt_cut_of(self, found: Found, saved: SavedCut, *, whole: bool) -> None:
+        """Take over the cut of a checkpoint where this run waits for a plan.
+
+        Args:
+            whole: Whether the optimizer's states are to be loaded.
+        """
         num_layers, as_many = saved.boundaries[-1], saved.num_ranks == self.num_stages
         if num_layers != self.module._num_layers:
             raise PlanMismatchError(
-                f"the checkpoint in {folder} has {num_layers} layers and this run {self.module._num_layers}: "
-                "it is of another model"
+                f"the checkpoint in {found.folder} has {num_layers} layers and this run "
+                f"{self.module._num_layers}: it is of another model"
             )
-        same_cut, cut_here = saved.allocation == allocation_of(self.module), self._cut_in_words()
+        same_cut, cut_here = found.is_at_cut_of(self.module), self._cut_in_words()
         if as_many and same_cut and self._waits_for_plan:
             self._adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
         elif as_many and self._waits_for_plan:
@@ -428,14 +418,13 @@ class MadPipeEngine(ResumingEngine):
             there, here = f"{saved.num_ranks} stages", str(self.num_stages)
             if as_many:
                 there, here = f"the cut {_in_words(saved.allocation)}", cut_here
-            if from_rank_0(lambda: saved_state.read_layout(folder)) is None and (whole or not as_many):
+            if found.layout is None and (whole or not as_many):
                 raise PlanMismatchError(
-                    f"the checkpoint in {folder} has {there} and this run {here}, and it does not say where the "
-                    f"optimizer's states lie: start it with {there}"
+                    f"the checkpoint in {found.folder} has {there} and this run {here}, and it does not say where "
+                    f"the optimizer's states lie: start it with {there}"
                 )
             where = "are planned for these" if self._waits_for_plan else f"stay cut at {cut_here}"
             announce(f"the checkpoint has {there} and this run {here}: the layers {where}")
-        return saved
 
 
 def _in_words(allocation: Allocation) -> str:
