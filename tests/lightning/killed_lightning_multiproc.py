@@ -92,12 +92,16 @@ def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> Non
     strategy: dict[str, Any] = {"algorithm": CUTS[num_processes], "warmup_epochs": 1, "stage": 1}
     strategy["plan" if death.is_given_plan and not kills else "save_plan"] = str(plan)
     recorder, planned = cases.Recorder(), Planned()
-    keep = ModelCheckpoint(folder, every_n_train_steps=SAVED_EVERY, save_last=True, save_top_k=-1)
+    keep = ModelCheckpoint(
+        folder, every_n_train_steps=SAVED_EVERY, save_last=True, save_top_k=-1,
+        save_on_train_epoch_end=False,  # as Lightning 2.5 has the last one, too
+    )  # fmt: skip
     dying = [Dying(death)] if kills and rank == death.rank else []
     host = cases.Host(folder, num_processes, pipelined=True)
     trainer = host.trainer(recorder, planned, keep, *dying, strategy=strategy)
     last = "last" if death.by_word else str(folder / "last.ckpt")
     trainer.fit(cases.seeded(seed=0 if kills else 99), data(), ckpt_path=None if kills else last)
+    trainer.save_checkpoint(folder / "last.ckpt")  # which leaves nothing of what a kill left
     if rank == 0:
         found = trainer.strategy
         ended = {"rows": recorder.rows, "had_plan": planned.at_start, "has_plan": found.plan is not None}
