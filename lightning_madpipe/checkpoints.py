@@ -7,6 +7,7 @@ file. It comes into being under another name and is renamed when it is whole.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import os
 import pickle
@@ -33,8 +34,8 @@ TAG = "checkpoint"
 MODEL_FILE = "madpipe-model.json"
 MODEL_FORMAT = "madpipe-model/1"
 
-BESIDE_TAG = ("latest", "zero_to_fp32.py")
-"""What DeepSpeed writes beside the folder of the tag."""
+BESIDE_TAG = ("latest", "zero_to_*.py")
+"""What DeepSpeed writes beside the folder of the tag; with ZeRO so many scripts as its version has."""
 
 OUTSIDE_STATE = "madpipe_state_dict"
 """Where DeepSpeed's folder keeps the state of what it does not save itself."""
@@ -102,7 +103,8 @@ def check_replaceable(path: Path) -> None:
         return
     names = {child.name for child in path.iterdir()}
     ours = (folder_of(path) / MODEL_FILE).is_file()
-    strange = sorted(names - {TAG, *BESIDE_TAG} if ours else names)
+    known = (TAG, *BESIDE_TAG) if ours else ()
+    strange = sorted(name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in known))
     if strange:
         raise ValueError(
             f"it is a folder with other things in it ({_some(strange)}), and a checkpoint would take their place: "

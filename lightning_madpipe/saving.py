@@ -150,7 +150,7 @@ class Checkpointing(DeepSpeedStrategy):
         """
         path, fitting = os.fspath(checkpoint_path), self._module.trainer.state.fn == "fit"
         try:
-            if from_rank_0(lambda: not _is_file(path)):
+            if from_rank_0(lambda: _found_folder(path)):
                 return self._load_folder(Path(path), fitting)
             if fitting:
                 raise ValueError(
@@ -202,10 +202,13 @@ class Checkpointing(DeepSpeedStrategy):
             raise self._refusal(str(flaw)) from None
 
 
-def _is_file(path: str) -> bool:
-    """Whether ``path`` is a file, or something remote, which Lightning's reader knows."""
+def _found_folder(path: str) -> bool:
+    """Whether to look for a folder at ``path``, with its name again if a run ended while it was replaced.
+
+    Lightning's reader knows files, and what is remote.
+    """
     folders.restore(Path(path))
-    return Path(path).is_file() or "://" in path
+    return not (Path(path).is_file() or "://" in path)
 
 
 def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
-from deepspeed_partition.engine import checkpoints, saved_state
 from deepspeed_partition.engine.any_plan import program_of
+from deepspeed_partition.engine.checkpoints import SavedCut
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
 from deepspeed_partition.engine.module import (
@@ -33,7 +33,7 @@ from deepspeed_partition.engine.module import (
 )
 from deepspeed_partition.engine.program import Instruction, Program
 from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
-from deepspeed_partition.engine.resuming import ResumingEngine
+from deepspeed_partition.engine.resuming import Found, ResumingEngine
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages, owner
 from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transplant import trainable_parameters
@@ -318,9 +318,10 @@ class MadPipeEngine(ResumingEngine):
                     self, None if self._warm_up is None else self._warm_up.measuring
                 )
         except InfeasibleError as flaw:
-            if not self.global_steps or self._warm_up is None or self._warm_up.ran_out_of_memory:
+            warm_up = self._warm_up
+            if warm_up is None or warm_up.ran_out_of_memory or warm_up.ran_at != allocation_of(self.module):
                 raise
-            # It has run so far: no reason to end it.
+            # It has run so far, at this cut: no reason to end it.
             announce(f"no plan fits, and training goes on at {self._cut_in_words()}: {flaw}", logging.WARNING)
             self._adopt(Cut("boundaries"))
             return
@@ -381,37 +382,32 @@ class MadPipeEngine(ResumingEngine):
 
     # Checkpoints
 
-    def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
-        """DeepSpeed's ``load_checkpoint``, after moving the layers to the cut of the checkpoint.
-
-        Where that has another number of stages, the layers stay at the cut of this run, or are planned for it.
-
-        Raises:
-            PlanMismatchError: a checkpoint of another number of layers.
-            PlanFormatError: a file of it is damaged or missing.
-            RuntimeError: the optimizer's state cannot be told apart by parameters.
-        """
-        signature = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
-        arguments = signature.bind(self, load_dir, tag, *args, **kwargs).arguments
-        asked_for_plan, warm_up, plans_anew = self._waits_for_plan, self._warm_up, False
+    def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
+        """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""
+        asked_for_plan, warm_up = self._waits_for_plan, self._warm_up
+        options = bound.arguments
+        # Weights alone load on any cut.
+        saved = None if found is None or options["load_module_only"] else found.cut
         try:
-            if self.owns_cut and not arguments.get("load_module_only", False):  # weights alone load on any cut
-                plans_anew = self._adopt_cut_of(load_dir, tag, whole=arguments.get("load_optimizer_states", True))
-            loaded = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            if found is not None and saved is not None:
+                self._adopt_cut_of(found, saved, whole=options["load_optimizer_states"])
+            loaded = super()._load_found(found, bound)
         except Exception:
             # A script may go on without, or with another one. A warm-up needs one stage per rank: where the layers
             # have moved to a plan with several, that plan stays.
             if asked_for_plan and allocation_of(self.module).is_contiguous:
                 self._wait_for_plan(warm_up)
             raise
+        if warm_up is not None and saved is not None and self.global_steps:
+            warm_up.ran_at = saved.allocation
+        plans_anew = saved is not None and saved.num_ranks != self.num_stages
         if asked_for_plan and self.plan is None and (warm_up is not None or not self.global_steps):
             # Written before a plan was made: the warm-up goes on, where there is one.
             self._wait_for_plan(warm_up)
         elif self._waits_for_plan and self.global_steps and not plans_anew:
             self._waits_for_plan = False
             announce(
-                "the checkpoint has optimizer states and no plan: training goes on at the cut "
-                f"{self.module.parts}",
+                f"the checkpoint was written without a plan: training goes on at the cut {self.module.parts}",
                 logging.WARNING,
             )
         return loaded
@@ -421,33 +417,35 @@ class MadPipeEngine(ResumingEngine):
         self._adopt(Cut("trial"))
         self._waits_for_plan, self._warm_up = True, warm_up
 
-    def _adopt_cut_of(self, load_dir: str, tag: str | None, *, whole: bool) -> bool:
-        """Take over the cut of a checkpoint; whether it has one, and that is for another number of stages."""
-        folder = self._folder_to_load(load_dir, tag, whole=whole)
-        saved = from_rank_0(lambda: None if folder is None else checkpoints.read_cut(folder))
-        if saved is None:
-            return False
-        num_ranks, num_layers = saved.num_ranks, saved.boundaries[-1]
+    def _adopt_cut_of(self, found: Found, saved: SavedCut, *, whole: bool) -> None:
+        """Take over the cut of a checkpoint where this run waits for a plan.
+
+        Args:
+            whole: Whether the optimizer's states are to be loaded.
+        """
+        num_layers, as_many = saved.boundaries[-1], saved.num_ranks == self.num_stages
         if num_layers != self.module._num_layers:
             raise PlanMismatchError(
-                f"the checkpoint in {folder} has {num_layers} layers and this run {self.module._num_layers}: "
-                "it is of another model"
+                f"the checkpoint in {found.folder} has {num_layers} layers and this run "
+                f"{self.module._num_layers}: it is of another model"
             )
-        if num_ranks != self.num_stages:
-            if from_rank_0(lambda: None if folder is None else saved_state.read_layout(folder)) is None:
-                raise PlanMismatchError(
-                    f"the checkpoint in {folder} has {num_ranks} stages and this run {self.num_stages}, and it "
-                    f"does not say where the optimizer's states lie: start it with {num_ranks} stages"
-                )
-            where = "are planned for these" if self._waits_for_plan else f"stay cut at {self._cut_in_words()}"
-            announce(f"the checkpoint has {num_ranks} stages and this run {self.num_stages}: the layers {where}")
-            return True
-        if saved.allocation != allocation_of(self.module):
+        same_cut, cut_here = found.is_at_cut_of(self.module), self._cut_in_words()
+        if as_many and same_cut and self._waits_for_plan:
+            self._adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
+        elif as_many and self._waits_for_plan:
             announce(f"the checkpoint was written at the cut {_in_words(saved.allocation)}: the layers move to it")
             self.recut(saved.boundaries if saved.plan is None else saved.plan)
-        else:
-            self._adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
-        return False
+        elif not same_cut:
+            there, here = f"{saved.num_ranks} stages", str(self.num_stages)
+            if as_many:
+                there, here = f"the cut {_in_words(saved.allocation)}", cut_here
+            if found.layout is None and (whole or not as_many):
+                raise PlanMismatchError(
+                    f"the checkpoint in {found.folder} has {there} and this run {here}, and it does not say where "
+                    f"the optimizer's states lie: start it with {there}"
+                )
+            where = "are planned for these" if self._waits_for_plan else f"stay cut at {cut_here}"
+            announce(f"the checkpoint has {there} and this run {here}: the layers {where}")
 
 
 def _in_words(allocation: Allocation) -> str:

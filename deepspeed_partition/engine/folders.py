@@ -1,13 +1,16 @@
 """Folders that come into being whole, also in the place of others: a process may be killed at any instant.
 
-A folder ``NAME`` is written as ``.NAME.unfinished`` beside it. When it is complete, what had the name until now
-becomes ``.NAME.discarded``, the new folder gets the name, and the old one is removed. Between the two renames
-nobody has the name: :func:`restore` ends that. What happens to a folder later, such as a copy that is not whole,
-shows by the sizes of its files, which ``madpipe-files.json`` lists.
+A folder ``NAME`` is written as ``.NAME.unfinished`` beside it. When it is complete, it swaps names with the one
+that had the name until now, which is then removed. Where names cannot be swapped, the old folder becomes
+``.NAME.discarded``, the new one gets the name, and the old one is removed as ``.NAME.removed``. Between the first
+two of these renames nobody has the name: :func:`restore` ends that, also where it is a reader that comes while
+another process writes. What happens to a folder later, such as a copy that is not whole, shows by the sizes of its
+files, which ``madpipe-files.json`` lists.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fnmatch
 import os
 import shutil
@@ -27,7 +30,13 @@ def unfinished(path: Path) -> Path:
 
 
 def _discarded(path: Path) -> Path:
+    """The name of a complete folder that gives its name to another."""
     return path.with_name(f".{path.name}.discarded")
+
+
+def _removed(path: Path) -> Path:
+    """The name of a folder that is being removed, which nobody takes for a complete one."""
+    return path.with_name(f".{path.name}.removed")
 
 
 def make_room(path: Path) -> None:
@@ -43,18 +52,47 @@ def make_room(path: Path) -> None:
 
 def publish(path: Path) -> None:
     """Give an unfinished folder, which is complete, its name; what had that name before goes."""
-    remove(_discarded(path))
+    _remove_discarded(path)
     if path.exists() or path.is_symlink():
+        if _swap(unfinished(path), path):
+            remove(unfinished(path))
+            return
         os.replace(path, _discarded(path))
-    os.replace(unfinished(path), path)
-    remove(_discarded(path))
+    _rename(unfinished(path), path)
+    _remove_discarded(path)
 
 
 def restore(path: Path) -> None:
-    """Give a folder its name where a run ended within :func:`publish`."""
+    """Give a folder its name where a run ended, or is, within :func:`publish`."""
     if not path.exists() and _discarded(path).exists():
         # Only a complete one has ever taken the name from another.
-        os.replace(unfinished(path) if unfinished(path).exists() else _discarded(path), path)
+        _rename(unfinished(path) if unfinished(path).exists() else _discarded(path), path)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Give each the other's name at one instant; False where the system or the disk cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # Linux has it
+        return False
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, from its headers
+    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+def _rename(folder: Path, path: Path) -> None:
+    """Give ``folder`` the name ``path``, which nobody has, unless another process gives it to one just now."""
+    try:
+        os.replace(folder, path)
+    except OSError:
+        if not path.exists():
+            raise
+
+
+def _remove_discarded(path: Path) -> None:
+    remove(_removed(path))
+    if _discarded(path).exists() or _discarded(path).is_symlink():
+        os.replace(_discarded(path), _removed(path))
+        remove(_removed(path))
 
 
 def remove(path: Path) -> None:

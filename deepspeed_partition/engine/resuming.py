@@ -5,10 +5,16 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.pipe import PipelineModule
+
 from deepspeed_partition.engine import checkpoints, folders, saved_state
+from deepspeed_partition.engine.checkpoints import SavedCut
 from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.moving import MovingEngine
@@ -27,6 +33,20 @@ SAVED_OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
 """What DeepSpeed's fp16 optimizers without ZeRO save of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that is to be loaded."""
+
+    folder: Path
+    cut: SavedCut | None
+    """None where DeepSpeed alone wrote it."""
+    layout: dict[str, Any] | None
+    """Where the optimizer's states lie; None where nothing says so."""
+
+    def is_at_cut_of(self, module: PipelineModule) -> bool:
+        return self.cut is not None and self.cut.allocation == allocation_of(module)
 
 
 class ResumingEngine(MovingEngine):
@@ -91,67 +111,99 @@ class ResumingEngine(MovingEngine):
     def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
         """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
 
+        A run that waits for its plan takes the cut of the checkpoint, whose layers move there before it is loaded,
+        if that has as many stages. One that has its cut, be it given or planned, keeps it.
+
         Raises:
-            PlanFormatError: a file is damaged or missing; on every rank, before a weight has changed.
-            RuntimeError: the optimizer's state cannot be told apart by parameters, likewise.
+            PlanMismatchError: a checkpoint of another number of layers; or it is of another cut and does not say
+                where the optimizer's states lie. On every rank, like the following.
+            PlanFormatError: a file is missing, has another size, or cannot be read. No weight has changed, unless
+                it was DeepSpeed that could not read it: then other ranks may have loaded theirs.
+            RuntimeError: the optimizer's state cannot be told apart by parameters; no weight has changed.
         """
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
-        options = bound.arguments
-        readable = self.owns_cut and not self.load_universal_checkpoint()
-        whole = options["load_optimizer_states"] and not options["load_module_only"]
-        folder = self._folder_to_load(load_dir, tag, whole=whole) if readable else None
-        layout = None if folder is None else from_rank_0(lambda: saved_state.read_layout(folder))
-        states: dict[str, ParameterState] | None = None
-        if folder is None:
+        return self._load_found(self._find(bound.arguments), bound)
+
+    def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
+        """Load what was found; as DeepSpeed does where nothing was."""
+        if found is None:
             return super().load_checkpoint(*bound.args, **bound.kwargs)
-        if layout is not None and self.optimizer is not None and whole and not self._fits(layout):
-            saved = SavedState(folder, layout)
+        options, layout = bound.arguments, found.layout
+        states: dict[str, ParameterState] | None = None
+        if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
+            saved = SavedState(found.folder, layout)
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
-        loaded, client_state = super().load_checkpoint(*bound.args, **bound.kwargs)
-        cut = from_rank_0(lambda: checkpoints.read_cut(folder))
-        if cut is None:  # DeepSpeed alone wrote it
-            return loaded, client_state
-        same_cut = cut.allocation == allocation_of(self.module)
-        load_ties(folder, self.module, same_cut=same_cut, strict=options["load_module_strict"])
-        of_weights = options["load_module_only"] or not options["load_optimizer_states"]
-        if of_weights and hasattr(self.optimizer, "refresh_fp32_params"):  # DeepSpeed does without ties, if at all
-            self.optimizer.refresh_fp32_params()
+        loaded: tuple[Any, Any] = None, None
+        flaw: Exception | None = None
+        with self._files_named(), _ties_follow(self.module):
+            try:
+                loaded = super().load_checkpoint(*bound.args, **bound.kwargs)
+                if found.cut is not None:
+                    same_cut, strict = found.is_at_cut_of(self.module), options["load_module_strict"]
+                    load_ties(found.folder, self.module, same_cut=same_cut, strict=strict)
+            except Exception as error:  # of a file that perhaps one rank reads: the others would go on
+                flaw = portable(error)
+            _raise_first(flaw)
+        if not _is_whole(options) and hasattr(self.optimizer, "refresh_fp32_params"):
+            self.optimizer.refresh_fp32_params()  # DeepSpeed does without ties, if at all
         if states is not None:
+            _, client_state = loaded
             client_state.pop("optimizer", None)  # that of rank 0
             self._lay_in(states, saved)
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
-        return loaded, client_state
+        return loaded
 
-    def _folder_to_load(self, load_dir: str, tag: str | None, *, whole: bool) -> Path | None:
-        """That of the checkpoint, with its name again if a run ended while it was replaced. Collective.
+    @contextmanager
+    def _files_named(self) -> Iterator[None]:
+        """A file that DeepSpeed cannot read is told by its name."""
+        load = self.checkpoint_engine.load
 
-        Args:
-            whole: Whether the files of optimizers will be read.
+        def named(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(path, *args, **kwargs)
+            except Exception as flaw:  # whatever comes of unpickling something else
+                raise saved_state.unreadable(path, flaw) from None
+
+        self.checkpoint_engine.load = named
+        try:
+            yield
+        finally:
+            del self.checkpoint_engine.load
+
+    def _find(self, options: Mapping[str, Any]) -> Found | None:
+        """What DeepSpeed's ``load_checkpoint`` would load with ``options``; None where all of it is DeepSpeed's.
+
+        Its folder has its name again if a run ended while it was replaced. Collective.
 
         Raises:
-            PlanFormatError: a file that will be is missing or damaged; on every rank.
+            PlanFormatError: a file that will be read is missing or damaged; on every rank.
         """
+        if not self.owns_cut or self.load_universal_checkpoint():
+            return None
 
-        def find() -> Path | None:
-            folder = checkpoints.folder_to_load(load_dir, tag, universal=self.load_universal_checkpoint())
-            if folder is not None:
-                folders.restore(folder)
-                folders.check_files(folder, but=() if whole else OF_OPTIMIZERS)
-            return folder
+        def find() -> Found | None:
+            folder = checkpoints.folder_to_load(options["load_dir"], options["tag"], universal=False)
+            if folder is None:
+                return None
+            folders.restore(folder)
+            folders.check_files(folder, but=() if _is_whole(options) else OF_OPTIMIZERS)
+            return Found(folder, checkpoints.read_cut(folder), saved_state.read_layout(folder))
 
         return from_rank_0(find)
 
-    def _fits(self, layout: dict[str, Any]) -> bool:
-        """Whether DeepSpeed can load it: the ranks train the same tensors. Collective.
+    def _fits(self, found: Found) -> bool:
+        """Whether DeepSpeed can load the optimizer's state: the ranks train the same tensors. Collective.
 
         As of 0.19.8 it cannot read what its own ``BF16_Optimizer`` saves.
         """
+        assert found.layout is not None
+        there = {key: value for key, value in found.layout.items() if key != "num_forwards"}
         here = saved_state.describe(self)
-        same = here is None or here == {key: value for key, value in layout.items() if key != "num_forwards"}
-        return same and layout["optimizer"] != "BF16_Optimizer"
+        same = found.is_at_cut_of(self.module) if here is None else here == there
+        return same and there["optimizer"] != "BF16_Optimizer"
 
     def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:
         """What this rank's optimizer needs, or the first rank's error on all of them."""
@@ -161,12 +213,13 @@ class ResumingEngine(MovingEngine):
             states = saved.states_for(self.optimizer, self.module)
         except Exception as error:
             flaw = portable(error)
-        flaws = list(filter(None, gather_objects(flaw)))
-        if flaws:
-            raise flaws[0]
+        _raise_first(flaw)
         announce(
-            f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
-            f"{saved.layout['num_replicas']} pipelines: it is loaded by parameters"
+            "the checkpoint has no state of an optimizer: this run's begins anew"
+            if saved.optimizer is None
+            else f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
+            f"{saved.layout['num_replicas']} pipelines, for other tensors than are trained here: it is loaded by "
+            "parameters"
         )
         return states
 
@@ -183,6 +236,29 @@ class ResumingEngine(MovingEngine):
             elif hasattr(optimizer, "loss_scale_config"):
                 known = {key: wrapper[key] for key in SAVED_OF_THE_LOSS_SCALE if key in wrapper}
                 vars(optimizer.loss_scale_config).update(known)
+
+
+def _is_whole(options: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's states are to be loaded, too."""
+    return options["load_optimizer_states"] and not options["load_module_only"]
+
+
+def _raise_first(flaw: Exception | None) -> None:
+    """Raise the first rank's flaw on all of them, if one has any. Collective."""
+    flaws = list(filter(None, gather_objects(flaw)))
+    if flaws:
+        raise flaws[0]
+
+
+@contextmanager
+def _ties_follow(module: Any) -> Iterator[None]:
+    """Copies of tied weights are brought together when the ranks have agreed that all of them have loaded."""
+    module._synchronize_tied_weights = lambda: None
+    try:
+        yield
+    finally:
+        del module._synchronize_tied_weights
+    module._synchronize_tied_weights()
 
 
 def _take_place(path: Path) -> None:

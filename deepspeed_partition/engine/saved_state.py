@@ -230,10 +230,14 @@ class SavedState:
                 saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
                 self._contents[file] = _content(saved, self.optimizer)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as flaw:
-                raise PlanFormatError(
-                    f"{path} is damaged or missing ({type(flaw).__name__}: {flaw}): take another checkpoint"
-                ) from None
+                raise unreadable(path, flaw) from None
         return self._contents[file]
+
+
+def unreadable(path: object, flaw: Exception) -> PlanFormatError:
+    return PlanFormatError(
+        f"{path} is damaged or missing ({type(flaw).__name__}: {flaw}): take another checkpoint"
+    )
 
 
 _FLAT_NAMES = {optimizer.__name__ for optimizer in FLAT}

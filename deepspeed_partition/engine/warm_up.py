@@ -26,7 +26,9 @@ from deepspeed_partition.engine.instants import Execute
 from deepspeed_partition.engine.measuring import Measuring
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
+from deepspeed_partition.engine.stages import allocation_of
 from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import counted, format_bytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
@@ -58,6 +60,8 @@ class WarmUp:
         self.has_begun = False
         self.ran_out_of_memory = False
         """Whether the trial cut could not be run to its end, whatever was tried."""
+        self.ran_at: Allocation | None = None
+        """Where a step was trained to its end, in this run or in that of a checkpoint."""
 
     @property
     def clock(self) -> InPlaceClock:
@@ -76,7 +80,9 @@ class WarmUp:
             self._attempt = Attempt(self._engine)
             try:
                 with self._measured_step() as measuring, self._stand_ins(measuring):
-                    return (step(),)
+                    trained = (step(),)
+                self.ran_at = allocation_of(self._engine.module)
+                return trained
             except StepGivenUp as reason:
                 self._attempt.undo()
                 if self._engine.when_given_up is not None:

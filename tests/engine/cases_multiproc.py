@@ -35,6 +35,7 @@ from running import (
     two,
 )  # fmt: skip
 from torch import nn
+from warm_up_cases import heard
 
 import deepspeed_partition
 from deepspeed_partition.engine import PipelineModule
@@ -567,8 +568,8 @@ def checkpoints_bring_their_cut(folder: Path) -> None:
         elsewhere, _, _ = start(mlp(), other, {"zero_optimization": {"stage": zero}})
         train(elsewhere, data[:1])
         elsewhere.load_checkpoint(where)
-        assert elsewhere.module.parts == cut()
-        assert train(elsewhere, data[3:]) == expected
+        assert elsewhere.module.parts == other and elsewhere.plan is None, "boundaries are taken as they are"
+        same(train(elsewhere, data[3:]), expected)
         weights_only, _, _ = start(mlp(), other, {"zero_optimization": {"stage": zero}})
         weights_only.load_checkpoint(where, load_module_only=True)
         assert weights_only.module.parts == other
@@ -590,7 +591,9 @@ def checkpoints_of_boundaries_and_of_deepspeed(folder: Path) -> None:
     assert not list((folder / "stock").glob("*/madpipe-plan.json"))
     resumed, _, _ = start(mlp(), "madpipe")
     parts = list(resumed.module.parts)
-    resumed.load_checkpoint(str(folder / "stock"))
+    with heard() as sentences:
+        resumed.load_checkpoint(str(folder / "stock"))
+    assert any("was written without a plan: training goes on" in sentence for sentence in sentences)
     train(resumed, data[2:])
     assert resumed.module.parts == parts and resumed.plan is None
     damaged = folder / "boundaries" / "two" / "madpipe-plan.json"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,21 +27,6 @@ def check_case(tmp_path_factory):
         assert found[case] == "", found[case]
 
     return check
-
-
-@pytest.fixture(scope="module")
-def outcomes_of(tmp_path_factory):
-    """Runs a script that starts jobs of its own, and reads what it wrote about them."""
-
-    def run(script, timeout_seconds):
-        out = tmp_path_factory.mktemp(Path(script).stem) / "outcomes.json"
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / script), str(out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-        assert out.exists(), done.stdout[-2000:] + done.stderr[-8000:]
-        return json.loads(out.read_text())
-
-    return run
 
 
 def run_worker(script: Path, num_processes: int, folder: Path) -> dict[str, str]:

@@ -20,10 +20,11 @@ import deepspeed
 import torch
 from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
-from forked import before_any_fork, run_job
 from pipelines import micro_batch, mlp
 from running import NUM_MICRO_BATCHES
 from torch import nn
+
+from tests.ranks import before_any_fork, run_job
 
 
 class Case(NamedTuple):
@@ -102,9 +103,7 @@ def main(out: Path) -> None:
     outcomes = {}
     for case in CASES:
         logs = [out.parent / f"{case}_{rank}.log" for rank in range(2)]
-        outcome = run_job(functools.partial(train, case), 2, logs)
-        if outcome is None:
-            return
+        outcome = run_job(functools.partial(train, case), logs)
         print(f"{case}: the other rank ended {outcome.seconds_apart:.2f} s after the first one")
         outcomes[str(case)] = outcome._asdict()
     out.write_text(json.dumps(outcomes))

@@ -76,8 +76,8 @@ def forget_engines() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     gc.collect()
-    # Not isinstance(), at which some deprecated objects of torch warn.
-    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine)]:
+    # Not isinstance(), at which some deprecated objects of torch warn; and not those that are forgotten already.
+    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine) and vars(thing)]:
         engine.destroy()
         vars(engine).clear()
     kept = {dist.group.WORLD, *(value for value in vars(deepspeed.utils.groups).values() if _is_group(value))}

@@ -8,69 +8,64 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-from forked import before_any_fork, run_job
 from pipelines import mlp, train_alone
-from running import batches, start, train
+from running import batches, planned, start, train
 from training_state_multiproc import OPTIMIZERS, warm_up
 
-from deepspeed_partition.engine import folders, resuming, training_state, transplant
+from deepspeed_partition.engine import folders, planning, resuming, training_state, transplant
+from tests.deaths import kill, kill_before
+from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 6
 SAVED_EVERY = 2
 MOVES_AT = 3
-CUT, MOVED = [0, 3, 8], [0, 5, 8]
-"""Two layers go from rank 1 to rank 0."""
+CUT, MOVED = [0, 3, 8], [0, 6, 8]
+"""Three layers go from rank 1 to rank 0, and two at the end of a warm-up."""
+PLANNED = {2: MOVED, 1: [0, 8]}
 
 
 class Death(NamedTuple):
     """Where which rank dies, and with how many steps the next run begins."""
 
     rank: int
-    before: tuple[Any, str, int] | None
-    """A call of a function in a module, counted from the move on; None: of an optimizer step."""
+    before: tuple[Any, str, int | str] | None
+    """A call of a function in a module, counted from the move on, or the first with such a path; None: of an
+    optimizer step."""
     resumes_at: int
     step: int = MOVES_AT
     """Whose optimizer step."""
     tag: str | None = None
     num_processes: int = 1
     """Of the run that goes on."""
+    warms_up: bool = False
+    """The run plans by itself and moves then; else its layers are moved to boundaries."""
 
 
 DEATHS = {
-    "before_the_move": Death(1, None, 2, step=MOVES_AT - 1, num_processes=2),
-    "while_weights_move": Death(1, (transplant, "send_bytes", 2), 2),
+    "in_a_step_of_the_warm_up": Death(1, None, 2, step=MOVES_AT - 1, num_processes=2, warms_up=True),
+    "while_rank_1_measures": Death(1, (planning, "measure_stage", 1), 2, warms_up=True),
+    "while_rank_0_plans": Death(0, (planning, "make_plan", 1), 2, num_processes=2, warms_up=True),
+    "while_rank_1_waits_for_the_plan": Death(1, (planning, "from_rank_0", 1), 2, num_processes=2, warms_up=True),
+    "while_weights_move": Death(1, (transplant, "send_bytes", 2), 2, warms_up=True),
     "while_states_move": Death(0, (training_state, "receive_bytes", 4), 2),
-    "after_the_move": Death(0, None, 2),
-    "while_saving": Death(1, (torch, "save", 2), 2),
-    "before_a_complete_folder_has_its_name": Death(0, (folders.os, "replace", 4), 2),
-    "before_it_has_the_name_of_another": Death(0, (folders.os, "replace", 5), 4, tag="same"),
-    "while_the_old_one_is_removed": Death(0, (folders.shutil, "rmtree", 1), 4, tag="same", num_processes=2),
-    "before_the_latest_is_named": Death(0, (resuming.files, "write_text", 4), 2),
+    "after_the_move": Death(0, None, 2, num_processes=2, warms_up=True),
+    "after_a_checkpoint_of_the_plan": Death(1, None, 4, step=5, num_processes=2, warms_up=True),
+    "while_saving": Death(1, (torch, "save", "*/layer_07-model_states.pt"), 2),
+    "before_a_complete_folder_has_its_name": Death(0, (folders.os, "replace", "*/.global_step4.unfinished"), 2),
+    "before_it_has_the_name_of_another": Death(
+        0, (folders.os, "replace", "*/.same.unfinished"), 4, tag="same", warms_up=True
+    ),
+    "while_the_old_one_is_removed": Death(
+        0, (folders.shutil, "rmtree", "*/.same.removed"), 4, tag="same", num_processes=2
+    ),
+    "before_the_latest_is_named": Death(0, (resuming.files, "write_text", "*/latest"), 2),
 }
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_before(module: Any, name: str, call: int) -> None:
-    """Die when a function is called for the ``call``-th time from now on."""
-    function, calls = getattr(module, name), iter(range(1, call))
-
-    @functools.wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, None) is None:
-            kill()
-        return function(*args, **kwargs)
-
-    setattr(module, name, counted)
 
 
 def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
@@ -78,42 +73,53 @@ def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> Non
     torch.set_num_threads(1)
     deepspeed.init_distributed()
     num_stages = int(os.environ["WORLD_SIZE"])
-    config = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-    cut = CUT if num_stages == 2 else [0, 8]
+    config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    cut: Any = CUT if num_stages == 2 else [0, 8]
+    if death.warms_up:
+        cut, config = "madpipe", {**config, **planned(PLANNED[num_stages], warmup_steps=MOVES_AT)}
     engine, _, _ = start(mlp(), cut, config, optimizer=OPTIMIZERS["AdamW"], lr_scheduler=warm_up)
     engine.load_checkpoint(str(folder))
+    had_plan = engine.plan is not None
     losses: dict[int, float] = {}
     data = batches(NUM_STEPS)
     while engine.global_steps < NUM_STEPS:
         step = engine.global_steps
         if kills and step == MOVES_AT:
+            assert engine.module.parts != MOVED, "no layer would move"
             if death.before is not None and death.rank == rank:
                 kill_before(*death.before)
-            engine.recut(MOVED)
+            if not death.warms_up:
+                engine.recut(MOVED)
         if kills and death.before is None and (death.rank, death.step) == (rank, step):
             engine.before_optimizer_step = kill
         [losses[step]] = train(engine, data[step : step + 1])
         if engine.global_steps % SAVED_EVERY == 0:
             engine.save_checkpoint(str(folder), tag=death.tag)
     if rank == 0:
-        out.write_text(json.dumps(losses))
+        ended = {"losses": losses, "had_plan": had_plan, "has_plan": engine.plan is not None}
+        out.write_text(json.dumps({**ended, "cut": engine.module.parts}))
+
+
+def unbroken(out: Path, _: int) -> None:
+    losses = train_alone(mlp(), batches(NUM_STEPS), OPTIMIZERS["AdamW"], make_scheduler=warm_up)
+    out.write_text(json.dumps(losses))
 
 
 def main(out: Path) -> None:
-    expected = train_alone(mlp(), batches(NUM_STEPS), OPTIMIZERS["AdamW"], make_scheduler=warm_up)
     before_any_fork()
-    outcomes: dict[str, Any] = {"expected": expected}
+    folders._swap = lambda *_: False  # as on disks that cannot swap names, where a kill can come between
+    expected = out.parent / "expected.json"
+    run_job(functools.partial(unbroken, expected), [out.parent / "expected.log"])
+    outcomes: dict[str, Any] = {"expected": json.loads(expected.read_text())}
     for name, death in DEATHS.items():
-        folder, losses = out.parent / name, out.parent / f"{name}.json"
+        folder, ended = out.parent / name, out.parent / f"{name}.json"
         folder.mkdir()
         for kills, size in ((True, 2), (False, death.num_processes)):
             logs = [out.parent / f"{name}_{kills}_{rank}.log" for rank in range(size)]
-            ended = run_job(functools.partial(script, folder, losses, death, kills), size, logs)
-            if ended is None:
-                return
-            outcomes.setdefault(name, []).append(ended._asdict())
-        losses_after = json.loads(losses.read_text()) if losses.exists() else {}
-        outcomes[name].append({"losses": losses_after, "left": sorted(os.listdir(folder))})
+            outcome = run_job(functools.partial(script, folder, ended, death, kills), logs)
+            outcomes.setdefault(name, []).append(outcome._asdict())
+        after = json.loads(ended.read_text()) if ended.exists() else {}
+        outcomes[name].append({**after, "left": sorted(os.listdir(folder))})
     out.write_text(json.dumps(outcomes))
 
 

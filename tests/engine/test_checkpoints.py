@@ -1,12 +1,14 @@
 """Checkpoints saved under every layout and loaded under every other go on as the run that was not interrupted."""
 
 import contextlib
+import itertools
 
 import pytest
 
 pytest.importorskip("torch")
 
-from checkpoints_multiproc import CASES, KINDS, LAYOUTS, SOME
+from loading_cases import CASES
+from saved_layouts import KINDS, LAYOUTS
 
 from deepspeed_partition.engine import folders
 
@@ -28,12 +30,10 @@ def test_case(outcomes, case):
     assert outcomes[case] == "", outcomes[case]
 
 
-def test_every_pair_of_layouts_is_tried():
-    tried = {
-        (saved, under) for kind in KINDS.values() for saved in kind.layouts for under in kind.loaded_under(saved)
-    }
-    assert tried == {(saved, under) for saved in LAYOUTS for under in LAYOUTS if saved != under}
-    assert {LAYOUTS[name].num_stages for name in SOME} == {2, 4}
+@pytest.mark.parametrize("kind", ["AdamW, ZeRO 1", "SGD, ZeRO 0"])
+def test_every_pair_of_layouts_was_tried(outcomes, kind):
+    tried = {tuple(case.split(": ")[1].split(" -> ")) for case in outcomes if case.startswith(f"{kind}: ")}
+    assert tried == set(itertools.permutations(LAYOUTS, 2))
 
 
 # Folders
@@ -54,8 +54,23 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
 
+@pytest.fixture(params=["names are swapped", "names are given one by one"])
+def swaps(request, tmp_path, monkeypatch):
+    """Whether a folder swaps names with the one whose place it takes; not every system and disk can."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    can = folders._swap(tmp_path / "one", tmp_path / "other")
+    for name in ("one", "other"):
+        (tmp_path / name).rmdir()
+    if request.param == "names are swapped" and not can:
+        pytest.skip("they cannot be, on this disk")
+    if request.param != "names are swapped":
+        monkeypatch.setattr(folders, "_swap", lambda *_: False)
+    return request.param == "names are swapped"
+
+
 @pytest.mark.parametrize("num_operations", range(5))
-def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operations):
+def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, swaps, num_operations):
     """Whichever operation on the disk is the last one, a complete folder is found; and the next save works."""
     path = tmp_path / "step"
     written(path, "first")
@@ -74,13 +89,86 @@ def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operat
         return run
 
     with monkeypatch.context() as patched:
+        patched.setattr(folders, "_swap", killing(folders._swap) if swaps else folders._swap)
         patched.setattr(folders.os, "replace", killing(folders.os.replace))
         patched.setattr(folders.shutil, "rmtree", killing(folders.shutil.rmtree))
         with contextlib.suppress(KeyboardInterrupt):
             folders.publish(path)
+    assert path.exists() or not swaps, "the name was always somebody's"
     folders.restore(path)
     assert (path / "file").read_text() == ("first" if num_operations == 0 else "second")
     written(path, "third")
     folders.publish(path)
     assert (path / "file").read_text() == "third"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.mark.parametrize("num_operations", range(4))
+def test_a_reader_comes_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operations):
+    """It finds a complete folder, whatever the writer has done so far, and the writer notices nothing."""
+    monkeypatch.setattr(folders, "_swap", lambda *_: False)
+    path, found = tmp_path / "step", []
+    written(path, "first")
+    folders.publish(path)
+    written(path, "second")
+    replace, left = folders.os.replace, num_operations
+
+    def after_a_reader(*arguments):
+        nonlocal left
+        left -= 1
+        if left == -1:
+            folders.restore(path)
+            found.append((path / "file").read_text())
+        replace(*arguments)
+
+    monkeypatch.setattr(folders.os, "replace", after_a_reader)
+    folders.publish(path)
+    assert (path / "file").read_text() == "second"
+    assert found == (["first"], ["second"], ["second"], [])[num_operations]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.mark.parametrize("writes_again", [False, True])
+def test_a_writer_comes_while_a_reader_restores(tmp_path, monkeypatch, writes_again):
+    """What the reader was about to rename has its name already, or is no longer there."""
+    path = tmp_path / "step"
+    written(path, "first")
+    folders.publish(path)
+    written(path, "second")
+    replace = folders.os.replace
+    replace(path, folders._discarded(path))
+
+    def after_the_writer(*arguments):
+        monkeypatch.undo()
+        replace(folders.unfinished(path), path)
+        if writes_again:
+            folders.remove(folders._discarded(path))
+        replace(*arguments)
+
+    monkeypatch.setattr(folders.os, "replace", after_the_writer)
+    folders.restore(path)
+    assert (path / "file").read_text() == "second"
+
+
+def test_a_folder_that_was_half_removed_does_not_come_back(tmp_path, monkeypatch, swaps):
+    """A kill while the old one went, and the new one was deleted since, as old checkpoints are."""
+    path = tmp_path / "step"
+    written(path, "first")
+    (folders.unfinished(path) / "other").touch()
+    folders.publish(path)
+    written(path, "second")
+
+    def killed(folder):
+        (folder / "other").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folders.publish(path)
+    folders.remove(path)
+    folders.restore(path)
+    assert not path.exists()
+    written(path, "third")
+    folders.publish(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]

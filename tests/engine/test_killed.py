@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from killed_multiproc import DEATHS, NUM_STEPS
+from killed_multiproc import DEATHS, MOVES_AT, NUM_STEPS, PLANNED
 from running import same
 
 WORKER = Path(__file__).with_name("endless_multiproc.py")
@@ -107,3 +107,9 @@ def test_the_next_run_goes_on_from_the_last_complete_checkpoint(outcomes, name):
     assert list(after["losses"]) == [str(step) for step in range(death.resumes_at, NUM_STEPS)]
     same(list(after["losses"].values()), outcomes["expected"][death.resumes_at :])
     assert not [left for left in after["left"] if left.startswith(".")], after["left"]
+    # A plan comes with the checkpoint to as many ranks; else the warm-up goes on, or the plan is made at once.
+    saved_with_plan = death.warms_up and death.resumes_at > MOVES_AT
+    assert after["had_plan"] == (saved_with_plan and death.num_processes == 2)
+    assert after["has_plan"] == death.warms_up
+    if death.warms_up:
+        assert after["cut"] == PLANNED[death.num_processes]

@@ -427,8 +427,7 @@ def a_checkpoint_between_moves(folder: Path) -> None:
         other, _, _ = start(mlp(), cuts()[0], untested(zero), **options)
         train(other, data[:1])
         other.load_checkpoint(where)
-        assert other.module.parts == cuts()[1]
-        same(train_and_move(other, data[2 * STEPS :], cuts()[1:]), expected[2 * STEPS :])
+        same(train_and_move(other, data[2 * STEPS :], cuts()[:2]), expected[2 * STEPS :])
 
 
 def replicas(_: Path) -> None:

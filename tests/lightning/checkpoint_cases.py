@@ -369,11 +369,16 @@ def wrong_checkpoints(host: cases.Host) -> dict[str, Any]:
     folder = host.folder / "wrong"
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    copies = {name: folder / f"{name}.ckpt" for name in ("cut short", "without a file", "unfinished", "not mine")}
+    copies = {
+        name: folder / f"{name}.ckpt"
+        for name in ("cut short", "unreadable", "without a file", "unfinished", "not mine")
+    }
     if trainer.is_global_zero:
         for copy in copies.values():
             shutil.copytree(folder / "full.ckpt", copy)
         _cut_short(copies["cut short"] / "checkpoint" / "mp_rank_01_model_states.pt")
+        of_one_rank = copies["unreadable"] / "checkpoint" / "mp_rank_01_model_states.pt"
+        of_one_rank.write_bytes(bytes(of_one_rank.stat().st_size))
         (copies["without a file"] / "checkpoint" / "layer_03-model_states.pt").unlink()
         (copies["unfinished"] / "checkpoint" / "madpipe-model.json").unlink()
         model = copies["not mine"] / "checkpoint" / "madpipe-model.json"

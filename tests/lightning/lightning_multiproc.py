@@ -316,10 +316,10 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     pipelined = mode != "reference"
     host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
-    same = [*cases.SAME_AS_SINGLE[num_processes], *epoch_cases.SAME_AS_SINGLE[num_processes]]
-    only_pipeline = [*ONLY_PIPELINE[num_processes], *epoch_cases.ONLY_PIPELINE[num_processes]]
-    if num_processes == 2:
-        same, only_pipeline = [*same, *map_cases.SAME_AS_SINGLE], [*only_pipeline, *map_cases.ONLY_PIPELINE]
+    same, only_pipeline = cases.SAME_AS_SINGLE[num_processes], ONLY_PIPELINE[num_processes]
+    for more in (epoch_cases, map_cases):
+        same = [*same, *more.SAME_AS_SINGLE[num_processes]]
+        only_pipeline = [*only_pipeline, *more.ONLY_PIPELINE[num_processes]]
     if os.environ.get("CASES_OF") == "steps":
         same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
     if os.environ.get("CASES_OF") == "callbacks":

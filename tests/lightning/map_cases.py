@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 import plans
 
 MAPS = {"0-1-0": ((0, 1, 0), [0, 3, 6, 8]), "0-1-1-0": ((0, 1, 1, 0), [0, 2, 4, 5, 8])}
+CUTS = {
+    "one stage": ((0,), [0, 8]),
+    "two stages": ((0, 1), [0, 2, 8]),
+    "two others": ((0, 1), [0, 6, 8]),
+    "0-1-0": MAPS["0-1-0"],
+    "four stages": ((0, 1, 2, 3), [0, 1, 3, 6, 8]),
+}
+SAVED_UNDER = {
+    2: ["one stage", "two stages", "two others", "0-1-0"],
+    4: ["one stage", "four stages"],
+}
+"""By so many processes; those that are more than the stages are data parallel."""
 NUM_MICRO_BATCHES = 4
 
 
 def plan_file(host: cases.Host, name: str) -> str:
-    """The first and the last stage are on rank 0: it takes the inputs, and runs the whole steps."""
-    devices, cuts = MAPS[name]
+    """Of those in ``MAPS`` rank 0 has the first and the last stage: it takes the inputs, and runs whole steps."""
+    devices, cuts = {**MAPS, **CUTS}[name]
     orders = plans.depth_first(devices, NUM_MICRO_BATCHES, 2)
-    plan = plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(2), cuts, devices, orders=orders)
+    platform = plans.platform_of(max(devices) + 1)
+    plan = plans.plan_of(plans.chain_of(cuts[-1]), platform, cuts, devices, orders=orders)
     path = host.folder / f"{name}.json"
     plan.save(path)  # alike on all ranks
     return str(path)
@@ -144,10 +158,45 @@ def warmed_up_and_resumed(host: cases.Host) -> dict[str, Any]:
     }
 
 
-SAME_AS_SINGLE: list[Callable[[cases.Host], dict[str, Any]]] = [
-    several_stages, several_stages_in_all_forms, several_stages_resumed, warmed_up, given_up,
-    warmed_up_and_resumed,
-]  # fmt: skip
+def every_cut(host: cases.Host) -> dict[str, Any]:
+    """Saved under each cut and loaded under each other one, with ZeRO one way and without it the other way."""
+    data = cases.loader(32)
+    if not host.pipelined:
+        return {"rows": recorded(host, data, max_epochs=2)[1][2:]}
+    cuts = SAVED_UNDER[host.num_processes]
+    found: dict[str, list[list[float]]] = {}
+    written: set[Path] = set()
+    for saved, now in itertools.permutations(cuts, 2):
+        zero = (cuts.index(saved) + cuts.index(now) + (saved < now)) % 2
+        path = host.folder / f"every cut {saved} {zero}.ckpt"
+        if path not in written:
+            trainer, _ = recorded(host, data, max_epochs=1, strategy=under(host, saved, zero))
+            trainer.save_checkpoint(path)
+            written.add(path)
+        strategy = under(host, now, zero)
+        trainer, rows = recorded(host, data, seed=99, max_epochs=2, strategy=strategy, ckpt_path=path)
+        assert trainer.strategy.pipeline.parts == CUTS[now][1] and trainer.strategy.plan is not None
+        found[f"{saved} -> {now}, ZeRO {zero}"] = rows
+    return found
+
+
+def under(host: cases.Host, name: str, zero: int) -> dict[str, Any]:
+    return {"plan": plan_file(host, name), "num_stages": max(CUTS[name][0]) + 1, "stage": zero}
+
+
+def recorded(host: cases.Host, data: Any, seed: int = 0, **arguments: Any) -> tuple[Any, list[list[float]]]:
+    recorder = cases.Recorder()
+    trainer = cases.trained(host, cases.seeded(seed=seed), recorder, data=data, **arguments)
+    return trainer, recorder.rows
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [
+        several_stages, several_stages_in_all_forms, several_stages_resumed, warmed_up, given_up,
+        warmed_up_and_resumed, every_cut,
+    ],
+    4: [every_cut],
+}  # fmt: skip
 
 
 def adopted(host: cases.Host) -> dict[str, Any]:
@@ -168,4 +217,4 @@ def adopted(host: cases.Host) -> dict[str, Any]:
     return {"same": rows[0], "adopted": rows[1], "devices": devices}
 
 
-ONLY_PIPELINE = [adopted]
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [adopted], 4: []}

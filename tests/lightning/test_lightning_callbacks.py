@@ -183,6 +183,7 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
     "reason, sentence",
     [
         ("cut short", "is damaged: checkpoint/mp_rank_01_model_states.pt has"),
+        ("unreadable", "mp_rank_01_model_states.pt is damaged or missing"),
         ("without a file", "is damaged: checkpoint/layer_03-model_states.pt is missing"),
         ("unfinished", "is not a complete checkpoint of the madpipe strategy"),
         ("not mine", "is not of a version known here (madpipe-model/1)"),

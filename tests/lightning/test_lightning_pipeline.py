@@ -201,6 +201,17 @@ def test_a_run_resumed_from_its_warm_up_is_the_uninterrupted_one(two: Records) -
         check_resumed(record, reference)
 
 
+@pytest.mark.parametrize("num_processes, num_pairs", [(2, 12), (4, 2)])
+def test_a_checkpoint_of_every_cut_is_loaded_under_every_other(
+    request: pytest.FixtureRequest, num_processes: int, num_pairs: int
+) -> None:
+    records: Records = request.getfixturevalue({2: "two", 4: "four"}[num_processes])
+    found = records.of("every_cut")
+    assert len(found) == num_pairs and sum("ZeRO 1" in pair for pair in found) == num_pairs // 2
+    for pair, rows in found.items():
+        assert_same(rows, records.reference["every_cut"]["rows"], pair)
+
+
 def test_the_map_of_a_checkpoint_is_taken_over(two: Records) -> None:
     record = two.of("adopted")
     assert record["devices"] == [0, 1, 0]

@@ -1,0 +1,137 @@
+"""Fits until one process is killed, and goes on from what is there; see ``test_lightning_killed.py``.
+
+The packages are imported once, and each run is a job of processes that are forked from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning_cases as cases
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import ConcatDataset, DataLoader
+
+import lightning_madpipe  # noqa: F401  before any fork
+from deepspeed_partition.engine import folders, planning, transplant
+from tests.deaths import kill, kill_before
+from tests.ranks import before_any_fork, run_job
+
+NUM_STEPS, STEPS_PER_EPOCH, SAVED_EVERY = 8, 4, 3
+CUTS = {2: [0, 2, 8], 1: [0, 8]}
+"""Planned after an epoch; the trial cut is another one."""
+
+
+class Death(NamedTuple):
+    """Where which rank dies, and with how many steps the next run begins."""
+
+    rank: int
+    step: int
+    before: tuple[Any, str, int | str] | None
+    """A call of a function in a module from that step on, or with such a path; None: of the step's optimizer."""
+    resumes_at: int
+    num_processes: int = 2
+    """Of the run that goes on."""
+    by_word: bool = True
+    """It is given ``ckpt_path="last"``, else the path of that folder."""
+    is_given_plan: bool = False
+    """It is given the plan that the killed run had saved."""
+
+
+DEATHS = {
+    "in_a_step_of_the_warm_up": Death(1, 3, None, 3),
+    "while_rank_0_plans": Death(0, 4, (planning, "make_plan", 1), 3),
+    "while_layers_move": Death(1, 4, (transplant, "receive_bytes", 2), 3, num_processes=1),
+    "after_the_move": Death(0, 4, None, 3, is_given_plan=True),
+    "while_a_checkpoint_is_saved": Death(1, 5, (torch, "save", "*step=6.ckpt*/layer_07-model_states.pt"), 3),
+    "before_the_last_one_has_its_name": Death(
+        0, 5, (folders.os, "replace", "*/.last.ckpt.unfinished"), 6, num_processes=1, by_word=False
+    ),
+}
+
+
+class Dying(Callback):
+    """Kills this process where it is to die."""
+
+    def __init__(self, death: Death) -> None:
+        self._death = death
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self._death.before is not None and trainer.global_step == self._death.step:
+            kill_before(*self._death.before)
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if self._death.before is None and trainer.global_step == self._death.step:
+            kill()
+
+
+class Planned(Callback):
+    """Whether there was a plan when training began."""
+
+    at_start = False
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.at_start = trainer.strategy.plan is not None
+
+
+def data() -> DataLoader:
+    """Batches that are alike: Lightning reads an epoch from its beginning where it resumes within one."""
+    return DataLoader(ConcatDataset([cases.samples(16)] * STEPS_PER_EPOCH), batch_size=16)
+
+
+def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
+    """What a user writes: the same for the run that is killed and for the next one."""
+    torch.set_num_threads(1)
+    num_processes = int(os.environ["WORLD_SIZE"])
+    plan = folder.with_suffix(".plan.json")
+    strategy: dict[str, Any] = {"algorithm": CUTS[num_processes], "warmup_epochs": 1, "stage": 1}
+    strategy["plan" if death.is_given_plan and not kills else "save_plan"] = str(plan)
+    recorder, planned = cases.Recorder(), Planned()
+    keep = ModelCheckpoint(
+        folder, every_n_train_steps=SAVED_EVERY, save_last=True, save_top_k=-1,
+        save_on_train_epoch_end=False,  # as Lightning 2.5 has the last one, too
+    )  # fmt: skip
+    dying = [Dying(death)] if kills and rank == death.rank else []
+    host = cases.Host(folder, num_processes, pipelined=True)
+    trainer = host.trainer(recorder, planned, keep, *dying, strategy=strategy)
+    last = "last" if death.by_word else str(folder / "last.ckpt")
+    trainer.fit(cases.seeded(seed=0 if kills else 99), data(), ckpt_path=None if kills else last)
+    trainer.save_checkpoint(folder / "last.ckpt")  # which leaves nothing of what a kill left
+    if rank == 0:
+        found = trainer.strategy
+        ended = {"rows": recorder.rows, "had_plan": planned.at_start, "has_plan": found.plan is not None}
+        out.write_text(json.dumps({**ended, "cut": found.pipeline.parts}))
+
+
+def unbroken(out: Path, _: int) -> None:
+    """With Lightning alone."""
+    recorder = cases.Recorder()
+    cases.Host(out.parent).trainer(recorder).fit(cases.seeded(), data())
+    out.write_text(json.dumps(recorder.rows))
+
+
+def main(out: Path) -> None:
+    before_any_fork()
+    folders._swap = lambda *_: False  # as on disks that cannot swap names, where a kill can come between
+    expected = out.parent / "expected.json"
+    run_job(functools.partial(unbroken, expected), [out.parent / "expected.log"])
+    outcomes: dict[str, Any] = {"expected": json.loads(expected.read_text())}
+    for name, death in DEATHS.items():
+        folder, ended = out.parent / name, out.parent / f"{name}.json"
+        folder.mkdir()
+        for kills, size in ((True, 2), (False, death.num_processes)):
+            logs = [out.parent / f"{name}_{kills}_{rank}.log" for rank in range(size)]
+            outcome = run_job(functools.partial(script, folder, ended, death, kills), logs)
+            outcomes.setdefault(name, []).append(outcome._asdict())
+        after = json.loads(ended.read_text()) if ended.exists() else {}
+        outcomes[name].append({**after, "left": sorted(os.listdir(folder))})
+    out.write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

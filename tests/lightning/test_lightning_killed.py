@@ -1,0 +1,40 @@
+"""A process that is killed in a fit ends the others, they say why, and the next fit goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pytorch_lightning")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from killed_lightning_multiproc import CUTS, DEATHS, NUM_STEPS
+
+
+@pytest.fixture(scope="module")
+def outcomes(outcomes_of: Any) -> dict[str, Any]:
+    return outcomes_of("killed_lightning_multiproc.py", timeout_seconds=1800)
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_the_next_fit_goes_on_from_the_last_complete_checkpoint(outcomes: dict[str, Any], name: str) -> None:
+    death, (killed, resumed, after) = DEATHS[name], outcomes[name]
+    other = 1 - death.rank
+    assert killed["exits"][death.rank] == -9, killed["logs"][death.rank][-3000:]
+    assert killed["exits"][other] == 1, "neither left, nor aborted"
+    told = killed["logs"][other]
+    cause = f"rank {death.rank} has ended|Connection (closed|reset) by peer"
+    assert re.search(cause, told) or (death.rank == 0 and "store" in told), told[-3000:]
+    assert resumed["exits"] == [0] * death.num_processes, resumed["logs"][0][-3000:]
+    expected = outcomes["expected"][death.resumes_at :]
+    assert [step for step, _ in after["rows"]] == list(range(death.resumes_at + 1, NUM_STEPS + 1))
+    assert [loss for _, loss in after["rows"]] == pytest.approx([loss for _, loss in expected], rel=1e-5)
+    assert not [left for left in after["left"] if left.startswith(".")], after["left"]
+    # One that is given needs no warm-up. Else the warm-up goes on, or the plan is made at once for one process.
+    assert after["had_plan"] == death.is_given_plan
+    assert after["has_plan"] and after["cut"] == CUTS[death.num_processes]
