@@ -14,7 +14,7 @@ from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.environment import planning_is_off
 from deepspeed_partition.engine.module import asks_for_plan, check_every_rank_trains
 from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
-from deepspeed_partition.engine.repairs import let_stages_differ, prefer_torch_adam
+from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.stages import allocation_of
 from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.engine.transplant import (
@@ -203,6 +203,8 @@ class MovingEngine(AnyPlanEngine):
 
         super()._configure_optimizer(client_optimizer, model_parameters)
         let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
+        weights = (weight for weight in self.module.parameters() if weight.requires_grad)
+        fit_reduction_buffers(self.optimizer, sum(weight.numel() for weight in weights))
         if self._groups is None:
             return
         if self._every_group is None:

@@ -221,7 +221,7 @@ def _plan(
     if trials:
         trial_run = _trial_run(engine, chain, platform, trials, uses)
         chain = replace(chain, warm_up=trial_run)
-        _tell(trial_run, with_zero=engine.zero_optimization())
+        _tell(trial_run)
     make = functools.partial(
         make_plan,
         chain,
@@ -282,7 +282,7 @@ def _trial_run(
     )
 
 
-def _tell(run: TrialRun, *, with_zero: bool) -> None:
+def _tell(run: TrialRun) -> None:
     in_steps = [seconds for seconds in run.optimizer_seconds if seconds is not None]
     if in_steps:
         announce(
@@ -292,10 +292,7 @@ def _tell(run: TrialRun, *, with_zero: bool) -> None:
     peaks = [peak for peak in run.peak_bytes if peak is not None]
     if len(peaks) == len(run.peak_bytes):
         held, counted = (", ".join(map(format_bytes, each)) for each in (peaks, run.planned_peak_bytes))
-        announce(
-            f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it"
-            + (" without the buffers in which ZeRO reduces gradients" if with_zero else "")
-        )
+        announce(f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it")
     bandwidths = [use.bandwidth for use in run.links if use.bandwidth is not None]
     if bandwidths:
         announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second")

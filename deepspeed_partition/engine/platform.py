@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.parameter_groups import another_like
+from deepspeed_partition.engine.repairs import reduction_buffer_bytes
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -48,7 +49,8 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
     """What this rank keeps for its weights while it trains, and the weights alone; ``weight_copies`` is the ratio.
 
     Counted from what DeepSpeed has allocated (weights, master copies, gradients in full precision), with what
-    the first step will add (gradients in the precision of the weights, and the optimizer's states).
+    the first step will add (gradients in the precision of the weights, a buffer to reduce them in, and the
+    optimizer's states).
     """
     parameters = list(engine.module.parameters())
     allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in _weights(engine)}.values())
@@ -58,7 +60,8 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
         for group in (engine.basic_optimizer.param_groups if engine.basic_optimizer else ())
         for member in group["params"]
     )
-    return allocated + gradients + states, sum(_bytes(parameter) for parameter in parameters)
+    buffer = reduction_buffer_bytes(engine.optimizer)
+    return allocated + gradients + buffer + states, sum(_bytes(parameter) for parameter in parameters)
 
 
 def kept_tensors(engine: MadPipeEngine) -> list[torch.Tensor]:

@@ -112,6 +112,28 @@ def _take_part_in_norms(optimizer: DeepSpeedZeroOptimizer, num_missing: int) -> 
     optimizer.scaled_global_norm = norm_of_all_groups
 
 
+def fit_reduction_buffers(optimizer: Any, num_weights: int) -> None:
+    """Let the buffers in which ZeRO reduces gradients have room for those of this rank, and no more.
+
+    DeepSpeed makes them as large as ``reduce_bucket_size``, 5e8 numbers by default, however few weights a stage
+    has. Gradients that all fit are reduced alike.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_weights, 1))
+
+
+def reduction_buffer_bytes(optimizer: Any) -> int:
+    """The bytes of the buffer that ZeRO has during all backwards of a step.
+
+    It makes another one to reduce gradients, when activations are gone.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or not optimizer.contiguous_gradients:
+        return 0
+    in_full = optimizer.use_grad_accum_attribute
+    dtype: torch.dtype = optimizer.gradient_accumulation_dtype if in_full else optimizer.dtype
+    return int(optimizer.reduce_bucket_size) * dtype.itemsize
+
+
 def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> None:
     """The norm counts tied weights on one stage. Another one that has nothing else stacks an empty list."""
     gradients_of: Callable[..., Any] = optimizer.get_grads_for_norm

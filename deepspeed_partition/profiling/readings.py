@@ -28,6 +28,6 @@ def suspicious(chain: Chain) -> list[str]:
             if spread is not None and spread > median / 2:
                 sentences.append(
                     f"{where}: its {direction} took {median:.3g} s with a spread of {spread:.3g} s, more than "
-                    f"half of it: measure with more repeats, or on an idle machine"
+                    f"half of it: measure longer, or on an idle machine"
                 )
     return sentences

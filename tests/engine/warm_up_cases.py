@@ -316,10 +316,14 @@ def what_else_a_warm_up_measures(folder: Path) -> None:
     late = patch.object(
         Transfers, "_start_receiving", lambda self, tensor, peer: _Late(receive(self, tensor, peer))
     )
-    for told in ({}, {"bandwidth": 1e9, "latency_seconds": 0.0}):
+    for zero, told in enumerate(({}, {"bandwidth": 1e9, "latency_seconds": 0.0})):
         path = folder / f"{len(told)}.json"
         options = {"algorithm": [0, 2, 6], "warmup_steps": 5, "save_plan": str(path), **told}
-        config = {"pipeline": {"madpipe": options}, "train_micro_batch_size_per_gpu": ROWS}
+        config = {
+            "pipeline": {"madpipe": options},
+            "train_micro_batch_size_per_gpu": ROWS,
+            "zero_optimization": {"stage": zero},
+        }
         engine, _, _ = start(specs, "madpipe", config, optimizer=two_groups)
         trial = tuple(engine.module.parts)
         with late, nothing_run_twice(), heard() as sentences:
