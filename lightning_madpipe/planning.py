@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.engine.collectives import from_rank_0
@@ -74,6 +75,12 @@ def _is_over(trainer: Any, num_epochs: int, num_steps: float) -> bool:
 
 
 def folder_of_logs(trainer: Any) -> str | None:
-    """The directory of the first logger, where it has one on this machine. Collective."""
-    folder = trainer.log_dir if trainer.loggers else None
-    return folder if folder is not None and "://" not in str(folder) else None
+    """This rank's directory of this run's logs by its first logger, as ``ModelCheckpoint`` has it."""
+    if not trainer.loggers:
+        return None
+    logger = trainer.loggers[0]
+    folder, version = logger.save_dir, logger.version
+    if folder is None or "://" in str(folder):
+        return None
+    version = version if isinstance(version, str) else f"version_{version}"
+    return str(Path(folder) / str(logger.name) / version)

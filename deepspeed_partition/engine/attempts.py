@@ -30,8 +30,16 @@ NOTHING: Boundary = ()
 """In the place of a tensor whose shape is not known."""
 
 
+class CannotBeWatchedError(Exception):
+    """A micro-batch failed while its bytes were read. If that was not the reason, it will fail again."""
+
+
 class StepGivenUp(Exception):
-    """A rank ran out of memory; raised on every rank, with what it said."""
+    """A rank ran out of memory, or could not be watched; raised on every rank, with what it said."""
+
+    def __init__(self, reason: str, *, for_memory: bool) -> None:
+        super().__init__(reason)
+        self.for_memory = for_memory
 
 
 class Attempt:
@@ -48,6 +56,7 @@ class Attempt:
     def __init__(self, engine: MadPipeEngine) -> None:
         self._engine = engine
         self._flaw: str | None = None
+        self._for_memory = False
         self._input_shapes: dict[tuple[int, int], Shapes] = {}
         """By stage and micro-batch."""
         self._output_shapes: dict[int, Shapes] = {}
@@ -74,6 +83,9 @@ class Attempt:
             except OUT_OF_MEMORY as flaw:
                 # Not the error itself, which refers to what the step holds.
                 self._flaw = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
+                self._for_memory = True
+            except CannotBeWatchedError as flaw:
+                self._flaw = str(flaw)
             else:
                 self._note_output(instruction)
                 return
@@ -93,7 +105,9 @@ class Attempt:
             dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=grid.get_data_parallel_group())
             holds = bool(vote)
         if not holds:
-            raise raised_by_all(StepGivenUp(next(flaw for flaw in gather_objects(self._flaw) if flaw)))
+            flaws = [each for each in gather_objects((self._for_memory, self._flaw or "")) if each[1]]
+            for_memory, reason = max(flaws, key=lambda each: each[0])
+            raise raised_by_all(StepGivenUp(reason, for_memory=for_memory))
 
     def keep(self) -> None:
         """The step is done, or has ended with another error."""

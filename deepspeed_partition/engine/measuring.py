@@ -1,8 +1,9 @@
 """What a rank measures while it trains on the trial cut: its layers, its peak of memory, its transfers.
 
-    step    0, 1: bytes     2, 3, 4: times and transfers     5 ... : times
+    step    0: what layers are     1: bytes     2, 3, 4: times and transfers     5 ... : times
 
-Bytes are read in one micro-batch of each of the first steps, whose times do not count where there are others.
+Bytes are read in one micro-batch of the second step, if the layers can be watched. The times of the first two do
+not count where there are others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed_partition.engine.attempts import OUT_OF_MEMORY, CannotBeWatchedError
 from deepspeed_partition.engine.instants import Execute, Part, moves_of, recorded
 from deepspeed_partition.engine.platform import kept_tensors
 from deepspeed_partition.engine.program import Compute, Instruction, Message
@@ -24,8 +26,13 @@ from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
 from deepspeed_partition.engine.transfers import Transfers
 from deepspeed_partition.planner.trial import LinkUse
 from deepspeed_partition.profiling import LiveBytes
-from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
-from deepspeed_partition.profiling.in_place_memory import InPlaceMemory, LayerBytes, measured_in_place
+from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock, gradients_before
+from deepspeed_partition.profiling.in_place_memory import (
+    InPlaceMemory,
+    LayerBytes,
+    gives_weights_to_own_functions,
+    measured_in_place,
+)
 from deepspeed_partition.profiling.measure import MeasuredLayer
 
 if TYPE_CHECKING:
@@ -60,8 +67,9 @@ class Measuring:
     def __init__(self, engine: MadPipeEngine) -> None:
         self._engine = engine
         self.clock = InPlaceClock(engine.device)
-        self.why_no_bytes: str | None = None
-        """What has kept this rank from reading them in the last step that was to."""
+        self.why_no_bytes: str | None = "that takes two steps"
+        """What has kept this rank from reading them."""
+        self._unwatchable: str | None = None
         self._bytes: dict[int, LayerBytes] = {}
         self._peak_bytes: int | None = None
         self._num_in_flight = 0
@@ -81,7 +89,7 @@ class Measuring:
         module = self._engine.module
         recomputes = recomputes or bool(module.activation_checkpoint_interval)
         self._part = None
-        if self.clock.num_steps < NUM_DROPPED:
+        if self.clock.num_steps == NUM_DROPPED - 1:
             self.why_no_bytes = self._why_not(recomputes)
             if self.why_no_bytes is None:
                 loss_layer = module._num_layers - 1 if module.loss_fn is not None else None
@@ -98,22 +106,53 @@ class Measuring:
 
     def layer(self, number: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """What to call in the place of a layer."""
-        watched = function if self._memory is None else self._memory.watched_layer(number, function)
+        watched = (
+            self._looked_at(function) if self._memory is None else self._memory.watched_layer(number, function)
+        )
         return self.clock.timed_layer(number, watched)
 
     def loss(self, number: int, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in the place of the loss function."""
-        watched = loss_fn if self._memory is None else self._memory.watched_loss(loss_fn)
+        watched = self._looked_at(loss_fn) if self._memory is None else self._memory.watched_loss(loss_fn)
         return self.clock.timed_loss(number, watched)
 
+    def do_not_watch(self, reason: str) -> None:
+        """From now on, on this rank."""
+        self._unwatchable = self.why_no_bytes = reason
+
+    def _looked_at(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``; in the first step it shows whether it may be watched in the second."""
+        if self.clock.num_steps > 0:
+            return function
+
+        def run(*arguments: Any) -> Any:
+            before = gradients_before(arguments[0])
+            outputs = function(*arguments)
+            if self._unwatchable is None and gives_weights_to_own_functions(before, outputs):
+                self.do_not_watch(
+                    "a layer gives weights to an autograd function of its own, which may want the very same back"
+                )
+            return outputs
+
+        return run
+
     def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        """``run`` the instruction: of the first micro-batch, the largest, bytes are read."""
+        """``run`` the instruction: of the first micro-batch, the largest, bytes are read.
+
+        Raises:
+            CannotBeWatchedError: it fails while they are, perhaps for that.
+        """
         memory = self._memory
         if memory is None or not isinstance(instruction, Compute) or instruction.micro_batch > 0:
             run(instruction)
             return
-        with memory.forward() if instruction.kind == "F" else memory.backward():
-            run(instruction)
+        try:
+            with memory.forward() if instruction.kind == "F" else memory.backward():
+                run(instruction)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as flaw:
+            raise CannotBeWatchedError(f"a layer could not be watched: {type(flaw).__name__}: {flaw}") from flaw
 
     @contextmanager
     def recorded(self, transfers: Transfers, execute: Execute) -> Iterator[Execute]:
@@ -153,6 +192,8 @@ class Measuring:
         )
 
     def _why_not(self, recomputes: bool) -> str | None:
+        if self._unwatchable is not None:
+            return self._unwatchable
         if recomputes:
             return "layers run again in their backward"
         if any(map(_is_compiled, self._engine.module.modules())):

@@ -87,7 +87,10 @@ class WarmUp:
                 self._attempt.undo()
                 if self._engine.when_given_up is not None:
                     self._engine.when_given_up()
-                self._fall_back(str(reason))
+                if reason.for_memory:
+                    self._fall_back(str(reason))
+                else:
+                    self.measuring.do_not_watch(str(reason))
             finally:
                 self._attempt.keep()
                 self._attempt = None

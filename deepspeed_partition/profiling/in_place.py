@@ -213,7 +213,7 @@ def made_by(before: Mapping[int, Any], outputs: Any) -> list[torch.Tensor]:
     return [
         tensor
         for tensor in tensors_in(outputs)
-        if tensor.requires_grad and (id(tensor) not in before or before[id(tensor)] is not tensor.grad_fn)
+        if tensor.grad_fn is not None and (id(tensor) not in before or before[id(tensor)] is not tensor.grad_fn)
     ]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
 from deepspeed_partition.profiling.in_place import LayerTimes, gradients_before, made_by, tensors_in
@@ -173,6 +174,31 @@ class _Watched:
             output_bytes=self.output_bytes,
             memory=self.memory.reading(),
         )
+
+
+def gives_weights_to_own_functions(before: Mapping[int, Any], outputs: Any) -> bool:
+    """Whether the graph of a layer has a ``torch.autograd.Function`` in Python that was given a parameter.
+
+    Where hooks see what autograd saves, such a function gets other tensors back than it has saved: what it adds to
+    the gradient of a saved parameter by itself is lost.
+
+    Args:
+        before: ``gradients_before`` of the layer's inputs.
+        outputs: of the layer.
+    """
+    nodes = [tensor.grad_fn for tensor in tensors_in(outputs)]
+    seen = set(before.values())
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        behind = [following for following, _ in node.next_functions]
+        given = (getattr(each, "variable", None) for each in behind)
+        if isinstance(node, BackwardCFunction) and any(isinstance(each, nn.Parameter) for each in given):
+            return True
+        nodes += behind
+    return False
 
 
 def measured_in_place(

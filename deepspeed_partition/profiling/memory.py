@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -62,10 +62,13 @@ class LayerMemory:
         device: where it runs.
         inputs: what the layer is called with.
         persistent: the storages of parameters and buffers, as ``keys_of`` names them.
+        hooks: whether to look at what autograd saves. Otherwise all of input and output is taken to be.
     """
 
-    def __init__(self, device: torch.device, inputs: Boundary, persistent: AbstractSet[int]) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, inputs: Boundary, persistent: AbstractSet[int], *, hooks: bool = True
+    ) -> None:
+        self._device, self._hooks = device, hooks
         self._inputs = {key: place for place, tensor in enumerate(tensors_of(inputs)) for key in keys_of([tensor])}
         self._keys_before = persistent | set(self._inputs)
         self.live = LiveBytes()
@@ -89,13 +92,16 @@ class LayerMemory:
             self._saved.add(held)
             return held
 
-        with self.live, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
+        with self.live, hooks if self._hooks else nullcontext():
             yield
         self._forward_peak_bytes = max(self._forward_peak_bytes, meter.peak_bytes())
 
     def forward_has_ended(self, output: Boundary, roots: Sequence[torch.Tensor]) -> None:
         """``roots`` are what the backward starts from: the output's tensors, or a loss."""
         saved_keys = keys_of(held.tensor for held in self._saved)
+        if not self._hooks:
+            saved_keys = {*self._inputs, *keys_of(tensors_of(output))}
         self._saved_inputs = tuple(place for key, place in self._inputs.items() if key in saved_keys)
         self._outputs = _output_memory(output, self._inputs, saved_keys, self._keys_before)
         made = {each.new_storage: each.storage_bytes for each in self._outputs if each.new_storage is not None}
@@ -140,9 +146,22 @@ class LayerMemory:
 
 
 def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryReading:
-    """One more run, watched; ``persistent`` are the parameters and buffers."""
+    """One more run, watched; ``persistent`` are the parameters and buffers.
+
+    A layer that does not run where hooks look at what is saved (``torch.func``; a function that wants the weight
+    that it saved, and not one like it) is taken to keep its input and its output.
+    """
+    try:
+        return _measure_memory(run, persistent, hooks=True)
+    except (torch.cuda.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # an error that has other reasons comes again
+        return _measure_memory(run, persistent, hooks=False)
+
+
+def _measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor], *, hooks: bool) -> MemoryReading:
     arguments, _ = receive(run.boundary)
-    memory = LayerMemory(run.conditions.device, arguments, keys_of(persistent))
+    memory = LayerMemory(run.conditions.device, arguments, keys_of(persistent), hooks=hooks)
     with memory.forward():
         output, roots = run.forward(arguments)
     memory.forward_has_ended(output, roots)
@@ -170,7 +189,10 @@ def _output_memory(
 ) -> tuple[OutputMemory, ...]:
     memories, numbers = [], dict[int, int]()
     for tensor in tensors_of(output):
-        storage = storages_of(tensor)[0]
+        storage = next(iter(storages_of(tensor)), None)
+        if storage is None:  # of a sparse layout: not counted
+            memories.append(OutputMemory(from_input=None, new_storage=None, storage_bytes=0, saved=False))
+            continue
         key = id(storage)
         made = key not in keys_before
         memories.append(

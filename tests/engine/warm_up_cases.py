@@ -261,7 +261,7 @@ def nothing_run_twice() -> Iterator[None]:
 
 def the_chain_of_a_warm_up_is_the_profilers(_: Path) -> None:
     """What layers keep is the same to the byte; what they take is what they sleep, and a little more."""
-    for warmup_steps, zero in ((WARM_UP, 0), (1, 1)):
+    for warmup_steps, zero in ((WARM_UP, 0), (2, 1)):
         config = {**planned(cut(), warmup_steps=warmup_steps), "zero_optimization": {"stage": zero}}
         engine, _, _ = start(sleeping(), "madpipe", config)
         with nothing_run_twice():
@@ -376,14 +376,60 @@ def layers_that_are_compiled(_: Path) -> None:
     """They would run uncompiled where somebody counts their tensors."""
     specs = mlp()
     specs[-1] = LayerSpec(Compiled, pipelines.WIDTH, 4)
-    data = batches(2)
-    engine, _, _ = start(specs, "madpipe", planned(cut(), warmup_steps=1), optimizer=two_groups)
+    data = batches(3)
+    engine, _, _ = start(specs, "madpipe", planned(cut(), warmup_steps=2), optimizer=two_groups)
     with heard() as sentences:
         losses = train(engine, data)
     assert any("(a layer is compiled" in each for each in sentences), sentences
     same(losses, train_alone(specs, data, two_groups))
     counted = [peak is not None for peak in engine.chain.warm_up.peak_bytes]
     assert counted == [True, False], "the last stage has that layer"
+
+
+class _Fused(torch.autograd.Function):
+    """Adds to the gradient of the weight that it saved, as fused kernels do: autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            added = gradient.t() @ x
+            weight.grad = added if weight.grad is None else weight.grad + added
+        return gradient @ weight, None
+
+
+class Fused(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Fused.apply(x, self.weight) + self.bias
+
+
+class Transformed(nn.Linear):
+    """Which torch refuses where hooks see what is saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: super(Transformed, self).forward(y).sin().sum())(x)
+
+
+def layers_that_cannot_be_watched(_: Path) -> None:
+    """They train as they would without, and are measured one by one; so is a warm-up of one step."""
+    kinds = ((Fused, 2, "function of its own"), (Transformed, 2, "torch.func"), (Transformed, 0, ""))
+    for kind, warmup_steps, reason in (*kinds, (nn.Linear, 1, "that takes two steps")):
+        specs = mlp()
+        specs[1] = LayerSpec(kind, pipelines.WIDTH, pipelines.WIDTH)
+        data = batches(4)
+        engine, _, _ = start(specs, "madpipe", planned(cut(), warmup_steps=warmup_steps), optimizer=two_groups)
+        with heard() as sentences:
+            losses = train(engine, data)
+        same(losses, train_alone(specs, data, two_groups))
+        told = [each for each in sentences if "not all layers were measured in training" in each]
+        assert len(told) == (warmup_steps > 0) and all(reason in each for each in told), sentences
+        layer = engine.chain.layers[1]
+        assert engine.plan is not None and layer.stash_bytes >= layer.output_bytes and layer.backward_seconds > 0
 
 
 def layers_that_recompute_anyway(_: Path) -> None:
@@ -466,7 +512,7 @@ BOTH = [a_warm_up_and_a_move_equal_one_process]
 ONLY_TWO = [
     a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
     what_else_a_warm_up_measures, layers_move_where_that_gains, no_layer_moves_for_nothing,
-    layers_that_recompute_anyway, layers_that_are_compiled,
+    layers_that_recompute_anyway, layers_that_are_compiled, layers_that_cannot_be_watched,
     a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
