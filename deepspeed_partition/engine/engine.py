@@ -154,7 +154,7 @@ class MadPipeEngine(ResumingEngine):
     @property
     def is_warming_up(self) -> bool:
         """Whether steps have been made on a trial cut, and the plan is not made yet."""
-        return self._warm_up is not None and self._warm_up.has_begun
+        return self._warm_up is not None and self._warm_up.has_begun and not self._warm_up.goes_on
 
     @property
     def may_run_again(self) -> bool:
@@ -247,7 +247,7 @@ class MadPipeEngine(ResumingEngine):
             InfeasibleError: no plan fits in memory; on every rank. After a warm-up that had enough, training goes
                 on instead at the trial cut.
         """
-        if self._waits_for_plan and torch.is_grad_enabled():
+        while self._waits_for_plan and torch.is_grad_enabled():
             if data_iter is not None and data_iter is not self._peeked:
                 self.set_dataiterator(data_iter)
                 self._peeked = data_iter  # where planning fails and is tried again, nothing of it is lost
@@ -323,7 +323,10 @@ class MadPipeEngine(ResumingEngine):
                 raise
             # It has run so far, at this cut: no reason to end it.
             announce(f"no plan fits, and training goes on at {self._cut_in_words()}: {flaw}", logging.WARNING)
-            self._adopt(Cut("boundaries"))
+            if warm_up.has_fallen_back:
+                warm_up.goes_on = True
+            else:
+                self._adopt(Cut("boundaries"))
             return
         planned = time.perf_counter()
         old, new = allocation_of(self.module), allocation_of(plan)
@@ -381,6 +384,10 @@ class MadPipeEngine(ResumingEngine):
     }
 
     # Checkpoints
+
+    def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
+        with nullcontext() if self._warm_up is None else self._warm_up.originals():
+            return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""

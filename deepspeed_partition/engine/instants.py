@@ -123,9 +123,11 @@ def recorded(transfers: Transfers, device: torch.device, execute: Execute) -> It
     on_host = device.type == "cpu" or transfers.through_host
     step = Recorded(clock, _Arrivals() if on_host else _DeviceArrivals(), execute)
     transfers.watch = step.watch
-    yield step
-    # After an error, which ends the run, nothing is tidied up: threads may wait for transfers still.
-    transfers.watch = None
+    try:
+        yield step
+    finally:
+        transfers.watch = None
+    # Not after an error, which ends the run: threads may wait for transfers still.
     step.finish(offset_seconds, error_seconds)
 
 

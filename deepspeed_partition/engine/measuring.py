@@ -9,9 +9,10 @@ not count where there are others.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock, gr
 from deepspeed_partition.profiling.in_place_memory import (
     InPlaceMemory,
     LayerBytes,
-    gives_weights_to_own_functions,
     measured_in_place,
+    would_notice,
 )
 from deepspeed_partition.profiling.measure import MeasuredLayer
 
@@ -95,7 +96,8 @@ class Measuring:
                 loss_layer = module._num_layers - 1 if module.loss_fn is not None else None
                 self._memory = InPlaceMemory(self._engine.device, module, loss_layer)
         try:
-            with self.clock.step(), self._watching_peak(recomputes=recomputes):
+            uncompiled = nullcontext() if self._memory is None else _uncompiled()
+            with uncompiled, self.clock.step(), self._watching_peak(recomputes=recomputes):
                 yield
             if self._memory is not None:
                 self._bytes = self._memory.found
@@ -128,9 +130,9 @@ class Measuring:
         def run(*arguments: Any) -> Any:
             before = gradients_before(arguments[0])
             outputs = function(*arguments)
-            if self._unwatchable is None and gives_weights_to_own_functions(before, outputs):
+            if self._unwatchable is None and would_notice(before, outputs):
                 self.do_not_watch(
-                    "a layer gives weights to an autograd function of its own, which may want the very same back"
+                    "a layer uses a compiled function, or gives weights to an autograd function of its own"
                 )
             return outputs
 
@@ -266,6 +268,12 @@ def links_of(parts: Sequence[Sequence[Part]], devices: Sequence[int]) -> tuple[L
             )
         )
     return tuple(uses)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Where operators are watched, ``torch.compile`` gives up for good on what is new to it: it is not asked."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    return set_stance("force_eager") if set_stance and "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -58,14 +58,22 @@ class WarmUp:
         self._recomputes = False
         self._most_in_flight: int | None = None
         self.has_begun = False
+        self.goes_on = False
+        """No plan fits: training stays on the trial cut, with what was done against a lack of memory."""
         self.ran_out_of_memory = False
         """Whether the trial cut could not be run to its end, whatever was tried."""
         self.ran_at: Allocation | None = None
         """Where a step was trained to its end, in this run or in that of a checkpoint."""
+        self._originals: tuple[list[Any], Any] | None = None
 
     @property
     def clock(self) -> InPlaceClock:
         return self.measuring.clock
+
+    @property
+    def has_fallen_back(self) -> bool:
+        """Whether something was done against a lack of memory."""
+        return self._recomputes or self._most_in_flight is not None
 
     @property
     def is_trying(self) -> bool:
@@ -76,15 +84,17 @@ class WarmUp:
         """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
         if not self.has_begun and not self._is_over():
             self._begin()
-        while not self.ran_out_of_memory and not self._is_over():
-            self._attempt = Attempt(self._engine)
+        while not self.ran_out_of_memory and (self.goes_on or not self._is_over()):
+            # What fits in so many steps fits in the others; to be able to undo a step has its price.
+            attempt = self._attempt = Attempt(self._engine) if self._measures else None
             try:
                 with self._measured_step() as measuring, self._stand_ins(measuring):
                     trained = (step(),)
                 self.ran_at = allocation_of(self._engine.module)
                 return trained
             except StepGivenUp as reason:
-                self._attempt.undo()
+                assert attempt is not None
+                attempt.undo()
                 if self._engine.when_given_up is not None:
                     self._engine.when_given_up()
                 if reason.for_memory:
@@ -92,7 +102,8 @@ class WarmUp:
                 else:
                     self.measuring.do_not_watch(str(reason))
             finally:
-                self._attempt.keep()
+                if attempt is not None:
+                    attempt.keep()
                 self._attempt = None
         return None
 
@@ -188,10 +199,22 @@ class WarmUp:
             yield self.measuring
 
     @contextmanager
+    def originals(self) -> Iterator[None]:
+        """Within a step: the layers themselves, as between two steps."""
+        module = self._engine.module
+        stand_ins = list(module.forward_funcs), module.loss_fn
+        module.forward_funcs[:], module.loss_fn = self._originals or stand_ins
+        try:
+            yield
+        finally:
+            module.forward_funcs[:], module.loss_fn = stand_ins
+
+    @contextmanager
     def _stand_ins(self, measuring: Measuring | None) -> Iterator[None]:
         engine, module = self._engine, self._engine.module
         functions, loss_fn = module.forward_funcs, module.loss_fn
         originals = list(functions)
+        self._originals = originals, loss_fn
         for place, function in enumerate(originals):
             timed = function if measuring is None else measuring.layer(module._local_start + place, function)
             recomputes = self._recomputes and can_recompute(function)
@@ -205,6 +228,7 @@ class WarmUp:
             yield
         finally:
             functions[:], module.loss_fn = originals, loss_fn
+            self._originals = None
             engine.__dict__.pop("_exec_optimizer_step", None)
 
 

@@ -29,6 +29,8 @@ from deepspeed_partition.profiling.measure import MeasuredLayer
 from deepspeed_partition.profiling.memory import LayerMemory, MemoryReading, keys_of
 from deepspeed_partition.profiling.sources import layer_sources
 
+COMPILED = "CompiledFunctionBackward"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
@@ -176,11 +178,12 @@ class _Watched:
         )
 
 
-def gives_weights_to_own_functions(before: Mapping[int, Any], outputs: Any) -> bool:
+def would_notice(before: Mapping[int, Any], outputs: Any) -> bool:
     """Whether the graph of a layer has a ``torch.autograd.Function`` in Python that was given a parameter.
 
     Where hooks see what autograd saves, such a function gets other tensors back than it has saved: what it adds to
-    the gradient of a saved parameter by itself is lost.
+    the gradient of a saved parameter by itself is lost. What ``torch.compile`` makes of a function counts, too: it
+    would run otherwise where its tensors are counted.
 
     Args:
         before: ``gradients_before`` of the layer's inputs.
@@ -195,7 +198,9 @@ def gives_weights_to_own_functions(before: Mapping[int, Any], outputs: Any) -> b
         seen.add(node)
         behind = [following for following, _ in node.next_functions]
         given = (getattr(each, "variable", None) for each in behind)
-        if isinstance(node, BackwardCFunction) and any(isinstance(each, nn.Parameter) for each in given):
+        if isinstance(node, BackwardCFunction) and (
+            type(node).__name__ == COMPILED or any(isinstance(each, nn.Parameter) for each in given)
+        ):
             return True
         nodes += behind
     return False

@@ -49,7 +49,7 @@ class Death(NamedTuple):
 
 DEATHS = {
     "in_a_step_of_the_warm_up": Death(1, None, 2, step=MOVES_AT - 1, num_processes=2, warms_up=True),
-    "while_rank_1_measures": Death(1, (planning, "measure_stage", 1), 2, warms_up=True),
+    "while_rank_1_measures": Death(1, (planning, "_report", 1), 2, warms_up=True),
     "while_rank_0_plans": Death(0, (planning, "make_plan", 1), 2, num_processes=2, warms_up=True),
     "while_rank_1_waits_for_the_plan": Death(1, (planning, "from_rank_0", 1), 2, num_processes=2, warms_up=True),
     "while_weights_move": Death(1, (transplant, "send_bytes", 2), 2, warms_up=True),

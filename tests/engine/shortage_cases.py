@@ -173,6 +173,22 @@ def what_does_not_fit_is_measured_alone(_: Path) -> None:
     assert engine.module.parts == cut()
 
 
+def what_was_done_stays_done_where_no_plan_fits(_: Path) -> None:
+    data = batches(WARM_UP + AFTER)
+    config = planned("madpipe", warmup_steps=WARM_UP, memory=30_000, weight_copies=100)
+    engine, _, _ = start(hungry(0), "madpipe", config, optimizer=two_groups)
+    FAILURES[:] = ["forward 0", "forward 1"] if engine.is_first_stage() else []
+    with heard() as sentences:
+        losses = train(engine, data[:-1])
+    assert any("no plan fits, and training goes on" in each for each in sentences), sentences
+    with patch.object(warm_up, "checkpoint") as checkpoint:
+        checkpoint.side_effect = lambda function, inputs, **_: function(inputs)
+        losses += train(engine, data[-1:])
+    same(losses, train_alone(hungry(0), data, two_groups))
+    assert checkpoint.call_count >= NUM_MICRO_BATCHES and engine._train_schedule().num_slots(engine.stage_id) == 1
+    assert engine.plan is None and not engine.is_warming_up
+
+
 def layers_that_recompute_from_the_start(_: Path) -> None:
     """The first step does not fit: what layers keep is measured one by one when all else is known."""
     data = batches(WARM_UP + 1)
@@ -209,5 +225,10 @@ def a_long_warm_up(_: Path) -> None:
 
 
 BOTH = [out_of_memory_in_a_warm_up, fewer_in_flight_where_nothing_can_be_recomputed]
-ONLY_TWO = [layers_that_recompute_from_the_start, what_does_not_fit_is_measured_alone, a_long_warm_up]
+ONLY_TWO = [
+    what_was_done_stays_done_where_no_plan_fits,
+    layers_that_recompute_from_the_start,
+    what_does_not_fit_is_measured_alone,
+    a_long_warm_up,
+]
 ONLY_FOUR = [replicas_give_a_step_up_together]

@@ -415,6 +415,47 @@ class Transformed(nn.Linear):
         return torch.func.grad(lambda y: super(Transformed, self).forward(y).sin().sum())(x)
 
 
+NUM_COMPILED_RUNS = [0]
+
+
+def _counting(graph: Any, _: Any) -> Any:
+    def run(*arguments: Any) -> Any:
+        NUM_COMPILED_RUNS[0] += 1
+        return graph(*arguments)
+
+    return run
+
+
+class Compiling(nn.Linear):
+    """Calls a compiled function from the second step on."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(before, after)
+        self.num_forwards = 0
+        self.doubled = torch.compile(lambda x: 2 * x, backend=_counting)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        outputs = super().forward(x)
+        return self.doubled(outputs) if self.num_forwards > NUM_MICRO_BATCHES else 2 * outputs
+
+
+def functions_that_are_compiled(_: Path) -> None:
+    """They are not while their tensors are counted, and are afterwards."""
+    specs = mlp()
+    specs[1] = LayerSpec(Compiling, pipelines.WIDTH, pipelines.WIDTH)
+    data = batches(4)
+    engine, _, _ = start(specs, "madpipe", planned(cut(), warmup_steps=3), optimizer=two_groups)
+    holds = engine.module.stage_owner(1) == engine.stage_id
+    losses, num_runs = [], []
+    for batch in data:
+        NUM_COMPILED_RUNS[0] = 0
+        losses += train(engine, [batch])
+        num_runs.append(NUM_COMPILED_RUNS[0])
+    same(losses, train_alone(specs, data, two_groups))
+    assert num_runs[:3] == [0, 0, NUM_MICRO_BATCHES if holds else 0]
+
+
 def layers_that_cannot_be_watched(_: Path) -> None:
     """They train as they would without, and are measured one by one; so is a warm-up of one step."""
     kinds = ((Fused, 2, "function of its own"), (Transformed, 2, "torch.func"), (Transformed, 0, ""))
@@ -471,6 +512,16 @@ def a_run_goes_on_with_its_warm_up(folder: Path) -> None:
         assert resumed.module.parts == cut()
 
 
+def a_checkpoint_within_a_step(folder: Path) -> None:
+    """It has what one between two steps has."""
+    engine, _, _ = start(mlp(), "madpipe", planned(cut(), warmup_steps=WARM_UP), optimizer=two_groups)
+    engine.save_checkpoint(str(folder / "before"))
+    engine.before_optimizer_step = lambda: engine.save_checkpoint(str(folder / "within"))
+    train(engine, batches(1))
+    before, within = ({file.name for file in (folder / name).rglob("*.pt")} for name in ("before", "within"))
+    assert before == within and any(name.startswith("layer_") for name in within)
+
+
 def a_run_does_not_end_for_want_of_a_plan(_: Path) -> None:
     """The trial cut has run; what fits by the planner's count is nothing."""
     data = batches(WARM_UP + AFTER)
@@ -513,7 +564,8 @@ ONLY_TWO = [
     a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
     what_else_a_warm_up_measures, layers_move_where_that_gains, no_layer_moves_for_nothing,
     layers_that_recompute_anyway, layers_that_are_compiled, layers_that_cannot_be_watched,
-    a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
+    functions_that_are_compiled,
+    a_checkpoint_within_a_step, a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
 ]  # fmt: skip
