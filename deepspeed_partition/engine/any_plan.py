@@ -187,9 +187,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
         plan = self.module.madpipe_cut.plan
         program = program_of(plan, self.num_stages, num_micro_batches, trains=trains)
         if plan is not None and trains and not program.within_room:
+            cuts = ", ".join(f"rank {device} beside cut {cut}" for device, cut in program.beyond_room)
             announce(
-                "where a rank is late, its neighbours may keep a tensor more than the plan says: with less, its "
-                "order could come to a standstill"
+                f"where another rank is late, a tensor more than the plan says may be kept ({cuts}): with less, "
+                "its order could come to a standstill"
             )
         return program
 

@@ -19,22 +19,26 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
 from deepspeed_partition.engine.program import Compute, Instruction, Message, Transfer, input_of, output_of
 from deepspeed_partition.engine.timetable import Timetable
 
 
-def lists_of(timetable: Timetable, comm_buffers: int, *, strictly: bool) -> tuple[tuple[Instruction, ...], ...]:
+def lists_of(
+    timetable: Timetable, comm_buffers: int, *, strict: AbstractSet[tuple[int, int]]
+) -> tuple[tuple[Instruction, ...], ...]:
     """For each device its computations with its transfers, those of each direction in the timetable's order.
 
     Args:
         comm_buffers: tensors for which there is room at each end of a cut, whatever the timetable has there.
-        strictly: keep the bound even where a device must wait, before a computation, for a transfer that begins
-            while the computation runs on paper. Then devices may come to wait in a circle; otherwise never, since
-            the order of the timetable is one in which everything can be done.
+        strict: the ends of cuts, as device and cut, at which the bound is kept even where the device must wait,
+            before a computation, for a transfer that begins while the computation runs on paper. Then devices may
+            come to wait in a circle; otherwise never, since the order of the timetable is one in which everything
+            can be done.
     """
     devices = range(len(timetable.orders))
-    return tuple(tuple(_Device(timetable, device, comm_buffers).instructions(strictly)) for device in devices)
+    return tuple(tuple(_Device(timetable, device, comm_buffers).instructions(strict)) for device in devices)
 
 
 class _Spans:
@@ -139,17 +143,17 @@ class _Device:
                 posts[place].append((source, message))
         return posts
 
-    def instructions(self, strictly: bool) -> Iterator[Instruction]:
+    def instructions(self, strict: AbstractSet[tuple[int, int]]) -> Iterator[Instruction]:
         slots = _Slots()
         only_forwards = all(name[0] == "F" for name, _ in self.order)
         for index, (name, micro_batch) in enumerate(self.order):
-            last_start = self.spans[index][1 if strictly else 0]
+            last_starts = {cut: self.spans[index][int((self.device, cut) in strict)] for cut in self.ends}
             needed = input_of(name, micro_batch, len(self.devices))
             early, late = self.posts.get(2 * index, []), self.posts.get(2 * index + 1, [])
             self._count(early)
             most = {cut: self._most(index, cut) for cut in self.ends}
             for cut, (waiting, _) in most.items():
-                yield from self._leave(cut, waiting, last_start)
+                yield from self._leave(cut, waiting, last_starts[cut])
             for source, message in early:
                 yield Transfer("R", message, source)
             if needed is not None and needed.cut in self.ends:
@@ -157,7 +161,7 @@ class _Device:
                 self.open[needed.cut] -= 1
             self._count(late)
             for cut, (_, running) in most.items():
-                yield from self._leave(cut, running, last_start)
+                yield from self._leave(cut, running, last_starts[cut])
             for source, message in late:
                 yield Transfer("R", message, source)
             stage = int(name[1:])

@@ -28,13 +28,14 @@ devices in which none comes before what ``W`` waits for, so whatever the real ti
 on. A timetable itself can only stop if the orders of forwards and backwards wait for each other in a circle, which
 is refused with the circle. What ``D`` waits for may come a little later than that: ``dry_run.py``, which checks
 all finished lists without any of this reasoning, then finds a circle in few of them (1 in 100 random orders), and
-there devices wait for less.
+there devices wait for less, at those ends of cuts where they must (tried one after the other).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from deepspeed_partition.engine import timetable
 from deepspeed_partition.engine.dry_run import dry_run
@@ -105,22 +106,31 @@ def with_transfers(
 
 
 def _program(times: Timetable, comm_buffers: int) -> Program:
-    """Within the room of the timetable if that is possible, else as close to it as devices need not wait in a
-    circle for."""
-    for strictly in (True, False):
+    """Within the room of the timetable if that is possible, else at as many ends of cuts, one after the other, as
+    devices need not wait in a circle for."""
+    ends = {(device, message.cut) for message in times.messages for device in message.ends(times.device_of_stage)}
+
+    def tried(strict: AbstractSet[tuple[int, int]]) -> Program:
         program = Program(
             device_of_stage=times.device_of_stage,
             num_micro_batches=1 + max(number for order in times.orders for _, number in order),
-            within_room=strictly,
-            lists=lists_of(times, comm_buffers, strictly=strictly),
+            lists=lists_of(times, comm_buffers, strict=strict),
+            beyond_room=tuple(sorted(ends - strict)),
         )
+        dry_run(program)
+        return program
+
+    try:
+        return tried(ends)
+    except DeadlockError:
+        strict: set[tuple[int, int]] = set()
+    program = tried(strict)
+    for end in sorted(ends):
         try:
-            dry_run(program)
+            program = tried(strict | {end})
         except DeadlockError:
-            if not strictly:
-                raise
-        else:
-            break
+            continue
+        strict.add(end)
     return program
 
 

@@ -110,16 +110,22 @@ class Program:
 
     device_of_stage: tuple[int, ...]
     num_micro_batches: int
-    within_room: bool
-    """Whether no device ever holds more than in the run that the lists were made from, however late others are."""
     lists: tuple[tuple[Instruction, ...], ...]
     """One for each device."""
+    beyond_room: tuple[tuple[int, int], ...] = ()
+    """The ends of cuts, as device and cut, at which the device may hold a tensor more than in the run that the
+    lists were made from, where another one is late."""
 
     def __str__(self) -> str:
         return "\n".join(
             f"device {device}   {' '.join(map(str, instructions))}"
             for device, instructions in enumerate(self.lists)
         )
+
+    @property
+    def within_room(self) -> bool:
+        """Whether no device ever holds more than in that run, however late others are."""
+        return not self.beyond_room
 
     def num_slots(self, device: int) -> int:
         """The most micro-batches in flight on a device, over all its stages."""
