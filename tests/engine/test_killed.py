@@ -16,6 +16,8 @@ pytest.importorskip("torch")
 from killed_multiproc import DEATHS, MOVES_AT, NUM_STEPS, PLANNED
 from running import same
 
+from tests.deaths import check_ends
+
 WORKER = Path(__file__).with_name("endless_multiproc.py")
 NUM_PROCESSES = 3
 
@@ -97,16 +99,9 @@ def outcomes(outcomes_of):
 @pytest.mark.parametrize("name", DEATHS)
 def test_the_next_run_goes_on_from_the_last_complete_checkpoint(outcomes, name):
     death, (killed, resumed, after) = DEATHS[name], outcomes[name]
-    other = 1 - death.rank
-    assert killed["exits"][death.rank] == -9, killed["logs"][death.rank][-3000:]
-    assert killed["exits"][other] == 1, "neither left, nor aborted"
-    told = killed["logs"][other]
-    cause = f"rank {death.rank} has ended|Connection (closed|reset) by peer"
-    assert re.search(cause, told) or (death.rank == 0 and "store" in told), told[-3000:]
-    assert resumed["exits"] == [0] * death.num_processes, resumed["logs"][0][-3000:]
+    check_ends(death, killed, resumed, after)
     assert list(after["losses"]) == [str(step) for step in range(death.resumes_at, NUM_STEPS)]
     same(list(after["losses"].values()), outcomes["expected"][death.resumes_at :])
-    assert not [left for left in after["left"] if left.startswith(".")], after["left"]
     # A plan comes with the checkpoint to as many ranks; else the warm-up goes on, or the plan is made at once.
     saved_with_plan = death.warms_up and death.resumes_at > MOVES_AT
     assert after["had_plan"] == (saved_with_plan and death.num_processes == 2)

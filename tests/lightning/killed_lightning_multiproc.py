@@ -5,7 +5,6 @@ The packages are imported once, and each run is a job of processes that are fork
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -19,8 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_madpipe  # noqa: F401  before any fork
 from deepspeed_partition.engine import folders, planning, transplant
-from tests.deaths import kill, kill_before
-from tests.ranks import before_any_fork, run_job
+from tests.deaths import kill, kill_before, run_deaths
 
 NUM_STEPS, STEPS_PER_EPOCH, SAVED_EVERY = 8, 4, 3
 CUTS = {2: [0, 2, 8], 1: [0, 8]}
@@ -115,23 +113,5 @@ def unbroken(out: Path, _: int) -> None:
     out.write_text(json.dumps(recorder.rows))
 
 
-def main(out: Path) -> None:
-    before_any_fork()
-    folders._swap = lambda *_: False  # as on disks that cannot swap names, where a kill can come between
-    expected = out.parent / "expected.json"
-    run_job(functools.partial(unbroken, expected), [out.parent / "expected.log"])
-    outcomes: dict[str, Any] = {"expected": json.loads(expected.read_text())}
-    for name, death in DEATHS.items():
-        folder, ended = out.parent / name, out.parent / f"{name}.json"
-        folder.mkdir()
-        for kills, size in ((True, 2), (False, death.num_processes)):
-            logs = [out.parent / f"{name}_{kills}_{rank}.log" for rank in range(size)]
-            outcome = run_job(functools.partial(script, folder, ended, death, kills), logs)
-            outcomes.setdefault(name, []).append(outcome._asdict())
-        after = json.loads(ended.read_text()) if ended.exists() else {}
-        outcomes[name].append({**after, "left": sorted(os.listdir(folder))})
-    out.write_text(json.dumps(outcomes))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_deaths(Path(sys.argv[1]), DEATHS, unbroken, script)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from killed_lightning_multiproc import CUTS, DEATHS, NUM_STEPS
 
+from tests.deaths import check_ends
+
 
 @pytest.fixture(scope="module")
 def outcomes(outcomes_of: Any) -> dict[str, Any]:
@@ -24,17 +25,10 @@ def outcomes(outcomes_of: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DEATHS)
 def test_the_next_fit_goes_on_from_the_last_complete_checkpoint(outcomes: dict[str, Any], name: str) -> None:
     death, (killed, resumed, after) = DEATHS[name], outcomes[name]
-    other = 1 - death.rank
-    assert killed["exits"][death.rank] == -9, killed["logs"][death.rank][-3000:]
-    assert killed["exits"][other] == 1, "neither left, nor aborted"
-    told = killed["logs"][other]
-    cause = f"rank {death.rank} has ended|Connection (closed|reset) by peer"
-    assert re.search(cause, told) or (death.rank == 0 and "store" in told), told[-3000:]
-    assert resumed["exits"] == [0] * death.num_processes, resumed["logs"][0][-3000:]
+    check_ends(death, killed, resumed, after)
     expected = outcomes["expected"][death.resumes_at :]
     assert [step for step, _ in after["rows"]] == list(range(death.resumes_at + 1, NUM_STEPS + 1))
     assert [loss for _, loss in after["rows"]] == pytest.approx([loss for _, loss in expected], rel=1e-5)
-    assert not [left for left in after["left"] if left.startswith(".")], after["left"]
     # One that is given needs no warm-up. Else the warm-up goes on, or the plan is made at once for one process.
     assert after["had_plan"] == death.is_given_plan
     assert after["has_plan"] and after["cut"] == CUTS[death.num_processes]
