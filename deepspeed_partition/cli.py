@@ -33,6 +33,7 @@ from deepspeed_partition.cli_options import (
     json_flag,
     output_file,
     platform_options,
+    zero_option,
 )
 from deepspeed_partition.planner import draw, units
 from deepspeed_partition.planner.allocation import Allocation
@@ -116,6 +117,7 @@ def profile(
 @input_file("chain")
 @platform_options(memory_is_required=True)
 @data_parallel_option
+@zero_option
 @algorithm_option
 @click.option(
     "--period",
@@ -149,6 +151,7 @@ def plan(
     algorithm: str,
     micro_batches: int | None,
     data_parallel: int | str | None,
+    zero: str | None,
     period: float | None,
     starts: tuple[str, ...],
     machine_devices: int | None,
@@ -169,9 +172,10 @@ def plan(
     no_effect: dict[str, object]
     if algorithm.strip() == REPLICATED:
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
-        no_effect["--start"] = starts or None
+        no_effect["--start"], no_effect["--zero"] = starts or None, zero
         _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
-        _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, output, as_json)
+        machines = machine_devices, machine_bandwidth
+        _plan_replicated(layers, _platform(**platform), *machines, time_limit, output, as_json)
         return
     no_effect = {"--machine-devices": machine_devices, "--machine-bandwidth": machine_bandwidth}
     _refuse(no_effect, f"has an effect with --algorithm {REPLICATED} alone")
@@ -187,6 +191,7 @@ def plan(
             solver,
             num_micro_batches=micro_batches,
             data_parallel=data_parallel,
+            zero_stage=_zero_stage(zero, data_parallel),
             period_seconds=period,
             time_limit_seconds=time_limit,
             deadline=deadline,
@@ -198,6 +203,7 @@ def plan(
 @input_file("chain")
 @platform_options(memory_is_required=True)
 @data_parallel_option
+@zero_option
 @click.option(
     "--algorithm",
     "more",
@@ -213,6 +219,7 @@ def compare_command(
     more: tuple[str, ...],
     micro_batches: int | None,
     data_parallel: int | str | None,
+    zero: str | None,
     time_limit: float,
     as_json: bool,
     **platform: Any,
@@ -230,6 +237,7 @@ def compare_command(
             (*COMPARED, *more),
             num_micro_batches=micro_batches,
             data_parallel=data_parallel,
+            zero_stage=_zero_stage(zero, data_parallel),
             time_limit_seconds=time_limit,
             deadline=deadline,
         )
@@ -367,6 +375,12 @@ def _start(path: str, chain: Chain) -> Allocation:
     return made.allocation
 
 
+def _zero_stage(zero: str | None, data_parallel: int | str | None) -> int | None:
+    if zero == "1" and data_parallel is None:
+        click.echo("madpipe: --zero 1 shares nothing in a single pipeline: see --data-parallel", err=True)
+    return None if zero is None else int(zero)
+
+
 def _refuse(options: Mapping[str, object], why: str) -> None:
     for name, value in options.items():
         if value is not None:
@@ -378,6 +392,7 @@ def _plan_replicated(
     platform: Platform,
     machine_devices: int | None,
     machine_bandwidth: float | None,
+    time_limit: float,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -392,7 +407,15 @@ def _plan_replicated(
             click.get_current_context(),
         )
     num_machines = 1 if machine_devices is None else num_devices // machine_devices
-    found = plan_replicated(chain, platform, num_machines, machine_bandwidth or 0.0)
+    with _watched_search() as deadline:
+        found = plan_replicated(
+            chain,
+            platform,
+            num_machines,
+            machine_bandwidth or 0.0,
+            time_limit_seconds=time_limit,
+            deadline=deadline,
+        )
     if isinstance(found, Plan):
         _hand_over(found, output, as_json, lambda: draw.summary(found, _width()))
     elif output is not None:
@@ -441,6 +464,12 @@ def _ended_by_interrupt(watch: Callable[[str], None]) -> Iterator[Deadline]:
         signal.signal(signal.SIGINT, before)
     if deadline.stopped:
         click.echo("madpipe: interrupted: this is the best found so far", err=True)
+    elif deadline.starved:
+        click.echo(
+            "madpipe: this machine is so busy that the search had less than a thirtieth of a processor, and was "
+            "cut short: another run may find a better plan",
+            err=True,
+        )
 
 
 def _result(output: str | None, as_json: bool, source: str) -> tuple[str | None, bool]:

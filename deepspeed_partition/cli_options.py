@@ -81,7 +81,7 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
             click.option("--micro-batches", type=click.IntRange(min=1),
                          help="Of one synchronous step, after which the pipeline drains."),
             click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
-                         help="For searches that may end without a proof."),
+                         help="Of the processor, for searches that may end without a proof."),
         )):  # fmt: skip
             command = option(command)
         return command
@@ -102,4 +102,9 @@ data_parallel_option = click.option(
     metavar="D|auto",
     callback=data_parallel_degree,
     help="Pipelines that share the devices and a step's micro-batches; auto: the best number.",
+)
+zero_option = click.option(
+    "--zero",
+    type=click.Choice(["0", "1"]),
+    help="ZeRO stage of --data-parallel; with 1 the pipelines share all weight copies but 2 (weights, gradients).",
 )

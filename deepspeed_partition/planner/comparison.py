@@ -6,11 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_partition.planner.data_parallel import bytes_sent, bytes_sent_without_pipeline, seconds_of
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.data_parallel import (
+    bytes_sent,
+    bytes_sent_without_pipeline,
+    check_zero_stage,
+    seconds_of,
+)
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan, problem_of, solver_of
+from deepspeed_partition.planner.planning import (
+    SHORTEST_TIME_LIMIT_SECONDS,
+    make_plan,
+    problem_of,
+    solver_of,
+    time_limit,
+)
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.replication import Replicated, partition_replicated
 from deepspeed_partition.planner.solvers.bounds import lower_bound
@@ -19,6 +30,8 @@ from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
 """What ``compare`` always shows."""
+SEARCH_LONG = ("contiguous", "madpipe-paper", "madpipe")
+"""The one that takes longest comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +61,8 @@ class Comparison:
     lower_bound_seconds: float
     """No schedule of any allocation has a shorter period."""
     replicated: Replicated | None
-    """What PipeDream makes of the problem where it may replicate stages; None on more than ``MOST_REPLICAS``."""
+    """What PipeDream makes of the problem where it may replicate stages; None on more than ``MOST_REPLICAS``, or
+    where the time was up."""
 
     @property
     def fitting(self) -> list[Contender]:
@@ -122,8 +136,10 @@ class Comparison:
         }
         if plan.proved_class is not None:
             row["proved_class"] = plan.proved_class
+            row["proved_of"] = plan.proved_of
         if plan.data_parallel is not None:
             row["data_parallel"] = plan.data_parallel
+            row["weight_copies"] = plan.platform.weight_copies
         if plan.step is not None:
             row["num_micro_batches"] = plan.step.num_micro_batches
             row["step_seconds"] = plan.step.step_seconds
@@ -138,13 +154,14 @@ def compare(
     *,
     num_micro_batches: int | None = None,
     data_parallel: int | str | None = None,
+    zero_stage: int | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Comparison:
     """Plan with each of the algorithms; one that has no plan says why and stands beside the others.
 
     Args:
-        time_limit_seconds: for each of them.
+        time_limit_seconds: for all of them together; those that search long have what the others leave.
         deadline: ends the searches of all.
 
     Raises:
@@ -153,11 +170,15 @@ def compare(
     names = list(dict.fromkeys(algorithms))
     for name in names:
         solver_of(name)
+    check_zero_stage(zero_stage)
     # Flaws of the problem are raised here; what is refused below is an algorithm that does not suit it.
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
-    contenders = []
-    for name in names:
-        smallest = None
+    overall = Deadline(time_limit(time_limit_seconds), within=deadline)
+    replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1)))
+    contenders: dict[str, Contender] = {}
+    # Those that search long come last, and have what the others leave.
+    for num_left, name in zip(range(len(names), 0, -1), sorted(names, key=_patience), strict=True):
+        share = max(overall.remaining_seconds() / num_left, SHORTEST_TIME_LIMIT_SECONDS)
         try:
             plan = make_plan(
                 chain,
@@ -165,25 +186,32 @@ def compare(
                 name,
                 num_micro_batches=num_micro_batches,
                 data_parallel=data_parallel,
-                time_limit_seconds=time_limit_seconds,
+                zero_stage=zero_stage,
+                time_limit_seconds=share,
                 deadline=deadline,
             )
         except (InfeasibleError, ValueError) as error:
-            if isinstance(error, InfeasibleError):
-                smallest = error.smallest_memory_bytes
-            contenders.append(Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest))
+            smallest = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
+            contenders[name] = Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest)
         else:
-            contenders.append(Contender(algorithm=name, plan=plan))
+            contenders[name] = Contender(algorithm=name, plan=plan)
     return Comparison(
         chain=chain,
         platform=platform,
-        contenders=tuple(contenders),
-        replicated=_replicated(chain, platform),
+        contenders=tuple(contenders[name] for name in names),
+        replicated=replicated,
         lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
     )
 
 
-def _replicated(chain: Chain, platform: Platform) -> Replicated | None:
+def _patience(name: str) -> int:
+    return SEARCH_LONG.index(name) + 1 if name in SEARCH_LONG else 0
+
+
+def _replicated(chain: Chain, platform: Platform, deadline: Deadline) -> Replicated | None:
     if platform.num_devices > MOST_REPLICAS:
         return None
-    return partition_replicated(chain, platform)
+    try:
+        return partition_replicated(chain, platform, deadline=deadline)
+    except DeadlinePassed:
+        return None

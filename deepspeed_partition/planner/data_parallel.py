@@ -10,6 +10,8 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain, Platform
 
 AUTO = "auto"
+NEVER_SHARED = 2
+"""Copies of the weights that every pipeline has for itself under ZeRO-1, too: the weights and their gradients."""
 
 
 class Split(NamedTuple):
@@ -18,18 +20,50 @@ class Split(NamedTuple):
     num_pipelines: int | None
     """None: one, and nothing is said about others."""
     platform: Platform
-    """Of one pipeline."""
+    """Of one pipeline, ``weight_copies`` included: that is what it keeps itself."""
     num_micro_batches: int | None
     """Of one pipeline, in a step."""
 
 
-def splits_of(platform: Platform, num_micro_batches: int | None, data_parallel: int | str) -> list[Split]:
+def weight_copies_of(weight_copies: float, num_pipelines: int, zero_stage: int | None) -> float:
+    """What one of several pipelines keeps of its weights, in copies of them.
+
+    Under ZeRO-1 the pipelines share the optimizer's states, and the master copy of mixed precision: all but the
+    weights and their gradients. With Adam in fp32 that is 2 of 4 copies, in mixed precision 6 of 8.
+    """
+    if zero_stage != 1 or weight_copies <= NEVER_SHARED:
+        return weight_copies
+    return NEVER_SHARED + (weight_copies - NEVER_SHARED) / num_pipelines
+
+
+def check_zero_stage(zero_stage: object) -> None:
+    """Refuse what is no stage that a pipeline can have.
+
+    Raises:
+        ValueError: neither None, 0 nor 1.
+    """
+    if zero_stage is not None and (
+        isinstance(zero_stage, bool) or not isinstance(zero_stage, int) or zero_stage not in (0, 1)
+    ):
+        raise ValueError(
+            f"zero_stage is {zero_stage!r}: it is 0 or 1; stages 2 and 3 cut up gradients and weights, which does "
+            "not go with a pipeline"
+        )
+
+
+def splits_of(
+    platform: Platform,
+    num_micro_batches: int | None,
+    data_parallel: int | str,
+    zero_stage: int | None = None,
+) -> list[Split]:
     """The splits to plan for.
 
     Args:
         platform: all devices.
         num_micro_batches: of a whole step, which the pipelines share.
         data_parallel: the number of pipelines, or ``"auto"`` for every one that divides devices and micro-batches.
+        zero_stage: under 1 what ZeRO-1 shares among the pipelines counts once per number of them.
 
     Raises:
         ValueError: not a number that divides them.
@@ -51,7 +85,11 @@ def splits_of(platform: Platform, num_micro_batches: int | None, data_parallel: 
     return [
         Split(
             degree,
-            replace(platform, num_devices=num_devices // degree),
+            replace(
+                platform,
+                num_devices=num_devices // degree,
+                weight_copies=weight_copies_of(platform.weight_copies, degree, zero_stage),
+            ),
             None if num_micro_batches is None else num_micro_batches // degree,
         )
         for degree in possible

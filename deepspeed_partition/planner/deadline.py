@@ -1,10 +1,18 @@
-"""When a search must hand over the best that it has, and how far it is."""
+"""When a search must hand over the best that it has, and how far it is.
+
+Seconds are those in which a processor worked for the search, not those of the clock on the wall: on a busy machine
+a search takes longer and finds the same plan.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
+
+PATIENCE_FACTOR, PATIENCE_SECONDS = 30, 300.0
+"""A deadline of s seconds of the processor also ends after so many times s, and so much, on the wall: on a machine
+where hardly anything runs any more."""
 
 
 class DeadlinePassed(Exception):
@@ -24,7 +32,8 @@ class Deadline:
     ``Deadline(5, within=problem.deadline)`` gives one part of a search five seconds at the most.
 
     Args:
-        seconds: from now.
+        seconds: of the processor, from now, in the thread that makes the deadline and asks it: what other threads,
+            processes and programs do does not count.
         within: the deadline that it is part of.
         watch: is called with a line of text now and then, for whoever waits.
 
@@ -41,10 +50,13 @@ class Deadline:
     ) -> None:
         if not seconds > 0:  # true for NaN, too
             raise ValueError(f"a deadline in {seconds} s has passed: it is more than 0")
-        self._end = time.monotonic() + seconds
+        self._end = time.thread_time() + seconds
+        self._patience = time.monotonic() + seconds * PATIENCE_FACTOR + PATIENCE_SECONDS
         self._within = within
+        self._extended: Deadline | None = None
         self._watch = watch
         self._stopped = False
+        self._starved = False
 
     def tell(self, progress: str) -> None:
         """Say how far the search is, in a line of text."""
@@ -60,14 +72,27 @@ class Deadline:
     @property
     def stopped(self) -> bool:
         """Whether somebody ended it, rather than the clock."""
-        return self._stopped or (self._within is not None and self._within.stopped)
+        return self._stopped or any(
+            other is not None and other.stopped for other in (self._within, self._extended)
+        )
+
+    @property
+    def starved(self) -> bool:
+        """Whether it, or a part of it, ended because the machine was too busy to run the search at all."""
+        return self._starved
 
     def remaining_seconds(self) -> float:
         """From 0, when it has passed, to infinity; for solvers that take a time limit of their own."""
-        if self.stopped:
+        return self._left(time.thread_time(), time.monotonic())
+
+    def _left(self, worked: float, now: float) -> float:
+        """The same from the time of the thread and that on the wall."""
+        if self._stopped or (self._extended is not None and self._extended.stopped):
             return 0.0
-        left = max(0.0, self._end - time.monotonic())
-        return left if self._within is None else min(left, self._within.remaining_seconds())
+        if now > self._patience:
+            self._starve()
+        left = 0.0 if self._starved else max(0.0, self._end - worked)
+        return left if self._within is None else min(left, self._within._left(worked, now))
 
     def passed(self) -> bool:
         return self.remaining_seconds() == 0.0
@@ -75,8 +100,14 @@ class Deadline:
     def part(self, share: float) -> Deadline:
         """Ends with this one, or after a share of what is left of it."""
         part = Deadline(within=self)
-        part._end = time.monotonic() + self.remaining_seconds() * share
+        part._end = time.thread_time() + self.remaining_seconds() * share
         return part
+
+    def at_least(self, seconds: float) -> Deadline:
+        """Ends with this one, but not before so many seconds from now unless somebody stops it."""
+        longer = Deadline(max(seconds, self.remaining_seconds()))
+        longer._extended = self
+        return longer
 
     def check(self) -> None:
         """For steps deep within a search, which has to catch it and to return the best it has.
@@ -86,3 +117,9 @@ class Deadline:
         """
         if self.passed():
             raise DeadlinePassed
+
+    def _starve(self) -> None:
+        """End it, and what it is part of, for want of a processor."""
+        self._starved = True
+        if self._within is not None:
+            self._within._starve()

@@ -46,7 +46,14 @@ def as_text(renderables: Iterable[object], width: int = 140) -> str:
 
 def promises(plan: Plan) -> Iterator[str]:
     """One line each: period, bound, step."""
-    proof = f"proved best: {plan.proved_class}" if plan.proved else "not proved"
+    if plan.step is not None:
+        proof = "of the steady state"
+    elif not plan.proved:
+        proof = "not proved"
+    elif plan.proved_of == "memory":
+        proof = f"memory proved least at this period: {plan.proved_class}"
+    else:
+        proof = f"period proved best: {plan.proved_class}"
     class_bound = plan.class_lower_bound_seconds
     if class_bound is not None and class_bound < plan.period_seconds:
         gap = plan.period_seconds / class_bound - 1
@@ -60,13 +67,18 @@ def promises(plan: Plan) -> Iterator[str]:
         in_deepspeed = "" if blocking is None else f"{format_seconds(blocking)} in DeepSpeed's engine, "
         yield (
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
-            f"{format_seconds(plan.step.step_seconds)} if transfers overlap"
+            f"{format_seconds(plan.step.step_seconds)} if transfers overlap, the best found and not proved"
         )
     if plan.data_parallel is not None:
         longest = format_seconds(max(plan.allreduce_seconds))
         yield (
             f"data parallel: {plan.data_parallel} such pipelines, all-reduce of a stage {longest} at most"
             + ("" if plan.step is None else ", included in the step")
+            + (
+                f"; sharing by ZeRO-1, each keeps {plan.platform.weight_copies:.4g} copies of its weights"
+                if plan.zero_stage == 1
+                else ""
+            )
         )
 
 
@@ -124,7 +136,7 @@ def comparison_table(comparison: Comparison) -> Table:
             *([format_seconds(contender.seconds)] if steps else []),
             f"{comparison.ratio_to_best(contender):.3f}",
             f"{plan.gap:.1%}",
-            "-" if steps else "yes" if plan.proved else "no",  # a proof is of the period
+            "-" if steps else "yes" if plan.proved else "no",  # nothing is proved of a step
             _sent(comparison, contender),
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
             cut(plan),
@@ -142,7 +154,9 @@ def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
     """What PipeDream's own partitioner would do, which is no plan: its stages are replicated."""
     found = comparison.replicated
     if found is None:
-        return [REPLICATED_ROW, *["-"] * (6 if steps else 5), "refused", f"takes {MOST_REPLICAS} devices at most"]
+        too_many = comparison.platform.num_devices > MOST_REPLICAS
+        why = f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
+        return [REPLICATED_ROW, *["-"] * (6 if steps else 5), "refused", why]
     period, most = found.pipeline.period_seconds, max(found.fewest_bytes)
     best = min((each.seconds for each in comparison.fitting), default=period)
     over = most > comparison.platform.memory_bytes
@@ -225,7 +239,7 @@ def frontier_table(frontier: Frontier) -> Table:
             format_bytes(most - memory),
             format_seconds(seconds_of(plan)),
             f"{frontier.slowdown(plan):.1%}",
-            "yes" if plan.proved else "no",
+            "-" if plan.step is not None else "yes" if plan.proved else "no",  # nothing is proved of a step
             cut(plan),
         )
     return table

@@ -8,26 +8,36 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, TypeGuard, cast
 
 from deepspeed_partition.planner.errors import FormatError
 from deepspeed_partition.planner.units import printable, shown
+from deepspeed_partition.planner.validation import Check, Flaw, compiled
 
-LARGEST_FILE_BYTES = 2**28
-"""A chain of a million layers is smaller; what is larger is no chain and no plan."""
+LARGEST_FILE_BYTES = 2**25
+"""Of a chain, a plan, a graph or a timeline; what is larger is none of them."""
+MOST_LAYERS = 10_000
+"""Of a chain."""
+MOST_VALUES = 10**6
+"""Numbers, texts, lists and objects of a JSON file; a plan for 64 devices and 1000 micro-batches has 500,000."""
+LONGEST_TEXT = 2**16
+"""Characters of a name, or of any other text in a file."""
+LONGEST_NAME_BYTES = 255
+"""Of a part of a path, on the file systems of today."""
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
 def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
-    """The text of a file, refused where it is no text."""
+    """The text of a file, refused where it is no text, or too large."""
     try:
         with open(path, "rb") as file:  # not by its size: a device or a pipe has none
             data = file.read(LARGEST_FILE_BYTES + 1)
         if len(data) > LARGEST_FILE_BYTES:
-            raise error(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, neither a chain nor a plan")
+            raise error(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, which no file that is read here can be")
         return data.decode("utf-8")
     except UnicodeDecodeError as flaw:
         raise error(f"{path}: not text: byte {flaw.start} is not UTF-8") from None
@@ -38,7 +48,10 @@ def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
 
 
 def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
-    """The JSON in ``text``."""
+    """The JSON in ``text``; what is too large to be looked through is refused first."""
+    num_values = text.count(",") + text.count("[") + text.count("{")
+    if num_values > MOST_VALUES:
+        raise error(f"{where}: about {num_values} values, and at most {MOST_VALUES} are read")
 
     def integer(digits: str) -> int | float:
         # Larger than any float, and longer than Python reads.
@@ -57,11 +70,13 @@ def read_json(path: str | PathLike[str], *, error: type[FormatError]) -> Any:
 
 
 @cache
-def _validator(schema: str) -> Any:
-    import jsonschema  # 0.1 s, paid only where a file is read
-
+def _checks(schema: str) -> tuple[Check, Check]:
+    """What finds the first flaw of a whole file, and of its format."""
     text = (SCHEMAS / f"{schema}.schema.json").read_text(encoding="utf-8")
-    return jsonschema.Draft202012Validator(json.loads(text))
+    whole = json.loads(text)
+    kind = {key: whole[key] for key in ("$defs", "type") if key in whole}
+    of_format = {"properties": {"format": whole["properties"]["format"]}}
+    return compiled(whole), compiled({**kind, **of_format})
 
 
 def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -> Mapping[str, Any]:
@@ -71,31 +86,42 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
         FormatError: ``error``, of which this is the base.
     """
     try:
-        unbounded = next(_not_finite(data), None)
-        if unbounded is not None:
-            path, value = unbounded
-            raise error(f"{where}: {_dotted(path) or 'the file'} is {shown(value)}, not a finite number")
-        flaws = _validator(schema).iter_errors(data)
+        _check_sizes(data, where, error)
+        for path, rule in _odd_values(data):
+            raise error(f"{where}: {_dotted(path) or 'the file'} is {rule}")
         # The format first: a file of another version has other fields, too.
-        flaw = min(flaws, key=lambda flaw: list(flaw.absolute_path) != ["format"], default=None)
-        if flaw is not None:
-            raise error(f"{where}: {_sentence(flaw)}")
+        for check in reversed(_checks(schema)):
+            flaw = check(data)
+            if flaw is not None:
+                raise error(f"{where}: {_sentence(flaw)}")
     except RecursionError:
         raise error(f"{where}: nested too deeply") from None
     return cast("Mapping[str, Any]", data)
 
 
-def _not_finite(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], float]]:
-    """The numbers that are no finite float, and where they stand."""
+def _check_sizes(data: Any, where: str, error: type[FormatError]) -> None:
+    """Refuse what no planner could take, before anything looks at each of its values."""
+    layers = data.get("layers") if isinstance(data, dict) else None
+    if isinstance(layers, list) and len(layers) > MOST_LAYERS:
+        raise error(f"{where}: layers has {len(layers)} entries, and at most {MOST_LAYERS} are read: group them")
+
+
+def _odd_values(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The numbers that are no finite float, and the texts that are too long: where they stand, what they are."""
     if isinstance(data, int | float):
         if not abs(data) <= sys.float_info.max:
-            yield path, data
+            yield path, f"{shown(data)}, not a finite number"
+    elif isinstance(data, str):
+        if len(data) > LONGEST_TEXT:
+            yield path, f"a text of {len(data)} characters, more than {LONGEST_TEXT}"
     elif isinstance(data, Mapping):
         for key, value in data.items():
-            yield from _not_finite(value, (*path, str(key)))
+            if len(str(key)) > LONGEST_TEXT:
+                yield (*path, shown(str(key))), f"a key of more than {LONGEST_TEXT} characters"
+            yield from _odd_values(value, (*path, str(key)))
     elif isinstance(data, list):
         for index, value in enumerate(data):
-            yield from _not_finite(value, (*path, index))
+            yield from _odd_values(value, (*path, index))
 
 
 def _dotted(path: Iterable[str | int]) -> str:
@@ -104,14 +130,12 @@ def _dotted(path: Iterable[str | int]) -> str:
     return text.removeprefix(".")
 
 
-def _sentence(flaw: Any) -> str:
-    """What jsonschema found, with the field's path and without the whole file in it."""
-    path = _dotted(flaw.absolute_path)
-    if flaw.validator == "required":
-        missing = next(key for key in flaw.validator_value if key not in flaw.instance)
-        return f"{f'{path}.' if path else ''}{missing} is missing"
-    wanted = flaw.validator_value
-    match flaw.validator:
+def _sentence(flaw: Flaw) -> str:
+    """What is wrong, with the field's path and without the whole file in it."""
+    path, wanted = _dotted(flaw.path), flaw.wanted
+    if flaw.keyword == "required":
+        return f"{f'{path}.' if path else ''}{wanted} is missing"
+    match flaw.keyword:
         case "type":
             names = wanted if isinstance(wanted, list) else [wanted]
             rule = "not " + " or ".join(f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in names)
@@ -131,30 +155,44 @@ def _sentence(flaw: Any) -> str:
             rule = f"not of the form {wanted}"
         case _:
             rule = "not of a form that is allowed here"
-    return f"{path or 'the file'} is {shown(flaw.instance)}, {rule}"
+    return f"{path or 'the file'} is {shown(flaw.found)}, {rule}"
 
 
-def write_text(path: str | PathLike[str], text: str) -> None:
+def write_text(path: str | PathLike[str], text: str, *, through_link: bool = True) -> None:
     """Write to a temporary file beside ``path``, then rename it: nobody reads half a file.
+
+    Args:
+        through_link: Where ``path`` is a symbolic link, write what it points to. False: the link itself is
+            replaced, as is right for a name that the program chose, which others may have planted a link under.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    target = Path(path).resolve()  # what a link points to, not the link
+    target = Path(path).resolve() if through_link else Path(path)
     try:
-        if target.exists() and not target.is_file():  # /dev/stdout, a pipe: nothing to rename over
-            target.write_text(text, encoding="utf-8")
+        if target.exists() and not target.is_file() and through_link:
+            target.write_text(text, encoding="utf-8")  # /dev/stdout, a pipe: nothing to rename over
         else:
-            _replace(target, text)
+            with replacing(target) as file:
+                file.write(text.encode("utf-8"))
     except OSError as flaw:
         raise OSError(flaw.errno, f"cannot be written: {flaw.strerror}", str(path)) from None
 
 
-def _replace(target: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+@contextmanager
+def replacing(target: Path) -> Iterator[IO[bytes]]:
+    """A new file for writing, which takes the name ``target`` when the block ends, and goes if it raises.
+
+    It is created exclusively, under a name that nobody can predict: a link that somebody planted in a shared
+    folder is never followed.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:80]}.", dir=target.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes files that only their owner may read
@@ -164,5 +202,21 @@ def _replace(target: Path, text: str) -> None:
         raise
 
 
-def write_json(path: str | PathLike[str], data: Any) -> None:
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+def write_json(path: str | PathLike[str], data: Any, *, through_link: bool = True) -> None:
+    """Write ``data`` as :func:`write_text` does."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", through_link=through_link)
+
+
+def is_plain(name: object) -> TypeGuard[str]:
+    """Whether ``name`` is the relative name of a file that cannot be outside of the folder it is joined to.
+
+    Files in subfolders have such names, too. Links within the folder are another question.
+    """
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    path = Path(name)
+    try:
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME_BYTES for part in path.parts)
+    except UnicodeEncodeError:
+        return False
+    return bool(path.parts) and not path.anchor and ".." not in path.parts and not too_long

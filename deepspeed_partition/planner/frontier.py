@@ -103,7 +103,7 @@ def frontier(
         if max(least.peak_memory_bytes) >= max(plan.peak_memory_bytes):
             return plan
         # What is proved of a point is that nothing is faster.
-        return replace(least, proved=plan.proved, proved_class=plan.proved_class)
+        return replace(least, proved=plan.proved, proved_class=plan.proved_class, proved_of=plan.proved_of)
 
     plans = [plan_for(platform.memory_bytes)]
     smallest, complete = 1, False

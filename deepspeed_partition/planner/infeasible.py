@@ -100,6 +100,10 @@ def _enough_for_step(problem: Problem, solver: Solver, solve: Solve, memory_byte
     return memory_bytes
 
 
+def out_of_time(algorithm: str) -> InfeasibleError:
+    return InfeasibleError(f"{algorithm} had no plan when its time was up: give it more time")
+
+
 def piles_up(problem: Problem, smallest: int) -> InfeasibleError:
     memory = problem.platform.memory_bytes
     return InfeasibleError(
@@ -108,5 +112,18 @@ def piles_up(problem: Problem, smallest: int) -> InfeasibleError:
         f"({format_bytes(smallest)}) "
         "would do: give more memory or bandwidth, or fewer micro-batches",
         short_bytes=smallest - memory,
+        smallest_memory_bytes=smallest,
+    )
+
+
+def no_room_for_flush(problem: Problem, smallest: int) -> InfeasibleError:
+    """Where micro-batches wait in flight until a batch is whole."""
+    memory = problem.platform.memory_bytes
+    return InfeasibleError(
+        f"no plan fits into {format_bytes(memory)} per device: the loss of a batch is computed on all of its "
+        f"outputs, so every stage keeps its {problem.fewest_in_flight} micro-batches in flight; "
+        f"{exact_bytes(smallest)} ({format_bytes(smallest)}) would do: give more memory or devices, use smaller "
+        "batches, or the mean over micro-batches, if that is what the loss may be",
+        short_bytes=max(smallest - memory, 0),
         smallest_memory_bytes=smallest,
     )

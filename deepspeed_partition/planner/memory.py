@@ -2,11 +2,20 @@
 
     weight_copies * weights + in_flight * stash + transient + buffers at its two cuts
 
+Instants, here and wherever a plan's bytes are counted. Something that lasts from a to b is there at the instants t
+with a <= t < b: what ends at an instant is gone when anything begins there. An operation that takes no time, a =
+b, is there at the instant a. So "while the layer runs" and "from the start of its forward to the end of its
+backward" include a single instant: the transient bytes of a stage that takes no time count then, and so does its
+micro-batch where its forward and its backward fall on one instant. All that is there at an instant counts
+together: the sum of the stashes, the largest of the transients. A tensor that waits from a to a has not waited,
+and does not count beyond the buffers that are reserved for it.
+
 The replay (``simulate.py``) counts the same bytes from the operations alone and shares nothing with this file.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from fractions import Fraction
 
 import numpy as np
@@ -60,10 +69,9 @@ class StageTable:
         slots = buffer_slots(platform)
         inner = [min(slots * chain.boundary_bytes(cut), 2**60) for cut in range(1, chain.num_layers)]
         buffers = np.array([0, *inner, 0], dtype=np.int64)
-        copies = Fraction(str(platform.weight_copies))
-        total_weights = (weights[None, :] - weights[:, None]).astype(object)
-        scaled = -((-total_weights * copies.numerator) // copies.denominator)  # rounded up, exactly
-        scaled = np.minimum(np.maximum(scaled, 0), 2**60).astype(np.int64)
+        scaled = _times(weights[None, :] - weights[:, None], Fraction(str(platform.weight_copies)))
+        self.weights: NDArray[np.int64] = weights
+        """[l]: bytes of the parameters of layers 0 to l, once."""
         self.buffers: NDArray[np.int64] = buffers[:, None] + buffers[None, :]
         """[k, l]: bytes at both cuts of layers k to l; contained in ``fixed``."""
         self.fixed: NDArray[np.int64] = scaled + self.buffers + transient
@@ -75,11 +83,32 @@ class StageTable:
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
         """[k, l]: some parameter of layers k to l is trained."""
-        room = platform.memory_bytes - self.fixed
-        in_flight = np.full((size, size), UNLIMITED, dtype=np.int64)
-        np.floor_divide(room, self.stash, out=in_flight, where=self.stash > 0)
-        self.max_in_flight: NDArray[np.int64] = np.where((room < 0) | ~self.is_stage, 0, in_flight)
+        self.max_in_flight: NDArray[np.int64] = self._room_for(platform.memory_bytes)
         """[k, l]: the most micro-batches that fit; 0 where not one does."""
+
+    def with_memory(self, memory_bytes: int) -> StageTable:
+        """The same for devices of another size."""
+        other = copy(self)
+        other.max_in_flight = self._room_for(memory_bytes)
+        return other
+
+    def _room_for(self, memory_bytes: int) -> NDArray[np.int64]:
+        room = memory_bytes - self.fixed
+        in_flight = np.full(room.shape, UNLIMITED, dtype=np.int64)
+        np.floor_divide(room, self.stash, out=in_flight, where=self.stash > 0)
+        in_flight[(room < 0) | ~self.is_stage] = 0
+        return in_flight
+
+
+def _times(num_bytes: NDArray[np.int64], copies: Fraction) -> NDArray[np.int64]:
+    """``copies`` times as many, rounded up, exactly; from 0 to 2**60."""
+    least, most = int(num_bytes.min()), int(num_bytes.max())
+    # Python's integers where the product may need more than 64 bits; they take twenty times as long.
+    fits = max(most, -least) * copies.numerator < 2**62 and copies.denominator < 2**62
+    exact = num_bytes if fits else num_bytes.astype(object)
+    scaled = -((-exact * copies.numerator) // copies.denominator)
+    result: NDArray[np.int64] = np.minimum(np.maximum(scaled, 0), 2**60).astype(np.int64)
+    return result
 
 
 def _prefix(values: object) -> NDArray[np.int64]:

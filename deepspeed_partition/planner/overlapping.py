@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,8 @@ class StepEngine:
         cuts: boundaries of the stages.
         devices: of each stage.
         allreduce: ticks for each stage; left out, there is one pipeline.
+        flushes: Micro-batches of each batch of a step, where the last stage begins no backward of a batch before
+            all of its forwards are done. Left out, a backward may follow its own forward.
     """
 
     def __init__(
@@ -62,7 +64,10 @@ class StepEngine:
         cuts: Sequence[int],
         devices: Sequence[int],
         allreduce: Sequence[int] = (),
+        flushes: Sequence[int] | None = None,
     ) -> None:
+        self.flush_ends = None if flushes is None else frozenset(accumulate(flushes))
+        """Forwards of the last stage after which backwards may begin."""
         self.platform: Platform = times.platform
         self.num_stages = len(devices)
         stages = list(pairwise(cuts))
@@ -180,6 +185,9 @@ class StepEngine:
                 idle.append(device[position])
                 if link[position] >= 0:
                     links.add(link[position])
+                elif position + 1 == self.num_stages and self.flush_ends is not None:
+                    if len(ends[position]) in self.flush_ends:
+                        arrived[position + 1] = len(ends[position])
                 elif position + 1 < size:
                     arrived[position + 1] += 1
         if any(count < num_micro_batches for count in begun):
@@ -292,8 +300,8 @@ class StepEngine:
         """Of each stage, if it had its device for itself."""
         self.weights = []
         for place in range(self.num_devices):
-            mine = [stage for stage in range(self.num_stages) if self.device[stage] == place]
-            weights = sum(layer.weight_bytes for stage in mine for layer in chain.layers[slice(*stages[stage])])
+            mine = [each for stage, each in enumerate(stages) if self.device[stage] == place]
+            weights = sum(int(table.weights[stop] - table.weights[start]) for start, stop in mine)
             self.weights.append(self.platform.weights_bytes(weights))
 
     def _stage(self, position: int) -> int:

@@ -17,12 +17,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from deepspeed_partition.planner.errors import ChainFormatError
-from deepspeed_partition.planner.graphs import GraphError, LayerGraph, Node
+from deepspeed_partition.planner.graphs import MOST_NODES, GraphError, LayerGraph, Node
 from deepspeed_partition.planner.problem import LARGEST_BYTES, LONGEST_SECONDS, Chain
 from deepspeed_partition.planner.units import shown
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+MOST_LINES = 20_000
+"""Nodes, edges and empty lines."""
+LONGEST_LINE = 2**16
+"""In characters."""
 
 
 class _Line(NamedTuple):
@@ -42,7 +47,7 @@ class _Line(NamedTuple):
 
 def is_graph(text: str) -> bool:
     """Whether this is meant to be a ``graph.txt`` rather than JSON: its first line with content says."""
-    first = next((line for line in text.splitlines() if line.strip()), "")
+    first = text.lstrip().partition("\n")[0]
     return " -- " in first and not first.lstrip("\ufeff \t").startswith(("{", "["))
 
 
@@ -66,6 +71,7 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
         ChainFormatError: a line that is neither node nor edge, a number that is none, a node that stands twice or
             nowhere, and what ``LayerGraph`` refuses; the message names the line.
     """
+    _check_sizes(text, where)
     lines = [
         _Line(number, line, f"{where}: line {number}")
         for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1)
@@ -96,6 +102,23 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
     except GraphError as flaw:
         at = where if flaw.node is None else list(nodes.values())[flaw.node][0].where
         raise ChainFormatError(f"{at}: {flaw}") from None
+
+
+def _check_sizes(text: str, where: str) -> None:
+    """Refuse a graph that is too large, before anything looks at each of its lines."""
+    num_nodes, num_lines = text.count(f"{_FIELDS[0]}="), text.count("\n")
+    if num_nodes > MOST_NODES:
+        raise ChainFormatError(
+            f"{where}: the graph has {num_nodes} nodes and at most {MOST_NODES} are read: group them"
+        )
+    if num_lines > MOST_LINES:
+        raise ChainFormatError(f"{where}: {num_lines} lines, and at most {MOST_LINES} are read: group the nodes")
+    start = 0
+    for number in range(1, num_lines + 2):
+        end = text.find("\n", start)
+        if (len(text) if end < 0 else end) - start > LONGEST_LINE:
+            raise ChainFormatError(f"{where}: line {number} has more than {LONGEST_LINE} characters: shorten it")
+        start = end + 1
 
 
 def _node(line: _Line) -> Node:

@@ -94,10 +94,13 @@ class Plan:
     gap: float
     """``period_seconds / lower_bound_seconds - 1``."""
     proved: bool
-    """Nothing better exists in ``proved_class``."""
+    """Nothing better exists in ``proved_class``: no shorter period, or as ``proved_of`` says. Of a step nothing is
+    proved, so a plan with one is not."""
     proved_class: str | None = None
     """``"contiguous"``, ``"one special device"`` (only one has several stages), or ``"any allocation"``. Layers
     that follow one another on a device count as one stage in all of them."""
+    proved_of: str | None = None
+    """``"period"``, or ``"memory"`` where a period was asked for: no plan of this period takes less."""
     class_lower_bound_seconds: float | None = None
     """No allocation in which at most one device has several stages has a shorter period; None: not looked for."""
     stages: tuple[PlannedStage, ...]
@@ -108,6 +111,9 @@ class Plan:
     step: StepPlan | None = None
     data_parallel: int | None = None
     """So many identical pipelines of ``platform.num_devices`` devices each, if that was planned."""
+    zero_stage: int | None = None
+    """Of those pipelines, where it was said. Under 1 they share the optimizer's states, and
+    ``platform.weight_copies`` is what each of them keeps."""
     allreduce_seconds: tuple[float, ...] = ()
     """Of each stage's gradients, among those pipelines, once per step."""
     planning_seconds: float = 0.0
@@ -179,6 +185,8 @@ class Plan:
         }  # fmt: skip
         if self.proved_class is not None:
             data["proved_class"] = self.proved_class
+        if self.proved_of is not None:
+            data["proved_of"] = self.proved_of
         if self.class_lower_bound_seconds is not None:
             data["class_lower_bound_seconds"] = self.class_lower_bound_seconds
         data["stages"] = [_stage_to_dict(stage) for stage in self.stages]
@@ -192,6 +200,8 @@ class Plan:
         if self.data_parallel is not None:
             data["data_parallel"] = self.data_parallel
             data["allreduce_seconds"] = list(self.allreduce_seconds)
+            if self.zero_stage is not None:
+                data["zero_stage"] = self.zero_stage
         if self.step is not None:
             data["num_micro_batches"] = self.step.num_micro_batches
             data["step_seconds"] = self.step.step_seconds
@@ -218,6 +228,7 @@ class Plan:
                 gap=float(mapping["gap"]),
                 proved=mapping["proved"],
                 proved_class=mapping.get("proved_class"),
+                proved_of=mapping.get("proved_of"),
                 class_lower_bound_seconds=_optional_float(mapping.get("class_lower_bound_seconds")),
                 stages=tuple(_stage_from_dict(stage) for stage in mapping["stages"]),
                 operations=tuple(_operation_from_dict(operation) for operation in mapping["operations"]),
@@ -228,6 +239,7 @@ class Plan:
                 peak_memory_bytes=tuple(int(peak) for peak in mapping["peak_memory_bytes"]),
                 step=_step_from_dict(mapping, where),
                 data_parallel=_optional_int(mapping.get("data_parallel")),
+                zero_stage=_optional_int(mapping.get("zero_stage")),
                 allreduce_seconds=tuple(float(seconds) for seconds in mapping.get("allreduce_seconds", ())),
                 planning_seconds=float(mapping.get("planning_seconds", 0.0)),
             )

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import check_boundaries
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.data_parallel import Split, seconds_of, splits_of
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.data_parallel import Split, check_zero_stage, seconds_of, splits_of
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
-from deepspeed_partition.planner.infeasible import infeasible, piles_up
+from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush, out_of_time, piles_up
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
 from deepspeed_partition.planner.overlapping import in_order
 from deepspeed_partition.planner.overlapping import one_f_one_b as one_f_one_b_orders
@@ -39,7 +39,7 @@ from deepspeed_partition.planner.solvers.problem import (
 )
 from deepspeed_partition.planner.solvers.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.road import Pattern, Placement
-from deepspeed_partition.planner.solvers.steps import fixed_step, step_engine
+from deepspeed_partition.planner.solvers.steps import fixed_step, memory_of_flush, step_engine
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
@@ -65,6 +65,8 @@ def make_plan(
     every_stage_trains: bool = False,
     every_device_trains: bool = False,
     data_parallel: int | str | None = None,
+    zero_stage: int | None = None,
+    flushes: Sequence[int] | None = None,
     period_seconds: float | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
@@ -87,9 +89,17 @@ def make_plan(
         data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
             ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
             step includes the all-reduce of the gradients.
+        zero_stage: 1 where these pipelines share the optimizer's states (ZeRO-1): of ``weight_copies`` all but 2,
+            the weights and their gradients, counts once per number of pipelines. ``weight_copies`` of the plan's
+            platform is what one of them keeps. It changes nothing else: reducing the gradients to where the states
+            are and gathering the weights from there sends as much as an all-reduce. Left out: 0.
+        flushes: where a step consists of batches whose loss is computed once on all outputs of a batch, the number
+            of micro-batches of each: the last stage begins no backward of a batch before all of its forwards are
+            done (GPipe's flush), so that every stage has all micro-batches of a batch in flight.
         period_seconds: plan for this period, or a shorter one, in as little memory as possible; left out, for the
             shortest period in the memory that there is. ``proved`` then speaks of the memory.
-        time_limit_seconds: for searches that may end without a proof; 60 where left out.
+        time_limit_seconds: in which a processor works for searches that may end without a proof, of all pipelines
+            together; 60 where left out. What other programs do meanwhile does not count.
         deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
 
     Raises:
@@ -98,11 +108,15 @@ def make_plan(
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
+    check_zero_stage(zero_stage)
     if data_parallel is None:
         splits = [Split(None, platform, num_micro_batches)]
     else:
-        splits = splits_of(platform, num_micro_batches, data_parallel)
-    overall = Deadline(_time_limit(time_limit_seconds), within=deadline)
+        splits = splits_of(platform, num_micro_batches, data_parallel, zero_stage)
+    flushes = _checked_flushes(
+        flushes, num_micro_batches, others=bool(data_parallel or num_stages or every_stage_trains)
+    )
+    overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     plans: list[Plan] = []
     refusals: list[InfeasibleError | ValueError] = []
     # The shortest pipelines first: they take hardly any of the time, which leaves more for the others.
@@ -119,7 +133,13 @@ def make_plan(
                 time_limit_seconds=limit,
                 deadline=deadline,
             )
-            problem = replace(problem, num_pipelines=split.num_pipelines)
+            problem = replace(
+                problem,
+                num_pipelines=split.num_pipelines,
+                zero_stage=zero_stage,
+                is_one_of_many=num_left > 1,
+                flushes=flushes,
+            )
             if period_seconds is None:
                 plan = _solve(problem, solver)
             else:
@@ -142,8 +162,16 @@ def make_plan(
 
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
-    answer = solver.solve(problem)
+    try:
+        answer = solver.solve(problem)
+    except DeadlinePassed:
+        raise out_of_time(solver.name) from None
     if not answer.cuts and not answer.patterns:
+        if problem.deadline.stopped:
+            raise out_of_time(solver.name)  # whoever stopped it does not wait for what would do
+        if problem.is_one_of_many:
+            memory, num_devices = format_bytes(problem.platform.memory_bytes), problem.platform.num_devices
+            raise InfeasibleError(f"no plan fits into {memory} per device on {num_devices} devices")
         raise infeasible(problem, solver, _solve)
     too_large: list[int] = []
     for found, step in _candidates(problem, answer):
@@ -153,6 +181,8 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
             too_large.append(over)  # tensors that pile up before a slow link, which only the step shows
             continue
         return plan
+    if problem.flushes:
+        raise no_room_for_flush(problem, memory_of_flush(problem))
     raise piles_up(problem, min(too_large))
 
 
@@ -215,6 +245,7 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
         gap=plan.period_seconds / bound - 1,
         proved=proved,
         proved_class=answer.proved_class if proved else None,
+        proved_of="memory" if proved else None,
     )
     needs = max(use.total for use in replayed.memory)
     if needs > memory:
@@ -330,11 +361,37 @@ def problem_of(
         table=StageTable(chain, platform),
         num_micro_batches=num_micro_batches,
         in_deepspeed=num_micro_batches is not None and (num_stages is not None or every_stage_trains),
-        deadline=Deadline(_time_limit(time_limit_seconds), within=deadline),
+        deadline=Deadline(time_limit(time_limit_seconds), within=deadline),
     )
 
 
-def _time_limit(seconds: float | None) -> float:
+def _checked_flushes(
+    flushes: Sequence[int] | None, num_micro_batches: int | None, *, others: bool
+) -> tuple[int, ...] | None:
+    if flushes is None:
+        return None
+    sizes = tuple(flushes)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"flushes is {shown(flushes)}: it is the numbers of micro-batches of batches")
+    if sum(sizes) != num_micro_batches:
+        raise ValueError(
+            f"flushes is {shown(flushes)}, {sum(sizes)} micro-batches in all, and num_micro_batches is "
+            f"{num_micro_batches}: they are the same"
+        )
+    if others:
+        raise ValueError(
+            "flushes is for an engine that overlaps transfers, in one pipeline: leave out num_stages, "
+            "every_stage_trains and data_parallel"
+        )
+    return sizes
+
+
+def time_limit(seconds: float | None) -> float:
+    """What an argument of this name asks for.
+
+    Raises:
+        ValueError: no number, or not more than 0.
+    """
     if seconds is None:
         return DEFAULT_TIME_LIMIT_SECONDS
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
@@ -376,6 +433,7 @@ def _assemble(
     bound_seconds = times.clock.seconds(bound)
     reached = period <= math.ceil(bound)
     best = answer.best_period == period and platform.comm_buffers >= buffer_slots(platform)
+    proved = (reached or best) and step is None  # what is looked for is then the step, of which nothing is proved
     plan = Plan(
         chain=ChainReference.of(problem.chain),
         platform=platform,
@@ -383,8 +441,9 @@ def _assemble(
         period_seconds=pattern.period_seconds,
         lower_bound_seconds=bound_seconds,
         gap=pattern.period_seconds / bound_seconds - 1,
-        proved=reached or best,
-        proved_class="any allocation" if reached else answer.proved_class if best else None,
+        proved=proved,
+        proved_class=None if not proved else "any allocation" if reached else answer.proved_class,
+        proved_of="period" if proved else None,
         class_lower_bound_seconds=None if answer.class_bound is None else times.clock.seconds(answer.class_bound),
         stages=tuple(
             PlannedStage(
@@ -405,6 +464,7 @@ def _assemble(
         peak_memory_bytes=tuple(use.total for use in memory),
         step=None if step is None else _step_plan(problem, placement, step),
         data_parallel=problem.num_pipelines,
+        zero_stage=problem.zero_stage if problem.num_pipelines else None,
         allreduce_seconds=tuple(problem.allreduce_seconds(placement.cuts)) if problem.num_pipelines else (),
     )
     replayed = replay(plan, problem.chain)

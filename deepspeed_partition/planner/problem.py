@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,12 @@ def _stem(path: str | PathLike[str]) -> str:
     return Path(path).resolve().parent.name if stem == "graph" else stem
 
 
+@lru_cache
+def _decimal(number: float) -> Fraction:
+    """What a number prints as, exactly."""
+    return Fraction(str(number))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """The devices of one pipeline, and the links between any two of them.
@@ -329,7 +336,7 @@ class Platform:
     def weights_bytes(self, num_bytes: int) -> int:
         """What the parameters of one device take: ``weight_copies`` times, rounded up to a byte."""
         # As a fraction of its decimal digits: 1.1 * 10 is 11, not 11.000000000000002.
-        return math.ceil(Fraction(str(self.weight_copies)) * num_bytes)
+        return math.ceil(_decimal(self.weight_copies) * num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in self.__dataclass_fields__}

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.infeasible import out_of_time
 from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan, problem_of
+from deepspeed_partition.planner.planning import make_plan, problem_of, time_limit
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.solvers.baselines import FixedCut
 from deepspeed_partition.planner.solvers.replicated import (
@@ -63,7 +64,11 @@ class Replicated:
 
 
 def partition_replicated(
-    chain: Chain, platform: Platform, num_machines: int = 1, machine_bandwidth: float = 0.0
+    chain: Chain,
+    platform: Platform,
+    num_machines: int = 1,
+    machine_bandwidth: float = 0.0,
+    deadline: Deadline | None = None,
 ) -> Replicated:
     """PipeDream's partitioner on ``num_machines`` equal machines that share the devices.
 
@@ -73,6 +78,7 @@ def partition_replicated(
 
     Raises:
         ValueError: machines that do not divide the devices, or more than ``MOST_REPLICAS`` devices.
+        DeadlinePassed: there is no answer before all is looked at.
     """
     problem_of(chain, platform)  # raises where the chain is none to plan for
     num_devices = platform.num_devices
@@ -83,7 +89,7 @@ def partition_replicated(
     levels = [Level(num_workers=num_devices // num_machines, bandwidth=platform.bandwidth)]
     if num_machines > 1:
         levels.append(Level(num_workers=num_machines, bandwidth=machine_bandwidth))
-    pipeline = pipedream_replicated(chain, levels)
+    pipeline = pipedream_replicated(chain, levels, deadline)
     return Replicated(chain=chain, platform=platform, levels=tuple(levels), pipeline=pipeline)
 
 
@@ -93,6 +99,7 @@ def plan_replicated(
     num_machines: int = 1,
     machine_bandwidth: float = 0.0,
     *,
+    time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Plan | Replicated:
     """PipeDream's pipeline: a plan of D equal pipelines where each stage has D replicas and all links are alike.
@@ -101,10 +108,14 @@ def plan_replicated(
     waits for nothing, and memory is only looked at for one micro-batch in flight.
 
     Raises:
-        InfeasibleError: a stage does not even have room for that.
+        InfeasibleError: a stage does not even have room for that, or the time was up.
         ValueError: as ``partition_replicated``.
     """
-    found = partition_replicated(chain, platform, num_machines, machine_bandwidth)
+    deadline = Deadline(time_limit(time_limit_seconds), within=deadline)
+    try:
+        found = partition_replicated(chain, platform, num_machines, machine_bandwidth, deadline)
+    except DeadlinePassed:
+        raise out_of_time(REPLICATED) from None
     counts = {stage.num_replicas for stage in found.pipeline.stages}
     if len(found.levels) == 1 and len(counts) == 1:
         cuts = (0, *(stage.layers[1] for stage in found.pipeline.stages))

@@ -252,8 +252,11 @@ def _some_combination_fits(
         begins[name] = now + (at - now) % period
         now = ends[name] = begins[name] + duration
 
-    def alive(begin: NDArray[np.int64], end: NDArray[np.int64], now: int) -> NDArray[np.int64]:
+    def waits(begin: NDArray[np.int64], end: NDArray[np.int64], now: int) -> NDArray[np.int64]:
         return (now - begin) // period - (now - end) // period
+
+    def alive(begin: NDArray[np.int64], end: NDArray[np.int64], now: int) -> NDArray[np.int64]:
+        return waits(begin, end, now) + ((begin == end) & ((now - begin) % period == 0))
 
     fits = np.ones(len(now), dtype=bool)
     for moment, device in product(range(period), sorted(set(devices))):
@@ -267,12 +270,12 @@ def _some_combination_fits(
                 runs = alive(begins[name], ends[name], moment) > 0
                 running = np.maximum(running, runs * max(l.transient_bytes for l in layers[stage]))
             if stage < stages[-1]:  # the upper end of the cut below
-                waiting = alive(ends[forward], ends[f"SF{stage}"], moment)
-                waiting += alive(begins[f"SB{stage}"], begins[backward], moment)
+                waiting = waits(ends[forward], ends[f"SF{stage}"], moment)
+                waiting += waits(begins[f"SB{stage}"], begins[backward], moment)
                 total += np.maximum(platform.comm_buffers, waiting) * layers[stage][-1].output_bytes
             if stage > 0:  # the lower end of the cut above
-                waiting = alive(begins[f"SF{stage - 1}"], begins[forward], moment)
-                waiting += alive(ends[backward], ends[f"SB{stage - 1}"], moment)
+                waiting = waits(begins[f"SF{stage - 1}"], begins[forward], moment)
+                waiting += waits(ends[backward], ends[f"SB{stage - 1}"], moment)
                 total += np.maximum(platform.comm_buffers, waiting) * layers[stage - 1][-1].output_bytes
         fits &= total + running <= platform.memory_bytes
     return bool(fits.any())

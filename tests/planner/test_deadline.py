@@ -28,7 +28,7 @@ def clock(monkeypatch):
     class Clock:
         now = 100.0
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(module.time, "thread_time", lambda: Clock.now)
     return Clock
 
 
@@ -118,7 +118,7 @@ class Looks(Deadline):
         self.after = 0
         self.calls = [0]
 
-    def remaining_seconds(self) -> float:
+    def _left(self, worked: float, now: float) -> float:
         self.calls.append(0)
         self.left -= 1
         self.after += self.left < 0

@@ -250,7 +250,7 @@ def test_the_plan_file_has_the_documented_fields():
     plan = make_plan(Chain.from_dict(CHAIN), PLATFORM, num_micro_batches=4).to_dict()
     assert list(plan) == [
         "format", "chain", "platform", "algorithm", "period_seconds", "lower_bound_seconds", "gap", "proved",
-        "proved_class", "class_lower_bound_seconds", "stages", "operations", "peak_memory_bytes", "memory",
+        "class_lower_bound_seconds", "stages", "operations", "peak_memory_bytes", "memory",
         "planning_seconds", "num_micro_batches", "step_seconds", "blocking_step_seconds", "order",
     ]  # fmt: skip
     assert plan["format"] == "madpipe-plan/1"

@@ -196,7 +196,7 @@ def test_out_of_time_it_returns_the_best_so_far_and_proves_nothing():
     made, platform = of_case(case, case["P"], case["M"])
     plan = make_plan(made, platform, time_limit_seconds=1e-9)
     assert plan.period_seconds == case["contiguous"]
-    assert plan.proved_class == "contiguous"  # which took no search
+    assert (plan.proved, plan.proved_class) == (False, None), "other allocations may be better"
 
 
 @pytest.mark.parametrize("seed", range(5))

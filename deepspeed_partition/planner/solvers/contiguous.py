@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers import one_f_one_b, synchronous
 from deepspeed_partition.planner.solvers.min_max import NOTHING_FITS, min_max_cuts, trace
@@ -33,6 +33,8 @@ from deepspeed_partition.planner.solvers.steps import best_contiguous_step
 
 MOST_FAILURES = 4
 """Of a bisection in a row, before it asks whether there is anything better at all."""
+CUT_SECONDS = 0.5
+"""For the best cut where the time is up: enough for 500 layers on 32 devices."""
 Found = TypeVar("Found")
 Start = TypeVar("Start")
 
@@ -53,13 +55,12 @@ class Contiguous:
         found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
         if found is None:
             return Answer(())
-        cuts, period = found
-        proved = None if problem.deadline.stopped else period
+        proved = found.period if found.proved else None
         if problem.num_micro_batches is None:
-            return Answer((cuts,), proved)
+            return Answer((found.cuts,), proved)
         if problem.in_deepspeed:
-            return Answer(tuple(synchronous.best_cuts(problem, cuts)), proved)
-        return Answer((cuts,), proved, steps=best_contiguous_step(problem, cuts))
+            return Answer(tuple(synchronous.best_cuts(problem, found.cuts)), proved)
+        return Answer((found.cuts,), proved, steps=best_contiguous_step(problem, found.cuts))
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
         table = problem.table
@@ -71,27 +72,36 @@ class Contiguous:
         return min(cuts, key=lambda found: found[1]) if cuts else None
 
 
+@dataclass(frozen=True, slots=True)
+class BestCut:
+    """The contiguous cut of the shortest period that was found."""
+
+    cuts: Cuts
+    period: int
+    """In ticks."""
+    proved: bool
+    """No contiguous cut has a shorter period; False where the deadline passed before that was known."""
+
+
 def best_cut(
     times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline | None = None
-) -> tuple[Cuts, int] | None:
-    """The boundaries of the shortest period that fits, and that period in ticks; None where none fits.
+) -> BestCut | None:
+    """The boundaries of the shortest period that fits; None where no cut fits.
 
-    Times and costs of all layers in O(P L^2) for each of about a dozen decisions, for P stages and L layers. It
-    needs no time limit, but where somebody stops ``deadline`` the best cut so far is the answer.
+    Each of about a dozen decisions costs all layers in O(P L^2), for P stages and L layers, and less where a
+    period holds few layers. That is worth ``CUT_SECONDS`` whatever the deadline says; where those and it have
+    passed, or it is stopped, the best cut so far is the answer. Some cut is found in any case.
     """
-    search = _Search(times, table, constraints)
-    relaxed = int(times.compute[-1] + times.round_trip.sum())  # at this period every stage has one in flight
-    cuts = search.decide(relaxed)
+    search = _Search(times, table, constraints, (deadline or Deadline()).at_least(CUT_SECONDS))
+    cuts = search.decide_relaxed()
     if cuts is None:
         return None
-    return narrow(
-        search.decide,
-        search.snap,
-        cuts,
-        search.snap(cuts, relaxed),
-        lower_bound_ticks(times, constraints.max_stages),
-        deadline,
-    )
+    first, least = search.snap(cuts, search.relaxed), lower_bound_ticks(times, constraints.max_stages)
+    try:
+        best, period = narrow(search.decide, search.snap, cuts, first, least)
+    except DeadlinePassed:
+        return search.best
+    return BestCut(best or cuts, period, True)
 
 
 def narrow(
@@ -100,20 +110,18 @@ def narrow(
     start: Start,
     period: int,
     bound: int,
-    deadline: Deadline | None = None,
 ) -> tuple[Found | Start, int]:
     """The best answer and its period, exactly, from one at ``period`` and a lower bound.
 
-    Where somebody stops ``deadline`` it is the best so far.
-
     Args:
-        decide: some answer that fits at a period, or None where there is none.
+        decide: some answer that fits at a period, or None where there is none. What it raises where a deadline
+            passes is handed on.
         snap: the least period of an answer that was found at a period.
         start: the answer at ``period``; None where only shorter ones are of interest.
     """
     found: Found | Start = start
     failures, anything, answered = 0, False, False
-    while bound < period and not (deadline is not None and deadline.stopped):
+    while bound < period:
         # Halve until there is an answer, which is often the best one: then ask for anything better at all. Where
         # there is, halve again.
         probe = period - 1 if anything else (bound + period) // 2
@@ -129,8 +137,12 @@ def narrow(
 
 
 def cut_at(problem: Problem, period: int) -> Cuts | None:
-    """Some cut that fits at ``period``, or None where there is none."""
-    return _Search(problem.times, problem.table, problem.constraints).decide(period)
+    """Some cut that fits at ``period``, or None where there is none.
+
+    Raises:
+        DeadlinePassed: before that is known.
+    """
+    return _Search(problem.times, problem.table, problem.constraints, problem.deadline).decide(period)
 
 
 def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
@@ -140,12 +152,15 @@ def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
 
 
 class _Search:
-    def __init__(self, times: TimedChain, table: StageTable, constraints: Constraints) -> None:
+    def __init__(self, times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline) -> None:
         self.times = times
         self.table = table
         self.constraints = constraints
-        self.loads = times.compute[None, :] - times.compute[:, None]
+        self.deadline = deadline
         self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
+        self.relaxed = int(times.compute[-1] + times.round_trip.sum())
+        """The period at which every stage has one micro-batch in flight."""
+        self.best: BestCut | None = None
 
     def snap(self, cuts: Cuts, found_at: int) -> int:
         """The least period of a cut that fits at ``found_at``."""
@@ -153,28 +168,80 @@ class _Search:
         room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
         period = one_f_one_b.least_period(loads, room)
         assert period is not None and period <= found_at, "a cut that a decision found does not fit"
+        if self.best is None or period < self.best.period:
+            self.best = BestCut(cuts, period, False)
         return period
 
+    def decide_relaxed(self) -> Cuts | None:
+        """Some allowed cut that has room for one micro-batch at a time, or None where there is none.
+
+        There is no plan without it, so where the deadline passes it is found all the same, by a shorter way.
+        """
+        try:
+            return self.decide(self.relaxed)
+        except DeadlinePassed:
+            return self._any_cut()
+
+    def _any_cut(self) -> Cuts | None:
+        """The same by whether stages fit alone, which takes a moment."""
+        fits = self.room >= 1
+        num_layers = self.times.chain.num_layers
+        counts = self.constraints.counts(num_layers)
+        reached: NDArray[np.bool_] = np.arange(num_layers + 1) == num_layers
+        choices: list[NDArray[np.intp]] = []
+        for count in range(1, max(counts, default=0) + 1):
+            onward = fits & reached
+            choices.append(onward.argmax(axis=1))
+            reached = np.asarray(onward.any(axis=1))
+            if count in counts and reached[0]:
+                return trace(choices, num_layers)
+        return None
+
     def decide(self, period: int) -> Cuts | None:
-        """Some allowed cut that fits at ``period``, or None where there is none."""
+        """Some allowed cut that fits at ``period``, or None where there is none.
+
+        Raises:
+            DeadlinePassed: before that is known.
+        """
         num_layers = self.times.chain.num_layers
         counts = self.constraints.counts(num_layers)
         base = period + 1  # a delay as one integer, group * base + fill, so that the least is found by min
         delay = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
         delay[num_layers] = base
+        self.deadline.check()
+        stops, loads, room = self._short_stages(period)
         choices: list[NDArray[np.intp]] = []
         for count in range(1, max(counts, default=0) + 1):
+            self.deadline.check()
+            below = delay[stops]
             group, fill = np.divmod(delay, base)
-            total = fill[None, :] + self.loads
+            total = fill[stops] + loads
             opens = total > period
-            group_here = group[None, :] + opens
-            fits = (self.loads <= period) & (group_here <= self.room) & (delay < NOTHING_FITS)[None, :]
-            key = np.where(fits, group_here * base + np.where(opens, self.loads, total), NOTHING_FITS)
-            choices.append(key.argmin(axis=1))
-            delay = self._above_cuts(key.min(axis=1), period)
+            group_here = group[stops] + opens
+            fits = (group_here <= room) & (below < NOTHING_FITS)
+            key = np.where(fits, group_here * base + np.where(opens, loads, total), NOTHING_FITS)
+            place = key.argmin(axis=1)[:, None]
+            choices.append(np.append(np.take_along_axis(stops, place, axis=1)[:, 0], num_layers))
+            best = np.append(np.take_along_axis(key, place, axis=1)[:, 0], NOTHING_FITS)
+            delay = self._above_cuts(best, period)
             if count in counts and delay[0] < NOTHING_FITS:
                 return trace(choices, num_layers)
         return None
+
+    def _short_stages(self, period: int) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+        """Of the stages that begin at each layer and take a period at most: ends, loads, and rooms.
+
+        ``[k, i]``: the i-th of those that begin at k; beyond the last one there is no room.
+        """
+        compute = self.times.compute
+        num_layers = len(compute) - 1
+        begins = np.arange(num_layers)[:, None]
+        last = np.searchsorted(compute, compute[:-1] + period, "right") - 1
+        width = max(1, int((last - begins[:, 0]).max()))
+        stops = begins + np.arange(1, width + 1)
+        within = stops <= last[:, None]
+        stops = np.minimum(stops, num_layers)
+        return stops, compute[stops] - compute[begins], np.where(within, self.room[begins, stops], 0)
 
     def _above_cuts(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
         """Add the transfer over the cut before each layer."""

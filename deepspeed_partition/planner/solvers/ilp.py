@@ -115,22 +115,28 @@ def _solve(road: Road, least: int, most: int, deadline: Deadline, *, single_slot
 
 
 def _solver(pulp: Any, deadline: Deadline) -> Any:
-    """HiGHS where it is installed, else the CBC that comes with PuLP; one thread, so that answers repeat."""
-    seconds = min(deadline.remaining_seconds(), LONGEST_SOLVE_SECONDS)
+    """HiGHS where it is installed, else the CBC that comes with PuLP; one thread, so that answers repeat.
+
+    HiGHS counts the seconds on the wall, so it has no limit of its own but asks the deadline.
+    """
+    deadline = Deadline(LONGEST_SOLVE_SECONDS, within=deadline)
     gap = RESOLUTION / 10
     tolerances = {"primal_feasibility_tolerance": 1e-9, "mip_feasibility_tolerance": 1e-9}
-    highs = pulp.HiGHS(msg=False, gapRel=gap, threads=1, timeLimit=seconds, **tolerances)
+    highs = pulp.HiGHS(msg=False, gapRel=gap, threads=1, **tolerances)
     if not highs.available():
-        options = ["primalT 1e-9", "integerT 1e-9"]
-        return pulp.PULP_CBC_CMD(msg=False, gapRel=gap, threads=1, timeLimit=seconds, options=options)
+        seconds, options = deadline.remaining_seconds(), ["primalT 1e-9", "integerT 1e-9"]
+        return pulp.PULP_CBC_CMD(
+            msg=False, gapRel=gap, threads=1, timeLimit=seconds, timeMode="cpu", options=options
+        )
     import highspy
 
     def interrupt(kind: Any, message: str, found: Any, answer: Any, data: Any) -> None:
         # Running Python now and then also lets signal handlers run, such as one that stops the deadline.
         answer.user_interrupt = deadline.passed()
 
+    kinds = highspy.cb.HighsCallbackType
     highs.callbackTuple = (interrupt, None)
-    highs.callbacksToActivate = [highspy.cb.HighsCallbackType.kCallbackMipInterrupt]
+    highs.callbacksToActivate = [kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt]
     return highs
 
 

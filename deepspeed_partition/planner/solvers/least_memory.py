@@ -17,6 +17,7 @@ A pattern of a shorter period can be slowed down and needs no more then, so the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
@@ -37,19 +38,33 @@ from deepspeed_partition.planner.solvers.road import Estimate, Pattern, Placemen
 from deepspeed_partition.planner.solvers.several import SeveralSearch
 from deepspeed_partition.planner.solvers.special import SpecialSearch
 
+FIRST_SECONDS = 1.0
+"""For whether any cut is fast enough, where the time is up: then there is a plan, if not the best one."""
 
-def contiguous_at(problem: Problem, period: int) -> tuple[Cuts, int] | None:
-    """The cut whose largest device is smallest at ``period``, and its bytes; None where no cut is that fast."""
-    cuts = cut_at(problem.with_memory(LARGEST_MEMORY_BYTES), period)
-    if cuts is None:
-        return None
-    return narrow(
-        lambda memory_bytes: cut_at(problem.with_memory(memory_bytes), period),
-        lambda found, _: bytes_at(problem, found, period),
-        cuts,
-        bytes_at(problem, cuts, period),
-        1,
-    )
+
+def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | None, bool]:
+    """The cut whose largest device is smallest at ``period``, and its bytes; None where no cut is that fast.
+
+    And whether that is all that there is to know: False where the deadline passed before.
+    """
+    best: tuple[Cuts, int] | None = None
+
+    def need(cuts: Cuts, _: int) -> int:
+        nonlocal best
+        best = cuts, bytes_at(problem, cuts, period)
+        return best[1]
+
+    def decide(memory_bytes: int) -> Cuts | None:
+        return cut_at(problem.with_memory(memory_bytes), period)
+
+    try:
+        first = replace(problem, deadline=problem.deadline.at_least(FIRST_SECONDS))
+        cuts = cut_at(first.with_memory(LARGEST_MEMORY_BYTES), period)
+        if cuts is not None:
+            narrow(decide, need, cuts, need(cuts, 0), 1)
+    except DeadlinePassed:
+        return best, False
+    return best, True
 
 
 def bytes_at(problem: Problem, cuts: Cuts, period: int) -> int:
@@ -64,30 +79,32 @@ def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
     Args:
         special: allocations that are not contiguous, too. What is proved is proved of the memory.
     """
-    found = contiguous_at(problem, period)
+    found, best = contiguous_at(problem, period)
     if special:
-        return _Search(problem, period, found).run()
-    return Answer(()) if found is None else Answer((found[0],), period)
+        return _Search(problem, period, found, best).run()
+    return Answer(()) if found is None else Answer((found[0],), period if best else None)
 
 
 class _Search:
     """What is found and what is proved so far."""
 
-    def __init__(self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None) -> None:
+    def __init__(
+        self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, cuts_are_best: bool
+    ) -> None:
         self.problem = problem
         self.period = period
         self.cuts = None if contiguous is None else contiguous[0]
         self.best = LARGEST_MEMORY_BYTES + 1 if contiguous is None else contiguous[1]
         """Bytes of the largest device, the least so far."""
+        self.cuts_are_best = cuts_are_best
+        """Whether no contiguous cut takes less; what is proved of other allocations builds on it."""
         self.pattern: Pattern | None = None
         self.bounds: dict[Placement, int | None] = {}
         """Of each allocation that was tried: no pattern takes less; None where none takes less than the best."""
 
     def run(self) -> Answer:
-        one, several = self._one_special(), self._several_special()
+        one, several = self._one_special() and self.cuts_are_best, self._several_special()
         proved_class = ("any allocation" if several else "one special device") if one else None
-        if proved_class is None and self.pattern is None and not self.problem.deadline.stopped:
-            proved_class = "contiguous"
         if self.pattern is not None:
             proved = self.pattern.period if proved_class else None
             return Answer((), proved, (self.pattern,), proved_class=proved_class or "")
@@ -157,6 +174,8 @@ class _Search:
         """Find patterns, of the most promising allocation first; False where the time is up."""
         promises = []
         for placement in placements:
+            if self.problem.deadline.passed():
+                return False
             least = estimated_bytes(self.problem, Road(self.problem, placement), self.period)
             if least is not None and least < self.best:
                 promises.append((least, placement.cuts, placement.devices, placement))

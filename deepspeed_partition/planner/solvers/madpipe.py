@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from deepspeed_partition.planner.allocation import Allocation
@@ -49,8 +50,9 @@ PERIODIC_SHARE = 0.2
 """Of the time for a step, for the plan of the shortest period, from which its search begins."""
 PROMISE_STEPS = 8
 """Of the bisection that tells which of many allocations is tried first; its schedule begins with the rest."""
-LAST_SECONDS = 2.0
-"""For what would do, where nothing was found."""
+LAST_SECONDS = 0.5
+"""For what would do, where nothing was found: so much for one special device where the time is up, and so much at
+the most for several of them."""
 ESTIMATES: tuple[tuple[Estimate, int | None], ...] = (("safe", None), ("pair", 2), ("pair", None))
 """And the most stages of the special device. The last one bounds all of them."""
 LEVELS = (64, 16, 4, 2, 1)
@@ -114,9 +116,11 @@ class _Search:
         self.problem = problem
         self.start = [_placement(problem, allocation) for allocation in start]
         found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
-        self.cuts = None if found is None else found[0]
-        self.best = None if found is None else found[1]
+        self.cuts = None if found is None else found.cuts
+        self.best = None if found is None else found.period
         """The shortest period so far, in ticks."""
+        self.cuts_are_best = found is None or found.proved
+        """Whether no contiguous cut is better; what is proved of other allocations builds on it."""
         self.patterns: list[Pattern] = []
         self.bounds: dict[Placement, int | None] = {}
         """Of each allocation that was tried: no pattern of it has a shorter period; None where none is better."""
@@ -129,14 +133,12 @@ class _Search:
         for placement in self.start:
             if len(set(placement.devices)) <= self.problem.platform.num_devices:
                 self._try(placement)
-        one = self._one_special()
+        one = self._one_special() and self.cuts_are_best
         class_bound = self._best_or_longest() if one else self._class_bound()
         several = self._several_special()
         one = one or self._done(class_bound)
         proved_class = ("any allocation" if several else "one special device") if one else None
         counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
-        if proved_class is None and not self.patterns and not self.problem.deadline.stopped:
-            proved_class = "contiguous"
         return Answer(
             cuts=() if self.cuts is None else (self.cuts,),
             patterns=tuple(reversed(self.patterns)),
@@ -166,6 +168,8 @@ class _Search:
 
     def _class_bound(self) -> int:
         """No allocation with at most one special device has a shorter period."""
+        if not self.cuts_are_best:
+            return self.bound
         untried = min(self.tried_below, self._best_or_longest())
         return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))
 
@@ -320,10 +324,13 @@ def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | 
     a moment more where the time is up.
     """
 
+    best: tuple[Placement, int] = Placement.contiguous(cuts), enough
+
     def special(memory_bytes: int) -> Placement | None:
         return SpecialSearch(problem.with_memory(memory_bytes), "peak").decide(problem.longest_period)
 
     def several(memory_bytes: int) -> Placement | None:
+        problem.deadline.check()
         search = SeveralSearch(problem.with_memory(memory_bytes))
         found = search.all(problem.longest_period, FEW_PLACEMENTS)
         if found is None:
@@ -331,14 +338,16 @@ def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | 
         return next(iter(found), None)
 
     def need(placement: Placement, _: int) -> int:
-        return max(device.bytes_for_one for device in Road(problem, placement).memory)
+        nonlocal best
+        smallest = max(device.bytes_for_one for device in Road(problem, placement).memory)
+        best = min(best, (placement, smallest), key=lambda each: each[1])
+        return smallest
 
-    if not problem.deadline.stopped:
-        problem = replace(problem, deadline=Deadline(max(problem.deadline.remaining_seconds(), LAST_SECONDS)))
-    try:
-        placement, smallest = narrow(special, need, Placement.contiguous(cuts), enough, 1)
-        problem = replace(problem, deadline=Deadline(LAST_SECONDS, within=problem.deadline))
-        placement, smallest = narrow(several, need, placement, smallest, 1)
-    except DeadlinePassed:
-        return cuts, enough
+    seconds = LAST_SECONDS / 10 if problem.is_one_of_many else LAST_SECONDS
+    problem = replace(problem, deadline=problem.deadline.at_least(seconds))
+    with suppress(DeadlinePassed):
+        narrow(special, need, best[0], enough, 1)
+        problem = replace(problem, deadline=Deadline(seconds, within=problem.deadline))
+        narrow(several, need, *best, 1)
+    placement, smallest = best
     return (placement.cuts if placement.is_contiguous else placement), smallest

@@ -240,7 +240,6 @@ class Grid:
         for boundary in range(self.num_layers - 1, 0, -1):
             least.fill(NOTHING)
             for stop, states in known.items():
-                self.problem.deadline.check()
                 for _, _, codes, costs in self._moves(states, stages[stop], boundary, stop):
                     np.minimum.at(least, codes, costs)
             codes = np.flatnonzero(least < NOTHING)
@@ -281,7 +280,11 @@ class Grid:
         Yields:
             Whether the stage is on the special device, places of states, where each leads, and at what cost; if
             ``start`` is 0, with that of T(0, ...).
+
+        Raises:
+            DeadlinePassed: before anything is looked at.
         """
+        self.problem.deadline.check()
         delay, normals, memory, load = np.unravel_index(states.codes, self.shape)
         cut, compute = self.scale * int(self.transfer[start]), self.scale * int(self.loads[start, stop])
         room = memory <= stages.special_fits[start][delay]

@@ -70,13 +70,20 @@ class Problem:
     """That step is for DeepSpeed's own engine: one stage per rank, 1F1B of fixed depth, transfers that block."""
     deadline: Deadline = field(default_factory=Deadline)
     """Of searches that prove nothing, which then return the best they have."""
+    flushes: tuple[int, ...] | None = None
+    """Micro-batches of each batch of the step, where the last stage begins no backward of a batch before all of
+    its forwards are done, because the loss is computed once on all of its outputs."""
     num_pipelines: int | None = None
     """Among which gradients are all-reduced; None where that is not planned."""
+    zero_stage: int | None = None
+    """Of these; ``platform.weight_copies`` is what one of them keeps under it."""
+    is_one_of_many: bool = False
+    """Whether others are planned as well, so that nobody asks why this one has no plan, or what would do."""
 
     def with_memory(self, memory_bytes: int) -> Problem:
         """The same on devices of another size."""
         platform = replace(self.platform, memory_bytes=memory_bytes)
-        return replace(self, platform=platform, table=StageTable(self.chain, platform))
+        return replace(self, platform=platform, table=self.table.with_memory(memory_bytes))
 
     def allreduce_seconds(self, cuts: Cuts) -> list[float]:
         """Of each stage."""
@@ -99,6 +106,11 @@ class Problem:
             if self.table.trains[stage]
         }
         return not self.constraints.every_device_trains or len(training) == self.platform.num_devices
+
+    @property
+    def fewest_in_flight(self) -> int:
+        """Micro-batches that every stage has in flight at some instant of a step, whatever its order."""
+        return max(self.flushes) if self.flushes else 1
 
     @property
     def longest_period(self) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.road import DeviceMemory, Road
 
 Matrix = NDArray[np.int64]
@@ -30,6 +30,8 @@ MOST_TRIALS = 3000
 MOST_STEPS = 20
 """Of a bisection: to a millionth of where it begins."""
 LARGEST_SUM = 2**62
+NUMBERS_PER_LOOK, MOST_NUMBERS = 100_000, 30_000_000
+"""Distances that are updated between two looks at the deadline, and that all open trials hold together."""
 
 
 def refuted(road: Road, period: int, deadline: Deadline, most_trials: int = MOST_TRIALS) -> bool:
@@ -39,19 +41,22 @@ def refuted(road: Road, period: int, deadline: Deadline, most_trials: int = MOST
     """
     if period < road.busiest:
         return True
-    search = _Refutation(road, period)
-    open_ = [search.start()]
-    for _ in range(most_trials):
-        if not open_:
-            return True
-        if deadline.passed():
-            return False
-        apart = search.narrowed(open_.pop())
-        if apart is not None:
-            parts = search.split(apart)
-            if not parts:
-                return False  # every order is decided
-            open_ += parts
+    search = _Refutation(road, period, deadline)
+    try:
+        open_ = [search.start()]
+        for _ in range(most_trials):
+            if not open_:
+                return True
+            apart = search.narrowed(open_.pop())
+            if apart is not None:
+                parts = search.split(apart)
+                if not parts:
+                    return False  # every order is decided
+                open_ += parts
+                if len(open_) * apart.size > MOST_NUMBERS:
+                    return False
+    except DeadlinePassed:
+        return False
     return not open_
 
 
@@ -72,10 +77,12 @@ def least_unrefuted(road: Road, least: int, most: int, deadline: Deadline, most_
 
 
 class _Refutation:
-    def __init__(self, road: Road, period: int) -> None:
+    def __init__(self, road: Road, period: int, deadline: Deadline) -> None:
         self.period = period
+        self.deadline = deadline
         self.ticks = np.array([operation.ticks for operation in road.operations], dtype=np.int64)
         size = len(self.ticks)
+        self.updates_per_look = 1 + NUMBERS_PER_LOOK // size**2
         self.shared = np.zeros((size, size), dtype=bool)
         """Whether two operations exclude one another."""
         for users in road.users.values():
@@ -105,8 +112,13 @@ class _Refutation:
         return least
 
     def narrowed(self, apart: Matrix) -> Matrix | None:
-        """The distances with all that follows from them; None where they contradict one another."""
+        """The distances with all that follows from them; None where they contradict one another.
+
+        Raises:
+            DeadlinePassed: before that is known.
+        """
         while True:
+            self.deadline.check()
             least = self.periods(apart)
             for device in self.devices:
                 if not device.tighten(least):
@@ -115,7 +127,9 @@ class _Refutation:
             news = np.argwhere(self.shared & (wanted > apart)).tolist()
             if not news:
                 return apart
-            for one, other in news:
+            for index, (one, other) in enumerate(news):
+                if index % self.updates_per_look == 0:
+                    self.deadline.check()
                 ticks = wanted[one, other]
                 if ticks + apart[other, one] > 0:
                     return None

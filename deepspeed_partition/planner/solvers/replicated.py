@@ -24,6 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.problem import Chain
 
 Seconds = NDArray[np.float64]
@@ -80,7 +81,9 @@ class ReplicatedPipeline:
         return -(-sum(stage.num_replicas for stage in self.stages) // self.stages[0].num_replicas)
 
 
-def pipedream_replicated(chain: Chain, levels: Sequence[Level]) -> ReplicatedPipeline:
+def pipedream_replicated(
+    chain: Chain, levels: Sequence[Level], deadline: Deadline | None = None
+) -> ReplicatedPipeline:
     """The pipeline of the shortest period by PipeDream's recurrence, on all workers of ``levels``.
 
     O(L^2 M^2) for L layers and M workers of a single level; every level below another one costs L times that.
@@ -90,6 +93,7 @@ def pipedream_replicated(chain: Chain, levels: Sequence[Level]) -> ReplicatedPip
 
     Raises:
         ValueError: no levels.
+        DeadlinePassed: there is no answer before all is looked at.
     """
     if not levels:
         raise ValueError("levels is empty: a platform has at least one level of devices")
@@ -98,7 +102,7 @@ def pipedream_replicated(chain: Chain, levels: Sequence[Level]) -> ReplicatedPip
     tables: list[_Table] = []
     for level in levels:
         first_rows = 1 if level is levels[-1] else chain.num_layers + 1
-        tables.append(_Table(chain, level, group, first_rows))
+        tables.append(_Table(chain, level, group, first_rows, deadline or Deadline()))
         group = tables[-1].best[level.num_workers]
     stages = _stages(tables, 0, chain.num_layers)
     return ReplicatedPipeline(
@@ -111,7 +115,7 @@ def pipedream_replicated(chain: Chain, levels: Sequence[Level]) -> ReplicatedPip
 class _Table:
     """A(i, j, m) of one level, for i below ``num_rows``, with the choices that lead there."""
 
-    def __init__(self, chain: Chain, level: Level, group: Seconds, num_rows: int) -> None:
+    def __init__(self, chain: Chain, level: Level, group: Seconds, num_rows: int, deadline: Deadline) -> None:
         weights = _prefix([layer.weight_bytes for layer in chain.layers])
         sync = (weights[None, :] - weights[:, None]) / level.bandwidth
         self.best: list[Seconds] = [np.full((num_rows, chain.num_layers + 1), np.inf)]
@@ -119,18 +123,21 @@ class _Table:
         """Where the last stage begins; 0: there is only one."""
         self.last: list[NDArray[np.intp]] = [np.zeros_like(self.cut[0])]
         """Replicas of the last stage."""
+        transfers = np.array([2 * chain.boundary_bytes(c) / level.bandwidth for c in range(1, chain.num_layers)])
         one_stage = [group]
         for m in range(1, level.num_workers + 1):
             one_stage.append(np.maximum(group, 2 * (m - 1) / m * sync) / m)
             best = one_stage[m][:num_rows].copy()
             cut, last = np.zeros_like(self.cut[0]), np.full_like(self.last[0], m)
-            for q in range(1, m):
-                for c in range(1, chain.num_layers):
-                    transfers = 2 * chain.boundary_bytes(c) / level.bandwidth
-                    before = np.maximum(self.best[m - q][:, c], transfers)
-                    candidate = np.maximum(before[:, None], one_stage[q][c][None, :])
-                    better = candidate < best
-                    best[better], cut[better], last[better] = candidate[better], c, q
+            for q in range(1, m if chain.num_layers > 1 else 1):
+                before = np.maximum(self.best[m - q][:, 1:-1], transfers)  # [i, c], from c = 1 on
+                for row in range(num_rows):
+                    deadline.check()
+                    candidate = np.maximum(before[row, :, None], one_stage[q][1:-1])  # [c, j]
+                    c = candidate.argmin(axis=0)
+                    least = np.take_along_axis(candidate, c[None, :], axis=0)[0]
+                    better = least < best[row]
+                    best[row, better], cut[row, better], last[row, better] = least[better], c[better] + 1, q
             self.best.append(best)
             self.cut.append(cut)
             self.last.append(last)

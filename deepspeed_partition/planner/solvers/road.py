@@ -122,8 +122,9 @@ class Road:
         self.users: dict[Resource, list[int]] = defaultdict(list)
         for index, operation in enumerate(self.operations):
             self.users[operation.resource].append(index)
-        self.stash = [int(problem.table.stash[stage]) for stage in pairwise(cuts)]
-        self.transient = [int(problem.table.transient[stage]) for stage in pairwise(cuts)]
+        table = problem.table
+        self.stash = [int(table.stash[stage]) for stage in pairwise(cuts)]
+        self.transient = [int(table.transient[stage]) for stage in pairwise(cuts)]
         self.slots = buffer_slots(platform)
         self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
         """Of the cut after each stage but the last."""
@@ -131,9 +132,7 @@ class Road:
         self.memory: list[DeviceMemory] = []
         for device in sorted(set(devices)):
             mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
-            weights = sum(
-                layer.weight_bytes for stage in mine for layer in chain.layers[cuts[stage] : cuts[stage + 1]]
-            )
+            weights = sum(int(table.weights[cuts[stage + 1]] - table.weights[cuts[stage]]) for stage in mine)
             buffers = sum(at_ends[stage] + at_ends[stage + 1] for stage in mine)
             fixed = platform.weights_bytes(weights) + buffers
             one = self.bytes_at_least([1] * self.num_stages, mine)

@@ -8,7 +8,7 @@ beyond that only those go on at each boundary that promise to need least memory 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +20,9 @@ from deepspeed_partition.planner.solvers.road import Placement
 
 MOST_CHILDREN = 2_000_000
 """Partial allocations that are looked at together."""
+MOST_LOADS, MOST_CHILDREN_LOADS = 100_000, 20_000_000
+"""Loads of links in the labels of a boundary, where only some go on (on more than ten devices they are fewer for
+it), and in what is made of them at once, where all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class _Labels:
 
     def pick(self, chosen: NDArray[np.intp]) -> _Labels:
         return _Labels(*(getattr(self, each.name)[chosen] for each in fields(self)))
+
+    def without_tables(self) -> _Labels:
+        """What ``SeveralSearch._trace`` needs of them: on many devices the rest takes gigabytes."""
+        return replace(self, link=self.link[:, :0, :0])
 
     @classmethod
     def joined(cls, parts: list[_Labels]) -> _Labels:
@@ -84,7 +91,8 @@ class SeveralSearch:
     def some(self, period: int, width: int) -> list[Placement]:
         """Allocations that may fit, the most promising first, from ``width`` labels at each boundary."""
         try:
-            return self._lay(period, width, exact=False) or []
+            narrow = max(1, min(width, MOST_LOADS // self.num_devices**2))
+            return self._lay(period, narrow, exact=False) or []
         except DeadlinePassed:
             return []
 
@@ -98,18 +106,27 @@ class SeveralSearch:
                 known[stop] = _Labels.joined(waiting.pop(stop))
             starts = np.flatnonzero(self.compute[stop] - self.compute[:stop] <= period)
             count = len(known[stop].group)
-            if exact and (count > width or count * len(starts) * self.num_devices > MOST_CHILDREN):
+            children = count * self.num_devices
+            if exact and (
+                count > width
+                or children * len(starts) > MOST_CHILDREN
+                or children * self.num_devices**2 > MOST_CHILDREN_LOADS
+            ):
                 return None
             if count > width:
                 known[stop] = self._most_promising(known[stop], stop, period, width)
             for start in starts.tolist():
                 self.problem.deadline.check()
-                made = self._extended(known[stop], start, stop, period)
+                made = self._extended(known[stop], start, stop, period, None if exact or not start else width)
                 if len(made.group):
                     parts = waiting.setdefault(start, [])
-                    parts.append(made)
-                    if not exact and sum(len(part.group) for part in parts) > 4 * width:  # what waits stays small
+                    parts.append(made if start else made.without_tables())
+                    num_waiting = sum(len(part.group) for part in parts)
+                    if exact and start and self.transfer[start] <= period and num_waiting > width:
+                        return None
+                    if not exact and num_waiting > 4 * width:  # what waits stays small
                         waiting[start] = [self._most_promising(_Labels.joined(parts), start, period, width)]
+            known[stop] = known[stop].without_tables()
         if 0 not in waiting:
             return []
         known[0] = _Labels.joined(waiting[0])
@@ -138,13 +155,27 @@ class SeveralSearch:
 
     def _promise(self, labels: _Labels, stop: int, period: int) -> NDArray[np.float64]:
         """The bytes that all devices will need if no further group opens; lower is better."""
+        num_bytes = (labels.kept + labels.peak).sum(axis=1)
+        return self._promised(num_bytes, labels.group, labels.fill, stop, period)
+
+    def _promised(
+        self,
+        num_bytes: NDArray[np.int64],
+        group: NDArray[np.int64],
+        fill: NDArray[np.int64],
+        stop: int,
+        period: int,
+    ) -> NDArray[np.float64]:
         prefix = float(self.problem.table.stash[0, stop]) if stop else 0.0
-        delay = labels.group - 1 + labels.fill / max(period, 1)
-        promise: NDArray[np.float64] = (labels.kept + labels.peak).sum(axis=1) + delay * prefix
+        promise: NDArray[np.float64] = num_bytes + (group - 1 + fill / max(period, 1)) * prefix
         return promise
 
-    def _extended(self, labels: _Labels, start: int, stop: int, period: int) -> _Labels:
-        """The labels with layers ``start`` to ``stop`` on each device that may have them."""
+    def _extended(self, labels: _Labels, start: int, stop: int, period: int, width: int | None) -> _Labels:
+        """The labels with layers ``start`` to ``stop`` on each device that may have them.
+
+        Args:
+            width: only so many, the most promising; None: all.
+        """
         transfer, load = int(self.transfer[stop]), int(self.compute[stop] - self.compute[start])
         opens = labels.fill + transfer > period
         group, fill = labels.group + opens, np.where(opens, transfer, labels.fill + transfer)
@@ -169,6 +200,13 @@ class SeveralSearch:
             & self._rest_may_fit(labels, start, load, kept, group, period)
         )
         place, on = np.nonzero(chosen)
+        if width is not None and len(place) > width:  # before their tables are made, which may be large
+            bytes_below = (labels.kept + labels.peak).sum(axis=1)[place] - (labels.kept + labels.peak)[place, on]
+            promise = self._promised(
+                bytes_below + (kept + peak)[place, on], group[place], fill[place], start, period
+            )
+            best = np.sort(np.argsort(promise, kind="stable")[:width])
+            place, on = place[best], on[best]
         made = labels.pick(place)
         row = np.arange(len(place))
         made.load[row, on] += load

@@ -124,8 +124,10 @@ class SpecialSearch:
         def counted(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
             return unit * np.minimum(num_bytes, memory + 1)
 
-        prefix = np.cumsum([0, *(layer.weight_bytes for layer in problem.chain.layers)]).astype(object)
-        weights = (prefix[None, :] - prefix[:, None]) * copies.numerator * unit // copies.denominator
+        prefix = np.cumsum([0, *(layer.weight_bytes for layer in problem.chain.layers)], dtype=np.int64)
+        if int(prefix[-1]) * copies.numerator * unit >= 2**62:  # Python's integers, which take much longer
+            prefix = prefix.astype(object)
+        weights = (prefix[None, :] - prefix[:, None]) * (copies.numerator * unit) // copies.denominator
         self.stash = counted(table.stash)
         self.transient = counted(table.transient)
         self.fixed = np.clip(weights, 0, self.memory + 1).astype(np.int64) + counted(table.buffers)
@@ -206,6 +208,7 @@ class SpecialSearch:
         step = max(1, MOST_PAIRS // dead.shape[1])
         living = []
         for begin in range(0, labels.shape[1], step):
+            self.problem.deadline.check()
             some = labels[:, begin : begin + step]
             these = _Measures(some, period + 1)
             dominated = known.dominate(np.arange(dead.shape[1]), these, np.arange(some.shape[1])).any(axis=0)

@@ -49,6 +49,9 @@ NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 """Allocations whose depths are refined, and that are compared in full; neighbours of one that are simulated."""
 NUM_CENTRES = 3
 """Cuts whose neighbours are looked at."""
+CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
+"""Of the time that is left: for contiguous cuts where others follow, and for all that is searched. The rest is for
+the full steps of the best, and for the pattern of an allocation that has none yet."""
 NEAR = 1.05
 """What is within this factor of the best is remembered: with other depths it may become the best."""
 
@@ -60,6 +63,7 @@ def best_contiguous_step(problem: Problem, cuts: Cuts) -> tuple[Step, ...]:
         cuts: those of the shortest period.
     """
     search = _StepSearch(problem)
+    search.deadline = problem.deadline.part(SEARCH_SHARE)
     search.search_contiguous(cuts)
     return tuple(islice(search.steps(), 1))
 
@@ -73,7 +77,9 @@ def best_step(problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern]) 
     """
     search = _StepSearch(problem)
     if cuts is not None:
+        search.deadline = problem.deadline.part(CONTIGUOUS_SHARE)
         search.search_contiguous(cuts)
+    search.deadline = problem.deadline.part(SEARCH_SHARE)
     search.search_shared(patterns)
     return tuple(islice(search.steps(patterns), 1))
 
@@ -85,16 +91,32 @@ def fixed_step(problem: Problem, cuts: Cuts) -> Step:
     """
     search = _StepSearch(problem)
     placement = Placement.contiguous(cuts)
+    if problem.flushes:
+        rule = _Rule("furthest", (problem.fewest_in_flight,) * (len(cuts) - 1))
+        return search.step(placement, rule)
     search.attempt(placement, "1F1B", tuple(range(len(cuts) - 1, 0, -1)))
     found = next(search.steps(), None)
     return found or search.step(placement, _Rule("1F1B", (1,) * (len(cuts) - 1)))
+
+
+def memory_of_flush(problem: Problem) -> int:
+    """Bytes per device with which all micro-batches of a batch can be in flight in a contiguous cut."""
+    table, in_flight = problem.table, problem.fewest_in_flight
+    found = min_max_cuts(problem, lambda from_end: table.fixed + in_flight * table.stash)
+    cuts = min(found, key=lambda each: each[1])[0]
+    engine = step_engine(problem, Placement.contiguous(cuts))
+    rule = _Rule("furthest", (in_flight,) * (len(cuts) - 1))
+    assert problem.num_micro_batches is not None
+    run = engine.run(problem.num_micro_batches, rule.choice(engine, problem.num_micro_batches))
+    assert run is not None
+    return max(engine.peaks(run))
 
 
 def step_engine(problem: Problem, placement: Placement) -> StepEngine:
     """The simulation of an allocation, all-reduces included."""
     ticks = problem.times.clock.ticks
     allreduce = [ticks(seconds) for seconds in problem.allreduce_seconds(placement.cuts)]
-    return StepEngine(problem.times, problem.table, placement.cuts, placement.devices, allreduce)
+    return StepEngine(problem.times, problem.table, placement.cuts, placement.devices, allreduce, problem.flushes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +179,10 @@ class _StepSearch:
         assert problem.num_micro_batches is not None
         self.problem = problem
         self.num_micro_batches = problem.num_micro_batches
-        self.simulated = min(self.num_micro_batches, LONGEST_RUN)
+        # Of a step with flushes the beginning does not tell the rest.
+        self.simulated = self.num_micro_batches if problem.flushes else min(self.num_micro_batches, LONGEST_RUN)
         self.operations_left = MOST_OPERATIONS
+        self.deadline = problem.deadline
         self.engines: dict[Placement, StepEngine] = {}
         self.tried: set[Placement] = set()
         self.found: dict[Placement, _Found] = {}
@@ -166,14 +190,18 @@ class _StepSearch:
         """The best estimate of an allocation under a rule of a name."""
         self.best = inf
         """The least estimate so far, ticks."""
+        self.last_complete: tuple[tuple[Placement, Rule], StepRun] | None = None
         self.certain: list[tuple[Placement, Rule]] = []
         """Periodic plans in their own order, which are compared in full whatever their estimates."""
 
     def search_contiguous(self, steady: Cuts) -> None:
         """Search the contiguous cuts; ``steady`` is that of the shortest period."""
         placement = Placement.contiguous(steady)
-        self.certain.append((placement, _Rule("1F1B", self._of_steady_state(placement))))
-        for cuts in dict.fromkeys(_rivals(self.problem, steady)):
+        if not self.problem.flushes:
+            self.certain.append((placement, _Rule("1F1B", self._of_steady_state(placement))))
+        for cuts in _rivals(self.problem, steady):
+            if self._ended():
+                return
             self._try_contiguous(Placement.contiguous(cuts))
         size, most = self.problem.chain.num_layers, self.problem.constraints.max_stages
         counts = range(min(most, size))
@@ -191,12 +219,14 @@ class _StepSearch:
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
         """Search on where a device may have several stages, from the allocations of ``patterns``."""
         self.operations_left = MOST_OPERATIONS
-        for pattern in patterns:
+        for pattern in patterns if not self.problem.flushes else ():  # they mix forwards and backwards
             rule = _PatternRule(pattern)
             self.certain.append((pattern.placement, rule))
             self._run(pattern.placement, rule, inf)
         for pattern in patterns:
             self._try_shared(pattern.placement)
+        if self._ended():
+            return
         size, num_devices = self.problem.chain.num_layers, self.problem.platform.num_devices
         if num_devices ** (size - 1) <= FEW:
             owners = product(range(num_devices), repeat=size - 1)
@@ -211,30 +241,42 @@ class _StepSearch:
     def steps(self, patterns: Iterable[Pattern] = ()) -> Iterator[Step]:
         """What was found and fits, simulated in full, the shortest first."""
         known = {pattern.placement: pattern for pattern in patterns}
-        memory = self.problem.platform.memory_bytes
+        memory, deadline = self.problem.platform.memory_bytes, self.problem.deadline
         pairs = [(placement, self.found[placement].rule) for placement in self._leaders()]
         if self.simulated < self.num_micro_batches:
-            pairs = list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain]))
-            pairs.sort(key=lambda pair: self._complete(*pair).ticks)
+            pairs = self._in_full(list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain])))
         for placement, rule in pairs:
             steady = known.get(placement)
+            if steady is None and not placement.is_contiguous and deadline.passed():
+                continue
             if max(self._engine(placement).peaks(self._complete(placement, rule))) > memory:
                 continue  # tensors piled up only after the part that was simulated
             if steady is None and not placement.is_contiguous:
-                steady = ilp.schedule(Road(self.problem, placement), None, self.problem.deadline).pattern
+                steady = ilp.schedule(Road(self.problem, placement), None, deadline).pattern
                 if steady is None:
                     continue
             yield self.step(placement, rule, steady)
+
+    def _in_full(self, pairs: list[tuple[Placement, Rule]]) -> list[tuple[Placement, Rule]]:
+        """The shortest first, by their full steps; where the time is up, those that were not run come last."""
+        run: dict[tuple[Placement, Rule], int] = {}
+        for pair in pairs:
+            if run and self.problem.deadline.passed():
+                break
+            run[pair] = self._complete(*pair).ticks
+        return sorted(pairs, key=lambda pair: run.get(pair, inf))
 
     def step(self, placement: Placement, rule: Rule, steady: Pattern | None = None) -> Step:
         run = self._complete(placement, rule)
         return Step(steady or placement.cuts, self._engine(placement).named(run.orders), run.ticks)
 
     def _complete(self, placement: Placement, rule: Rule) -> StepRun:
-        engine = self._engine(placement)
-        run = engine.run(self.num_micro_batches, rule.choice(engine, self.num_micro_batches))
-        assert run is not None
-        return run
+        if self.last_complete is None or self.last_complete[0] != (placement, rule):
+            engine = self._engine(placement)
+            run = engine.run(self.num_micro_batches, rule.choice(engine, self.num_micro_batches))
+            assert run is not None
+            self.last_complete = (placement, rule), run
+        return self.last_complete[1]
 
     # Allocations
 
@@ -244,6 +286,9 @@ class _StepSearch:
         if min(engine.most_in_flight) < 1 or engine.bound(self.num_micro_batches) >= self.best or self._ended():
             return
         num_stages = len(placement.devices)
+        if self.problem.flushes:
+            self._try_flushes(placement)
+            return
         usual = (
             range(num_stages, 0, -1),
             self._of_steady_state(placement),
@@ -259,16 +304,30 @@ class _StepSearch:
         period = road.shortest_that_may_fit()
         if period is None or engine.bound(self.num_micro_batches) >= self.best or self._ended():
             return
+        if self.problem.flushes:
+            self._try_flushes(placement)
+            return
         fewest = road.fewest_in_flight(period)
         usual = (fewest, [count + 1 for count in fewest], engine.most_in_flight)
         for depths in dict.fromkeys(self._within_room(placement, each) for each in usual):
             for name in ("furthest", "oldest"):
+                if not self._out_of_time():
+                    self.attempt(placement, name, depths)
+
+    def _try_flushes(self, placement: Placement) -> None:
+        """An allocation with all micro-batches of a batch in flight, then with as many as there is room for."""
+        engine = self._engine(placement)
+        fewest = (self.problem.fewest_in_flight,) * len(placement.devices)
+        for depths in dict.fromkeys(
+            self._within_room(placement, each) for each in (fewest, engine.most_in_flight)
+        ):
+            for name in ("furthest", "oldest"):
                 self.attempt(placement, name, depths)
 
     def _descend(self, placement: Placement, around: Callable[[Placement], Iterable[Placement]]) -> None:
-        """To a better allocation beside this one, until there is none."""
+        """To a better allocation beside this one, until there is none or the search has ended."""
         better = True
-        while better:
+        while better and not self._ended():
             better = False
             before = self.best
             for neighbour in self._promising(around(placement))[:MOST_NEIGHBOURS]:
@@ -281,12 +340,20 @@ class _StepSearch:
                     break
 
     def _promising(self, placements: Iterable[Placement]) -> list[Placement]:
-        """Those that were not tried and may be better than the best, the most promising first."""
-        bounds = [
-            (self._engine(placement).bound(self.num_micro_batches), placement.cuts, placement.devices, placement)
-            for placement in placements
-            if placement not in self.tried
-        ]
+        """Those that were not tried and may be better than the best, the most promising first.
+
+        Where the time is up: of those that were looked at by then.
+        """
+        bounds = []
+        for placement in placements:
+            if self._ended():
+                break
+            if placement not in self.tried:
+                # Most are never run, so their engines are not kept.
+                engine = self.engines.get(placement) or step_engine(self.problem, placement)
+                bound = engine.bound(self.num_micro_batches)
+                if bound < self.best:
+                    bounds.append((bound, placement.cuts, placement.devices, placement))
         return [placement for bound, *_, placement in sorted(bounds) if bound < self.best]
 
     # Orders
@@ -294,13 +361,16 @@ class _StepSearch:
     def _refine_leaders(self) -> None:
         """Refine the best allocations, as long as no bound says that it is in vain."""
         for placement in self._leaders()[:NUM_REFINED]:
+            if self._out_of_time():
+                return
             if self._engine(placement).bound(self.num_micro_batches) < self.best:
                 self._refine(placement)
 
     def _refine(self, placement: Placement) -> None:
         """Change the depths of an allocation as long as that shortens its step, under each rule."""
         rule = self.found[placement].rule
-        for name in ("1F1B", "furthest", "oldest") if placement.is_contiguous else ("furthest", "oldest"):
+        in_turns = placement.is_contiguous and not self.problem.flushes
+        for name in ("1F1B", "furthest", "oldest") if in_turns else ("furthest", "oldest"):
             if isinstance(rule, _Rule) and (placement, name) not in self.by_name:
                 self.attempt(placement, name, rule.depths)
             while (placement, name) in self.by_name and self._improve(placement, name):
@@ -321,8 +391,8 @@ class _StepSearch:
         depths = self._within_room(placement, depths)
         if self._run(placement, _Rule(name, depths), self.best * NEAR) is not _Outcome.TOO_LARGE:
             return
-        enough, too_many = 0, max(depths)
-        while too_many - enough > 1:
+        enough, too_many = self.problem.fewest_in_flight - 1, max(depths)
+        while too_many - enough > 1 and not self._out_of_time():
             cap = (enough + too_many) // 2
             capped = tuple(min(depth, cap) for depth in depths)
             if self._run(placement, _Rule(name, capped), self.best * NEAR) is _Outcome.TOO_LARGE:
@@ -335,6 +405,8 @@ class _StepSearch:
         self.tried.add(placement)
         if not self.problem.allows(placement):
             return _Outcome.TOO_SLOW
+        if isinstance(rule, _Rule) and min(rule.depths) < self.problem.fewest_in_flight:
+            return _Outcome.TOO_LARGE  # there is no room for a batch
         engine, rest = self._engine(placement), self.num_micro_batches - self.simulated
         at_most = None if shorter_than == inf else ceil(shorter_than) - 1 - max(engine.load) * rest
         self.operations_left -= len(engine.ticks) * self.simulated
@@ -381,7 +453,10 @@ class _StepSearch:
 
     def _ended(self) -> bool:
         """Whether the search has done its work or its time is up; never before something was found."""
-        return bool(self.found) and (self.operations_left <= 0 or self.problem.deadline.passed())
+        return bool(self.found) and (self.operations_left <= 0 or self.deadline.passed())
+
+    def _out_of_time(self) -> bool:
+        return bool(self.found) and self.deadline.passed()
 
 
 def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
@@ -393,7 +468,9 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
     yield baselines.uniform(chain, num_devices)
     yield baselines.parameters(chain, num_devices)
     table = problem.table
-    yield min(min_max_cuts(problem, lambda from_end: table.fixed + table.stash), key=lambda found: found[1])[0]
+    in_flight = problem.fewest_in_flight
+    least = min_max_cuts(problem, lambda from_end: table.fixed + in_flight * table.stash)
+    yield min(least, key=lambda found: found[1])[0]
 
 
 def _balanced(problem: Problem) -> list[Cuts]:

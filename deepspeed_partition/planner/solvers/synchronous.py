@@ -23,6 +23,8 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
         starts.append(steady)
     known: dict[Cuts, float] = {}
     for cuts in starts:
+        if known and problem.deadline.passed():
+            break
         _descend(problem, cuts, known)
     if not known:
         return []
@@ -31,9 +33,13 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     if fits(problem, steady) and steady not in finalists:
         finalists.append(steady)
     assert problem.num_micro_batches is not None
-    full = {cuts: problem.blocking_step(cuts, problem.num_micro_batches) for cuts in finalists}
+    full: dict[Cuts, int] = {}
+    for cuts in finalists:
+        if full and problem.deadline.passed():
+            break
+        full[cuts] = problem.blocking_step(cuts, problem.num_micro_batches)
     others = sorted(known.keys() - full.keys(), key=lambda cuts: (known[cuts], len(cuts), cuts))
-    return [*sorted(finalists, key=lambda cuts: (full[cuts], len(cuts))), *others]
+    return [*sorted(full, key=lambda cuts: (full[cuts], len(cuts))), *others]
 
 
 def balanced_cuts(problem: Problem) -> list[Cuts]:
@@ -56,7 +62,9 @@ def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float]) -> None:
     while improved:
         improved = False
         for neighbour in _neighbours(problem, cuts):
-            if neighbour in known or problem.deadline.passed():
+            if problem.deadline.passed():
+                return
+            if neighbour in known:
                 continue
             known[neighbour] = _step_estimate(problem, neighbour)
             if known[neighbour] < known[cuts]:

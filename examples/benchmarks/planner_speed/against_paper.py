@@ -75,7 +75,7 @@ def against_paper(num_layers: int, num_devices: int, time_limit: float) -> dict[
 def search(problem: Problem) -> int | None:
     """The least period that the estimate of memory allows, over contiguous cuts and one special device; ticks."""
     found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
-    contiguous = None if found is None else found[1]
+    contiguous = None if found is None else found.period
     special = best_special(problem, "peak", contiguous).bound
     return contiguous if special is None else special
 

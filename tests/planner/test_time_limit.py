@@ -1,0 +1,186 @@
+"""The limit of a search: seconds of the processor, kept by every solver; nothing that it cut short is proved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition.planner import deadline as module
+from deepspeed_partition.planner.comparison import COMPARED, compare
+from deepspeed_partition.planner.deadline import PATIENCE_FACTOR, PATIENCE_SECONDS, Deadline
+from deepspeed_partition.planner.frontier import frontier
+from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.replication import plan_replicated
+from deepspeed_partition.planner.solvers.several import SeveralSearch
+from tests.planner.instances import chain, problem_of
+from tests.planner.test_deadline import tight
+
+
+def long_chain(num_layers: int = 120, num_devices: int = 24, share: float = 0.15):
+    """Of layers that differ, on many devices in tight memory: every search would go on for minutes."""
+    return tight(num_layers, num_devices, share)
+
+
+def spent(call, *arguments, **options):
+    """Seconds of the processor, and what was found."""
+    begin = time.process_time()
+    found = call(*arguments, **options)
+    return time.process_time() - begin, found
+
+
+def test_other_work_does_not_count():
+    """Waiting, and what other threads compute, once ended searches on busy machines."""
+    deadline = Deadline(0.2)
+    time.sleep(0.3)
+    assert not deadline.passed()
+    while not deadline.passed():
+        sum(range(1000))
+    assert not deadline.starved
+
+
+def test_a_machine_that_runs_nothing_any_more_ends_it_and_that_is_known(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    whole = Deadline()
+    part = Deadline(10, within=whole)
+    now[0] = 10 * PATIENCE_FACTOR + PATIENCE_SECONDS - 1
+    assert not part.passed()
+    now[0] += 2
+    assert part.passed()
+    assert (part.starved, whole.starved, whole.stopped) == (True, True, False)
+
+
+def test_a_little_more_time_ends_with_the_whole_when_that_is_stopped():
+    whole = Deadline(1e-9)
+    while not whole.passed():
+        pass
+    more = whole.at_least(100)
+    assert not more.passed()
+    whole.stop()
+    assert (more.passed(), more.stopped) == (True, True)
+
+
+@pytest.mark.parametrize("num_micro_batches", [None, 48])
+def test_a_search_keeps_its_limit(num_micro_batches):
+    """It once took six times as long, where nobody looked at the clock for the neighbours of an allocation."""
+    made, platform = long_chain()
+    seconds, plan = spent(make_plan, made, platform, num_micro_batches=num_micro_batches, time_limit_seconds=1.5)
+    assert seconds < 3
+    assert (plan.proved, plan.proved_class) == (False, None)
+    assert replay(plan, made).violations == ()
+
+
+def test_all_algorithms_of_a_comparison_share_its_limit():
+    made, platform = long_chain()
+    seconds, found = spent(compare, made, platform, num_micro_batches=48, time_limit_seconds=2)
+    assert seconds < 4
+    assert [contender.algorithm for contender in found.contenders] == list(COMPARED)
+
+
+def test_others_keep_it_too():
+    made, platform = long_chain()
+    assert spent(frontier, made, platform, time_limit_seconds=1)[0] < 3
+    roomy = replace(platform, memory_bytes=10 * platform.memory_bytes)
+    period = make_plan(made, platform, "contiguous").period_seconds
+    seconds, plan = spent(make_plan, made, roomy, period_seconds=period, time_limit_seconds=1)
+    assert seconds < 3
+    assert not plan.proved
+    every = {"num_micro_batches": 48, "data_parallel": "auto", "time_limit_seconds": 1.5}
+    assert spent(make_plan, made, platform, **every)[0] < 4
+
+
+@pytest.mark.parametrize("algorithm", ["contiguous", "madpipe"])
+def test_a_long_chain_has_a_plan_however_short_the_time(algorithm):
+    made, platform = tight(700, 64, 0.1)
+    seconds, plan = spent(make_plan, made, platform, algorithm, time_limit_seconds=1e-3)
+    assert seconds < 4
+    assert not plan.proved
+    assert replay(plan, made).violations == ()
+
+
+def test_what_has_no_answer_in_time_says_so():
+    made, platform = long_chain()
+    with pytest.raises(InfeasibleError, match="pipedream-replicated had no plan when its time was up: give it"):
+        plan_replicated(made, platform, 2, 1.0, time_limit_seconds=0.05)
+    with pytest.raises(InfeasibleError, match="madpipe-paper had no allocation when its time was up"):
+        make_plan(made, platform, "madpipe-paper", time_limit_seconds=0.05)
+
+
+@pytest.mark.parametrize("command", ["plan", "step", "period", "compare", "frontier", "paper"])
+def test_an_interrupt_is_answered_at_once(tmp_path, command):
+    """A real SIGINT, while the command searches; the answer costs a second of the processor at the most."""
+    made, platform = long_chain(200, 24)
+    path = tmp_path / "chain.json"
+    made.save(path)
+    memory, bandwidth = str(platform.memory_bytes), str(platform.bandwidth)
+    arguments = [str(path), "--devices", "24", "--bandwidth", bandwidth, "--memory", memory, "--time-limit", "600"]
+    more = {
+        "plan": ["plan"],
+        "step": ["plan", "--micro-batches", "48"],
+        "period": ["plan", "--period", str(made.compute_seconds / 4)],
+        "compare": ["compare"],
+        "frontier": ["frontier"],
+        "paper": ["plan", "--algorithm", "madpipe-paper"],
+    }[command]
+    run = [sys.executable, "-m", "deepspeed_partition", more[0], *arguments, *more[1:]]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _wait_until(lambda: _cpu_seconds(process.pid) > 1.5)
+        before = _cpu_seconds(process.pid)
+        process.send_signal(signal.SIGINT)
+        _wait_until(lambda: process.poll() is not None or _cpu_seconds(process.pid) > before + 3)
+        assert process.poll() is not None, "it goes on"
+        _, error = process.communicate()
+    assert "Traceback" not in error
+    assert "interrupted" in error
+    assert process.returncode == (0 if "best found so far" in error else 130)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process that runs, or has ended and is not yet reaped."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_until(true) -> None:
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.02)
+
+
+def test_choosing_before_making_changes_nothing(monkeypatch):
+    """Where a beam goes on with few allocations, the others are dropped before they are made.
+
+    Which of two that promise the same comes first may depend on it.
+    """
+    made, platform = tight(14, 5, 0.5)
+    problem = problem_of(made, platform)
+    period = problem.times.clock.ticks(made.compute_seconds * 0.5)
+    found = SeveralSearch(problem).some(period, 40)
+    extended = SeveralSearch._extended
+    monkeypatch.setattr(SeveralSearch, "_extended", lambda search, *some: extended(search, *some[:-1], None))
+    assert set(found) == set(SeveralSearch(problem).some(period, 40))
+    assert len(found) > 10
+
+
+@pytest.mark.parametrize("weights", [[3, 0, 7], [2**52, 2**53, 1], [2**53] * 3])
+@pytest.mark.parametrize("copies", [0, 1, 2.5, 3, 1 / 3, 1e6])
+def test_a_table_is_exact_however_large_its_numbers(weights, copies):
+    layers = chain([1, 2, 3], [1, 2, 3], weights=weights, stash=[5, 0, 9], outputs=[1, 2, 3])
+    platform = Platform(num_devices=2, memory_bytes=2**59, bandwidth=1, weight_copies=copies)
+    table = StageTable(layers, platform)
+    for start, stop in combinations(range(4), 2):
+        buffers = sum(2 * layers.boundary_bytes(cut) for cut in (start, stop) if 0 < cut < 3)
+        exact = platform.weights_bytes(sum(weights[start:stop])) + buffers
+        assert table.fixed[start, stop] == (exact if exact < 2**60 else 2**60 + buffers)
+    other = StageTable(layers, replace(platform, memory_bytes=40))
+    assert (table.with_memory(40).max_in_flight == other.max_in_flight).all()
