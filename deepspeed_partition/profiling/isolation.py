@@ -1,4 +1,4 @@
-"""Measuring leaves no trace: parameters, gradients, buffers, modes and random numbers stay as they were."""
+"""Measuring leaves no trace: parameters, gradients, buffers, attributes, modes, random numbers stay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_partition.profiling.attributes import attributes_kept
+
 
 @contextmanager
-def stand_ins(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def stand_ins(
+    modules: Sequence[nn.Module], device: torch.device, *, dtype: torch.dtype | None = None, trains: bool = True
+) -> Iterator[None]:
     """Let ``modules`` train on copies of their parameters and buffers, which lie on ``device``.
+
+    Args:
+        dtype: of the parameters' copies, where they are floating; None for that of the originals. Buffers keep
+            theirs, as DeepSpeed leaves them.
+        trains: in the mode of training; otherwise in the modes that they are in.
 
     The originals are put back untouched, wherever they live: no gradient, no running statistic, and no
     hook that an optimizer hung on a parameter has noticed anything. Sharing among parameters is kept.
@@ -29,15 +38,16 @@ def stand_ins(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
                 if tensor is None:
                     continue
                 if id(tensor) not in copies:
-                    copies[id(tensor)] = _copy(tensor, device)
+                    copies[id(tensor)] = _copy(tensor, device, dtype)
                 originals.append((owner, name, tensor))
                 setattr(owner, name, copies[id(tensor)])
-        for module in modules:
+        for module in modules if trains else ():
             module.train()
         for owner in owners:
             if isinstance(owner, nn.RNNBase):  # cuDNN wants the weights of an RNN side by side
                 owner.flatten_parameters()
-        yield
+        with attributes_kept(modules):
+            yield
     finally:
         for owner, name, tensor in originals:
             setattr(owner, name, tensor)
@@ -45,8 +55,9 @@ def stand_ins(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
             owner.training = mode
 
 
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    copy = tensor.detach().to(device, copy=True)
+def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    copy = tensor.detach().to(device, dtype if casts else None, copy=True)
     if not isinstance(tensor, nn.Parameter):
         return copy
     parameter = nn.Parameter(copy, requires_grad=tensor.requires_grad)

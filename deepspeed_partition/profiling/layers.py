@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from tqdm import tqdm
 
 from deepspeed_partition.planner.problem import Chain, LayerProfile
+from deepspeed_partition.profiling.attributes import attributes_kept
 from deepspeed_partition.profiling.boundaries import (
     Boundary,
     bytes_of,
@@ -89,7 +92,7 @@ def profile_chain(
     shared = dist.is_initialized() and dist.get_world_size(group) > 1
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if shared else (0, 1)
     inputs, labels = _split(sample, loss_fn)
-    with training_conditions(conditions.device):
+    with training_conditions(conditions.device), _loss_kept(loss_fn):
         boundary = with_grad(to_device(inputs, conditions.device), False)
         finish = _finish(loss_fn, labels, conditions)
         start, stop = share_of(len(sources), rank, num_ranks)
@@ -160,7 +163,7 @@ def measure_stage(
     conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers, names=names, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device):
+    with training_conditions(conditions.device), _loss_kept(loss_fn):
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         finish = _finish(loss_fn, labels, conditions)
         return measure_layers(sources, boundary, conditions, finish, on_layer=on_layer)
@@ -203,6 +206,11 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
             + ("; labels belong to the sample only with a loss_fn" if loss_fn is None else "")
         )
     return inputs, labels
+
+
+def _loss_kept(loss_fn: LossFunction | None) -> AbstractContextManager[None]:
+    """Put the buffers and attributes of a loss that is a module back: measuring calls it several times."""
+    return attributes_kept([loss_fn], buffers=True) if isinstance(loss_fn, nn.Module) else nullcontext()
 
 
 def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Callable[[Any], Any] | None:

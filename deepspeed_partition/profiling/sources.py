@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.layer_calls import unpacking
+
 PIPE_MODULE = "deepspeed.runtime.pipe.module"
 
 
@@ -61,8 +63,8 @@ class LayerSource:
             except Exception as error:
                 raise ValueError(f"layer {self.name!r} cannot be built: {said(error)}") from error
             forward = getattr(source, "forward_fn", None)  # only a TiedLayerSpec may have one
-            return BuiltLayer(functools.partial(forward, module) if forward else module, (module,))
-        return BuiltLayer(source, _modules_of(source))
+            return BuiltLayer(unpacking(functools.partial(forward, module) if forward else module), (module,))
+        return BuiltLayer(unpacking(source), _modules_of(source))
 
 
 def layer_sources(
@@ -113,7 +115,8 @@ def _modules_of(layer: Any) -> tuple[nn.Module, ...]:
     if isinstance(layer, functools.partial):  # DeepSpeed's form of a tied layer that was built
         given = (*layer.args, *layer.keywords.values())
         return (*_modules_of(layer.func), *(item for item in given if isinstance(item, nn.Module)))
-    return ()
+    wrapped = getattr(layer, "__wrapped__", None)
+    return () if wrapped is None else _modules_of(wrapped)
 
 
 def _type_name(layer: Any) -> str:
@@ -121,7 +124,7 @@ def _type_name(layer: Any) -> str:
         return str(layer.typename.__name__)
     modules = _modules_of(layer)
     if modules:
-        return type(modules[0]).__name__
+        return modules[0].__class__.__name__  # as a stand-in says it
     if isinstance(layer, functools.partial):
         return _type_name(layer.func)
     return str(getattr(layer, "__name__", type(layer).__name__))

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from networks import frozen, networks
+from networks import after_a_step, frozen, networks
 from torch import nn
 
 from deepspeed_partition.planner.problem import LayerProfile
@@ -83,6 +83,7 @@ def test_bytes_in_place_are_those_of_the_profiler(name, loss, watched):
     loss_fn = LOSSES[loss]
     sample = x if loss_fn is None else (x, None)
     chain = profile_chain(layers, sample, loss_fn=loss_fn, warm_up=1, repeats=1, device="cpu")
+    after_a_step(layers, x)
     memory, _ = train(layers, x, loss_fn, watched)
     found = profiles(memory)
     assert len(found) == len(layers)

@@ -87,6 +87,25 @@ def test_tuples_between_layers():
     assert pair.input_bytes == 4 * 40 + 5 + 8 * 5
 
 
+def test_layers_with_several_parameters():
+    """They are measured as they train: each gets the members of the tuple."""
+
+    class Fork(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    class Join(nn.Linear):
+        def forward(self, x, before):
+            return super().forward(x) + before
+
+    def join(x, before):
+        return x + before
+
+    chain = profile_chain([Fork(8, 8), Join(8, 8), Fork(8, 8), join], X, **QUICK)
+    assert [layer.type for layer in chain.layers] == ["Fork", "Join", "Fork", "join"]
+    assert [layer.weight_bytes for layer in chain.layers] == [288, 288, 288, 0]
+
+
 def test_layer_specs_are_built_one_at_a_time(pipe):
     alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     most = []
