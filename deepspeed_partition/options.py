@@ -9,6 +9,8 @@ from typing import Any
 from deepspeed_partition.planner.planning import solver_of
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown
 
+PATIENCE_SECONDS = 20.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -36,13 +38,21 @@ class Options:
     save_plan: str | None = None
     """Where rank 0 saves the plan it makes. None: beside the logs of the run, if it writes any."""
     time_limit_seconds: float | None = None
+    patience_seconds: float | None = PATIENCE_SECONDS
+    """After so long without progress the log says which rank waits for which. 0 or None: it does not."""
     save_timeline: str | None = None
     """Where rank 0 saves when each operation of the first steps ran (``planner/timeline.py``)."""
+    checkpoint_checksums: bool = True
+    """Whether a checkpoint gets a checksum of each file, and whether those are verified before it is loaded."""
+    unpickle: bool | None = None
+    """Whether files of a checkpoint may be unpickled, which can run any code. True: all, as DeepSpeed does. False:
+    none. None: only ``mp_rank_*``, and only where the script put objects of its own into it; that is said."""
 
     def __post_init__(self) -> None:
         readers = {
             "memory": parse_size, "bandwidth": parse_bandwidth, "latency_seconds": parse_seconds,
             "weight_copies": _positive, "time_limit_seconds": _positive, "warmup_steps": _count,
+            "patience_seconds": _seconds,
         }  # fmt: skip
         for key, read in readers.items():
             value = getattr(self, key)
@@ -58,6 +68,10 @@ class Options:
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}, not a path")
+        for key, is_optional in (("checkpoint_checksums", False), ("unpickle", True)):
+            value = getattr(self, key)
+            if not isinstance(value, bool) and not (is_optional and value is None):
+                raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(cut, int) and not isinstance(cut, bool) for cut in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")
@@ -87,6 +101,10 @@ def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
         raise ValueError(f"{shown(value)} is not a number more than 0")
     return float(value)
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value == 0 and not isinstance(value, bool) else _positive(value)
 
 
 def _count(value: Any) -> int:

@@ -6,11 +6,17 @@ from deepspeed_partition.versions import check_versions
 
 check_versions("torch", "deepspeed")  # before the imports that could fail with an older one
 
+from deepspeed_partition.engine.devices import prepare_cuda  # noqa: E402
+
+prepare_cuda()  # before anything starts CUDA
+
 from deepspeed_partition.engine.engine import MadPipeEngine, initialize  # noqa: E402
 from deepspeed_partition.engine.environment import prepare_cpu  # noqa: E402
 from deepspeed_partition.engine.install import install  # noqa: E402
+from deepspeed_partition.engine.joining import watch_joining  # noqa: E402
 from deepspeed_partition.engine.module import PipelineModule  # noqa: E402
 
 __all__ = ["MadPipeEngine", "PipelineModule", "initialize", "install", "prepare_cpu"]
 
 prepare_cpu()
+watch_joining()

@@ -1,28 +1,32 @@
-"""A step that may run out of memory on some rank, and is then given up by all of them, as if it had not begun.
+"""A batch that some rank may fail in, and that is then given up by all of them, as if it had not begun.
 
-In the middle of a step the other ranks wait for tensors of the one that failed. So that one goes on with its list
+In the middle of a batch the other ranks wait for tensors of the one that failed. So that one goes on with its list
 of instructions, computes nothing more, and sends zeros of the right shape, or nothing where it knows no shape; a
-rank that gets nothing does the same. At the end of the lists all ranks agree on what happened.
+rank that gets nothing does the same, and so does one that has heard of the failure (``watch.py``). At the end of
+the lists all ranks agree on what happened, and raise the same. What a Python program can catch goes this way:
+errors in layers, in the loss, in the data. A broken link, or an error of this very procedure, ends the run.
 """
 
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.collectives import gather_objects, portable, reduced
 from deepspeed_partition.engine.first_failure import raised_by_all
 from deepspeed_partition.engine.program import Compute, Instruction, Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
-from deepspeed_partition.engine.transfers import Shapes
-from deepspeed_partition.engine.transplant import random_state
+from deepspeed_partition.engine.transfers import Shapes, ShapesDifferError
+from deepspeed_partition.engine.watch import watch
 
 if TYPE_CHECKING:
+    from deepspeed_partition.engine.any_plan import AnyPlanEngine
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
@@ -41,119 +45,135 @@ class StepGivenUp(Exception):
         super().__init__(reason)
         self.for_memory = for_memory
 
+    def __reduce__(self) -> Any:
+        return _given_up, (str(self), self.for_memory)
 
-class Attempt:
-    """One try of a training step, on lists of instructions.
 
-    Lack of memory is caught where layers and the loss compute, forward or backward, and the allocator of PyTorch
-    or of Python says so. Where it shows elsewhere (in a buffer of a transfer, the reduction of gradients, the
-    optimizer's states) or as an error of cuBLAS or cuDNN, it ends the run like any other error.
+def _given_up(reason: str, for_memory: bool) -> StepGivenUp:
+    return StepGivenUp(reason, for_memory=for_memory)
+
+
+class RaisedElsewhere(Exception):
+    """The cause of an error that another rank met: its traceback there, as text."""
+
+
+class Failure(NamedTuple):
+    """What one rank met in a batch."""
+
+    order: int
+    """Which failure of the job it is, by the time at which it happened."""
+    rank: int
+    place: str
+    """The instruction, in words."""
+    error: BaseException
+    details: str
+    """The traceback, where the batch does not run again."""
+
+    @property
+    def runs_again(self) -> bool:
+        return isinstance(self.error, StepGivenUp)
+
+
+class Batch:
+    """One batch, training or evaluation, on lists of instructions.
 
     Args:
-        engine: between two steps, whose data iterator is the one that the step will read.
+        engine: whose batch has begun on all ranks of its pipeline.
+        num_micro_batches: that the ranks with data read.
     """
 
-    def __init__(self, engine: MadPipeEngine) -> None:
-        self._engine = engine
-        self._flaw: str | None = None
-        self._for_memory = False
+    def __init__(self, engine: AnyPlanEngine, num_micro_batches: int) -> None:
+        self._engine, self._num_micro_batches = engine, num_micro_batches
+        self._failure: Failure | None = None
+        self._computes = True
         self._input_shapes: dict[tuple[int, int], Shapes] = {}
         """By stage and micro-batch."""
         self._output_shapes: dict[int, Shapes] = {}
-        module = engine.module
-        # A layer may change a buffer, or put another tensor in its place.
-        self._tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        self._restore_random_state = random_state()
-        self._num_forwards, self._micro_offset = dict(module._num_forwards), module.micro_offset
-        self._unread = engine._partly_unread, engine._unread
-        self._data: _Remembering | None = None
-        if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
-            self._data = engine.data_iterator = _Remembering(engine.data_iterator)
 
     def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
         """``run`` the instruction, or do without it where this rank, or the one before, computes no more."""
         if not isinstance(instruction, Compute):
-            run(instruction)
+            self._transfer(instruction, run)
             return
         self._note_input(instruction)
-        if self._flaw is None:
+        if self._computes and watch.has_heard_of_a_failure:
+            self._compute_no_more()
+        if self._computes:
             try:
                 run(instruction)
-            except OUT_OF_MEMORY as flaw:
-                # Not the error itself, which refers to what the step holds.
-                self._flaw = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
-                self._for_memory = True
-            except CannotBeWatchedError as flaw:
-                self._flaw = str(flaw)
+            except Exception as flaw:
+                self._fail(flaw, instruction)
             else:
                 self._note_output(instruction)
                 return
-            self._let_go()
         self._do_without(instruction)
 
     def agree(self) -> None:
         """Collective over the job, when the lists are through.
 
         Raises:
-            StepGivenUp: some rank ran out of memory.
+            StepGivenUp: some rank ran out of memory in a step that may run again.
+            Exception: what some rank met first, on every rank.
         """
-        grid = self._engine.grid
-        holds = self._engine._transfers.agree(self._flaw is None)
-        if grid.data_parallel_size > 1:
-            vote = torch.tensor(int(holds), device=self._engine.device)
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=grid.get_data_parallel_group())
-            holds = bool(vote)
-        if not holds:
-            flaws = [each for each in gather_objects((self._for_memory, self._flaw or "")) if each[1]]
-            for_memory, reason = max(flaws, key=lambda each: each[0])
-            raise raised_by_all(StepGivenUp(reason, for_memory=for_memory))
-
-    def keep(self) -> None:
-        """The step is done, or has ended with another error."""
-        if self._data is not None and self._engine.data_iterator is self._data:
-            self._engine.data_iterator = self._data.iterator
-
-    def undo(self) -> None:
-        """Let the step not have begun: gradients, buffers, random numbers, data."""
         engine = self._engine
-        self._let_go()
-        engine.zero_grad()
-        engine.optimizer.zero_grad()
-        for table, buffers in self._tables:
-            table.clear()
-            table.update(buffers)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        self._restore_random_state()
-        engine.module._num_forwards, engine.module.micro_offset = dict(self._num_forwards), self._micro_offset
-        engine._partly_unread, engine._unread = self._unread
-        if self._data is not None:
-            engine.data_iterator = itertools.chain(self._data.taken, self._data.iterator)
-        get_accelerator().empty_cache()
+        failed, asked = reduced([not self._computes, engine.wants_to_stop()], dist.ReduceOp.MAX)
+        if asked:
+            engine.when_asked_to_stop()
+        if not failed:
+            return
+        failures = [each for each in gather_objects(self._failure and self._portable(self._failure)) if each]
+        watch.forget_failures()
+        first = min(failures, key=lambda each: (each.order, each.rank))
+        if not first.runs_again:
+            engine.skip_data(self._num_micro_batches)
+        raise_everywhere(first, self._failure)
+
+    def fail(self, error: Exception, place: str) -> None:
+        """Note what this rank met, for :meth:`agree`."""
+        if self._failure is None:
+            details = "" if isinstance(error, StepGivenUp) else traceback_of(error)
+            self._failure = Failure(watch.tell_of_a_failure(), dist.get_rank(), place, error, details)
+        self._compute_no_more()
+
+    def _fail(self, flaw: Exception, instruction: Instruction) -> None:
+        if isinstance(flaw, OUT_OF_MEMORY) and self._engine.may_run_again:
+            # Not the error itself, which refers to what the step holds.
+            reason = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
+            self.fail(StepGivenUp(reason, for_memory=True), str(instruction))
+        elif isinstance(flaw, CannotBeWatchedError):
+            self.fail(StepGivenUp(str(flaw), for_memory=False), str(instruction))
+        else:
+            self.fail(flaw, instruction.in_words)
+
+    @staticmethod
+    def _portable(failure: Failure) -> Failure:
+        return failure._replace(error=portable(failure.error, keep=(StopIteration,)))
+
+    def _compute_no_more(self) -> None:
+        if self._computes:
+            self._computes = False
+            self._engine.let_batch_go()
+
+    def _transfer(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
+        try:
+            run(instruction)
+        except ShapesDifferError as flaw:
+            assert not isinstance(instruction, Compute)
+            self._fail(flaw, instruction)
+            self._engine._between[instruction.message] = self._zeros(flaw.expected)
+            run(instruction)
 
     def _note_input(self, compute: Compute) -> None:
         if compute.kind == "F" and compute.stage > 0:
             arrived = self._engine._between[Message("F", compute.stage - 1, compute.micro_batch)]
             self._input_shapes[compute.stage, compute.micro_batch] = Shapes.of(arrived)
-            if not tensors_of(arrived) and self._flaw is None:
-                self._flaw = ""  # the rank before says what went wrong
-                self._let_go()
+            if not tensors_of(arrived):
+                self._compute_no_more()  # the rank before says what went wrong
 
     def _note_output(self, compute: Compute) -> None:
         output = self._engine._between.get(Message("F", compute.stage, compute.micro_batch))
         if compute.kind == "F" and output is not None:
             self._output_shapes[compute.stage] = Shapes.of(output)
-
-    def _let_go(self) -> None:
-        """Free what the step has kept for its backwards."""
-        engine = self._engine
-        for kept in (engine._arrived, engine._departed, engine._losses):
-            kept.clear()
-        for slots in engine.pipe_buffers.values():
-            slots[:] = [None] * len(slots)
-        engine.loss = engine.grad_layer = engine._read_now = None
 
     def _do_without(self, compute: Compute) -> None:
         engine, stage, number = self._engine, compute.stage, compute.micro_batch
@@ -181,6 +201,57 @@ class Attempt:
         for tensor in tensors_of(boundary):
             tensor.zero_()  # whatever a layer may look up with it must be there
         return boundary
+
+
+def raise_everywhere(first: Failure, mine: Failure | None) -> None:
+    """Raise ``first``, which all ranks know; the rank that met it raises the error itself.
+
+    Raises:
+        Exception: that.
+    """
+    if mine is not None and mine.order == first.order and mine.rank == first.rank:
+        raise raised_by_all(mine.error)
+    if first.runs_again:
+        raise raised_by_all(first.error)
+    told = f"rank {first.rank} met this in {first.place}, and all ranks gave the batch up:\n\n{first.details}"
+    raise raised_by_all(first.error) from RaisedElsewhere(told)
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it, in the form in which it goes to other ranks."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+class Attempt:
+    """One try of a training step that runs again if it is given up.
+
+    Lack of memory is caught where layers and the loss compute, forward or backward, and the allocator of PyTorch
+    or of Python says so. Where it shows elsewhere (in a buffer of a transfer, the reduction of gradients, the
+    optimizer's states) or as an error of cuBLAS or cuDNN, it ends the run like any other error.
+
+    Args:
+        engine: between two steps, whose data iterator is the one that the step will read.
+    """
+
+    def __init__(self, engine: MadPipeEngine) -> None:
+        self._engine = engine
+        self._unread = engine._partly_unread, engine._unread
+        self._data: _Remembering | None = None
+        if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
+            self._data = engine.data_iterator = _Remembering(engine.data_iterator)
+
+    def keep(self) -> None:
+        """The step is done, or has ended with another error."""
+        if self._data is not None and self._engine.data_iterator is self._data:
+            self._engine.data_iterator = self._data.iterator
+
+    def undo(self) -> None:
+        """Give the data back. The rest was put back when the step was given up."""
+        engine = self._engine
+        engine._partly_unread, engine._unread = self._unread
+        if self._data is not None:
+            engine.data_iterator = itertools.chain(self._data.taken, self._data.iterator)
+        get_accelerator().empty_cache()
 
 
 class _Remembering(Iterator[Any]):

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
+from deepspeed_partition.engine import devices
 from deepspeed_partition.engine.any_plan import program_of
+from deepspeed_partition.engine.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.checkpoints import SavedCut
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
+from deepspeed_partition.engine.first_failure import is_raised_by_all
+from deepspeed_partition.engine.lowering import is_flushed
 from deepspeed_partition.engine.module import (
     Cut,
     asks_for_plan,
@@ -32,17 +36,24 @@ from deepspeed_partition.engine.module import (
     why_deepspeeds_schedule,
 )
 from deepspeed_partition.engine.program import Instruction, Program
-from deepspeed_partition.engine.repairs import clip_by_global_norm, link_states_of_all_groups, warn_of_clipping
+from deepspeed_partition.engine.repairs import (
+    clip_by_global_norm,
+    fp16_without_zero,
+    link_states_of_all_groups,
+    warn_of_clipping,
+)
 from deepspeed_partition.engine.resuming import Found, ResumingEngine
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages, owner
 from deepspeed_partition.engine.timeline import Recorder
+from deepspeed_partition.engine.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.transplant import trainable_parameters
+from deepspeed_partition.engine.watch import watch
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
-from deepspeed_partition.planner.units import counted, format_seconds
+from deepspeed_partition.planner.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.warm_up import WarmUp
@@ -60,7 +71,7 @@ class MadPipeEngine(ResumingEngine):
     :func:`initialize`, or by DeepSpeed's own ``initialize`` after :func:`install`.
 
     Raises:
-        ValueError: an unknown or malformed key of ``madpipe`` in the configuration.
+        ValueError: an unknown or malformed key of ``madpipe`` in the configuration; fp16 without ZeRO.
         PlanMismatchError: a plan file for another model or another number of ranks.
     """
 
@@ -79,11 +90,20 @@ class MadPipeEngine(ResumingEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._peeked: Iterator[Any] | None = None
-        self._waits_for_plan = self._in_step = False
+        self._waits_for_plan = False
+        self._layer_buffers: Buffers | None = None
         self._warm_up: WarmUp | None = None
+        of_fp16 = fp16_without_zero(kwargs["config_class"])
+        if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
+            raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
         super().__init__(**kwargs)
         self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
+        watch.start(self.options.patience_seconds)
         self._cut_as_configured()
+        if of_fp16 and self.owns_cut:
+            raise ValueError(of_fp16)
+        if of_fp16:
+            announce(of_fp16, logging.WARNING)
         self._announce_schedule()
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
@@ -157,13 +177,60 @@ class MadPipeEngine(ResumingEngine):
         return self._warm_up is not None and self._warm_up.has_begun and not self._warm_up.goes_on
 
     @property
-    def may_run_again(self) -> bool:
+    def may_run_again(self) -> bool:  # type: ignore[override]
         """Whether a step runs that is given up, and run again, if a rank runs out of memory in it."""
         return self._warm_up is not None and self._warm_up.is_trying
 
+    def _why_deepspeeds_schedule(self) -> str | None:
+        """Why DeepSpeed's own schedule must run a cut of ours; None where lists of instructions can."""
+        return why_deepspeeds_schedule(self.module) or self._why_not_lists
+
+    def take_losses_of_batches(self, flushes: tuple[int, ...]) -> None:
+        """From the next step on the loss of a batch is computed once, on all of its outputs (``flushes``).
+
+        Collective. A plan that this run has made is made anew, for all forwards of a batch before its first
+        backward. One that it was given keeps its allocation.
+
+        Args:
+            flushes: Of the next step.
+
+        Raises:
+            InfeasibleError: no plan has room for all micro-batches of a batch in flight.
+            ValueError: DeepSpeed's own schedule runs here, which begins backwards earlier; or the plan that was
+                given has no room.
+        """
+        if not self.runs_lists and self.num_stages > 1:
+            reason = self._why_deepspeeds_schedule() or "MADPIPE=0 asks for it"
+            raise ValueError(
+                f"DeepSpeed's own schedule runs here, because {reason}, and it begins backwards before all "
+                "forwards are done; take the mean over micro-batches instead (loss='mean'), or one micro-batch"
+            )
+        self.flushes = flushes
+        if self.plan is None or self.plan.step is None or self.num_stages == 1:
+            return
+        last = len(self.plan.stages) - 1
+        if self.plan.step.num_micro_batches == sum(flushes) and is_flushed(
+            self.plan.step.order, last + 1, flushes
+        ):
+            return
+        if self.chain is not None:
+            from deepspeed_partition.engine.planning import plan_for_flushes
+
+            announce("the plan was made for other orders and is made anew")
+            self.recut(plan_for_flushes(self))
+            return
+        flaw = why_no_room_for_flush(self.plan, max(flushes))
+        if flaw is not None:
+            raise ValueError(flaw)
+        announce(
+            f"the plan's stages stay where they are and run the {counted(max(flushes), 'forward')} of a batch "
+            "before its first backward: the times and the memory that the plan promises are not those of this "
+            "order"
+        )
+
     def _own_cut(self) -> None:
         """Let a module that DeepSpeed cut hold stages, where lists can run."""
-        if not self.runs_lists and why_deepspeeds_schedule(self.module) is None:
+        if not self.runs_lists and self._why_deepspeeds_schedule() is None:
             hold_built_stages(self.module)
             self.module.madpipe_cut = Cut("boundaries")
             self._tell_shapes_each_time()
@@ -177,9 +244,13 @@ class MadPipeEngine(ResumingEngine):
         if not self.owns_cut or self.num_stages == 1:
             return
         if self.runs_lists:
+            refuse_blocking_waits(self.device)
             announce("MadPipe's own lists of instructions run here, with transfers beside computation")
+            for flaw in (devices.prepare_cuda(), devices.why_streams_may_wait()):
+                if flaw is not None:
+                    announce(flaw, logging.WARNING)
         else:
-            reason = why_deepspeeds_schedule(self.module) or "MADPIPE=0 asks for it"
+            reason = self._why_deepspeeds_schedule() or "MADPIPE=0 asks for it"
             announce(f"DeepSpeed's own schedule runs here, one stage per rank, because {reason}")
 
     def _record_into(self, path: str) -> None:
@@ -192,7 +263,7 @@ class MadPipeEngine(ResumingEngine):
             )
 
     def _check(self, plan: Plan) -> None:
-        reason = why_deepspeeds_schedule(self.module)
+        reason = self._why_deepspeeds_schedule()
         check_plan(plan, self.module._num_layers, self.num_stages, one_stage_each=reason)
         if reason is None:
             program_of(plan, self.num_stages, self.micro_batches, trains=True)
@@ -202,7 +273,7 @@ class MadPipeEngine(ResumingEngine):
 
         Layers whose rank changes move with their weights, buffers and optimizer states, values unchanged. The
         module, this engine, its optimizer and its scheduler stay the same objects, with their settings and counts.
-        ``Parameter`` objects of layers that move are new, so hooks on them must be registered again.
+        ``Parameter`` objects of layers that move are new; they have the attributes of the old ones.
 
         Args:
             plan: a plan, the path of one, or boundaries such as ``[0, 3, 8]``.
@@ -213,7 +284,8 @@ class MadPipeEngine(ResumingEngine):
             LoweringError: a plan whose order cannot be run.
             ValueError: boundaries that do not fit the layers and the ranks, or leave a rank without trainable
                 parameters.
-            RuntimeError: within a step; or an optimizer whose state cannot be told apart by parameters.
+            RuntimeError: within a step; or an optimizer whose state cannot be told apart by parameters; or a hook
+                or an attribute on a layer that moves, which would stay behind.
         """
         if isinstance(plan, Plan | str | os.PathLike):
             plan = load_plan(plan)
@@ -233,7 +305,15 @@ class MadPipeEngine(ResumingEngine):
         """Run ``cut``, whose layers are in their places."""
         self.module.madpipe_cut, self.plan = cut, cut.plan
         self._waits_for_plan, self._warm_up = False, None
-        self._lowered.cache_clear()
+        self._lowered_lists.cache_clear()
+        self._layer_buffers = None
+
+    @property
+    def layer_buffers(self) -> Buffers:
+        """Those of the layers that this rank has now."""
+        if self._layer_buffers is None:
+            self._layer_buffers = Buffers(self.module)
+        return self._layer_buffers
 
     def _cut_in_words(self) -> str:
         return _in_words(allocation_of(self.module))
@@ -261,39 +341,53 @@ class MadPipeEngine(ResumingEngine):
         return self._train_batch(data_iter)
 
     def _train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        self.check_that_it_goes_on()
         self.reset_activation_shape()
+        before = BeforeStep(self) if self.runs_lists else None
         self._in_step = True
         try:
             return super().train_batch(data_iter)
-        except Exception:  # such as the end of the data, after which another batch can be trained on
+        except Exception as flaw:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
+            if before is not None and is_raised_by_all(flaw):
+                before.restore()
             raise
         finally:
             self._in_step = False
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        self.check_that_it_goes_on()
         self.reset_activation_shape()
-        return super().eval_batch(data_iter, *args, **kwargs)
+        of_training = getattr(self, "training_dataloader", None), self.data_iterator
+        call = inspect.signature(PipelineEngine.eval_batch).bind(self, data_iter, *args, **kwargs)
+        try:
+            if self.runs_lists:
+                assert self._transfers, "made by all ranks, before they meet"
+                with torch.no_grad():  # before DeepSpeed's barrier, at which nobody could tell
+                    self._meet(call.arguments.get("num_micro_batches") or self.micro_batches)
+            return super().eval_batch(data_iter, *args, **kwargs)
+        except Exception:
+            self.let_batch_go()
+            self.training_dataloader, self.data_iterator = of_training
+            self.eval_return_logits = False
+            raise
 
-    def _execute(self, instruction: Instruction) -> None:
+    def _run(self, instruction: Instruction) -> None:
         if self._warm_up is None or not torch.is_grad_enabled():
-            super()._execute(instruction)
+            super()._run(instruction)
         else:
-            self._warm_up.execute(instruction, super()._execute)
+            self._warm_up.execute(instruction, super()._run)
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
         if self._warm_up is None or not torch.is_grad_enabled():
             return super()._recorded()
         return self._warm_up.recorded(self._transfers, self._execute)
 
-    def _exec_reduce_tied_grads(self) -> None:
-        if self._warm_up is not None:
-            self._warm_up.agree()
-        super()._exec_reduce_tied_grads()
-
-    def _lower(self, num_micro_batches: int, trains: bool) -> Program:
-        other = self._warm_up.program(num_micro_batches) if trains and self._warm_up is not None else None
-        return super()._lower(num_micro_batches, trains) if other is None else other
+    def _lower(self, num_micro_batches: int, trains: bool, flushes: tuple[int, ...] | None) -> Program:
+        other = None
+        if trains and self._warm_up is not None and flushes is None:
+            other = self._warm_up.program(num_micro_batches)
+        return super()._lower(num_micro_batches, trains, flushes) if other is None else other
 
     def _measure_and_plan(self) -> None:
         if self.module.activation_checkpoint_interval:
@@ -336,6 +430,12 @@ class MadPipeEngine(ResumingEngine):
         took = f"measuring and planning took {format_seconds(planned - started)}"
         where = f"the layers are cut at {self._cut_in_words()} as planned"
         announce(f"{where} (until now: {before}): {took}, {moved}" if num_moved else f"{where}, as before: {took}")
+
+    def peek_data(self) -> None:
+        """Take the next micro-batch out of the data iterator, which will give it again."""
+        if (self.is_first_stage() or self.is_last_stage()) and self.data_iterator is not None:
+            micro_batch = next(self.data_iterator)
+            self.data_iterator = itertools.chain((micro_batch,), self.data_iterator)
 
     def peek_micro_batch(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch, on the device; the data iterator will give it again.
@@ -453,6 +553,23 @@ class MadPipeEngine(ResumingEngine):
                 )
             where = "are planned for these" if self._waits_for_plan else f"stay cut at {cut_here}"
             announce(f"the checkpoint has {there} and this run {here}: the layers {where}")
+
+
+def why_no_room_for_flush(plan: Plan, num_micro_batches: int) -> str | None:
+    """What a plan lacks to keep all micro-batches in flight, as far as it tells what it keeps of one."""
+    for device, use in enumerate(plan.memory):
+        in_flight = [stage.in_flight for stage in plan.stages if stage.device == device]
+        if not in_flight:
+            continue
+        needed = use.weights + use.buffers + use.transient + use.stash * num_micro_batches // max(in_flight)
+        if needed > plan.platform.memory_bytes:
+            return (
+                f"the plan keeps at most {counted(max(in_flight), 'micro-batch')} in flight on device {device}, "
+                f"and all {num_micro_batches} of a batch need {format_bytes(needed)} of the "
+                f"{format_bytes(plan.platform.memory_bytes)} that it was made for: leave the plan out, so that "
+                "one is made for this order, or take the mean over micro-batches (loss='mean')"
+            )
+    return None
 
 
 def _in_words(allocation: Allocation) -> str:

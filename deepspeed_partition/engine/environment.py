@@ -28,6 +28,16 @@ def announce(message: str, level: int = logging.INFO) -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
+    log_here(message, level)
+
+
+def warn_here(message: str) -> None:
+    """Log a warning on whichever rank knows of it."""
+    log_here(message, logging.WARNING)
+
+
+def log_here(message: str, level: int = logging.INFO) -> None:
+    """:func:`announce` on whichever rank knows of it."""
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
@@ -74,7 +84,12 @@ def _leave_together() -> None:
     """
     if not torch.distributed.is_initialized():
         return
-    if not hasattr(sys, "last_value"):  # after an error the others may never come
+    from deepspeed_partition.engine import collectives, watch  # which log by this module
+
+    if not hasattr(sys, "last_value") and not watch.watch.has_left:  # after an error the others may never come
         with suppress(RuntimeError):  # nor after a death: enough waited
-            torch.distributed.monitored_barrier(timeout=LAST_MEETING)
+            torch.distributed.monitored_barrier(collectives.made_group(), timeout=LAST_MEETING)
+    elif hasattr(sys, "last_value"):
+        watch.watch.tell_that_this_rank_leaves(f"ended with {type(sys.last_value).__name__}: {sys.last_value}")
+    watch.watch.stop()
     torch.distributed.destroy_process_group()

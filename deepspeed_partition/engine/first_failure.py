@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-T = TypeVar("T", bound=Exception)
+T = TypeVar("T", bound=BaseException)
 
 _BY_ALL = "madpipe_raised_by_all"
 _batches = itertools.count()
@@ -36,16 +36,27 @@ class FirstFailure:
         """
         try:
             yield
-        except Exception as flaw:
-            if vars(flaw).get(_BY_ALL):
+        except BaseException as flaw:
+            if is_raised_by_all(flaw):
                 raise
-            mine = f"{type(flaw).__name__}: {flaw}"
+            mine = in_words(flaw)
             first = _first(self._key, f"rank {dist.get_rank()} failed first: {mine}")
+            if not isinstance(flaw, Exception):  # it ends this program, and not for what another rank has met
+                raise
             if first is None or first.endswith(f" failed first: {mine}"):  # the same on all ranks, as agreed upon
                 raise
             # As the cause of another error, contextlib would take a StopIteration for that error itself.
             cause = None if isinstance(flaw, StopIteration) else flaw
             raise RuntimeError(f"{first} (here: {mine})") from cause
+
+
+def in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def is_raised_by_all(error: BaseException) -> bool:
+    """Whether all ranks raise this together: they are at the same place, and can go on."""
+    return bool(getattr(error, "__dict__", {}).get(_BY_ALL))
 
 
 def raised_by_all(error: T) -> T:

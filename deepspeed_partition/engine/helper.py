@@ -14,9 +14,14 @@ PATIENCE_SECONDS = 2.0
 
 
 class Helper:
-    """Runs what it is given on a thread of its own, one after the other, until something fails."""
+    """Runs what it is given on a thread of its own, one after the other, until something fails.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        when_failed: called there with what failed.
+    """
+
+    def __init__(self, name: str, when_failed: Callable[[Exception], object] = lambda _: None) -> None:
+        self._when_failed = when_failed
         self._flaw: Exception | None = None
         self._queue: queue.SimpleQueue[Callable[[], object] | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"madpipe-{name}", daemon=True)
@@ -68,4 +73,5 @@ class Helper:
                     item()
                 except Exception as flaw:  # raised again by finish()
                     self._flaw = flaw
+                    self._when_failed(flaw)
             del item  # with what it refers to

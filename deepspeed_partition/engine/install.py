@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import deepspeed.pipe
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine import devices
 from deepspeed_partition.engine.engine import MadPipeEngine
 from deepspeed_partition.engine.environment import announce, prepare_cpu
 from deepspeed_partition.engine.module import Cut, partition_layers
@@ -34,8 +36,16 @@ def install() -> None:
     def _partition_layers(self, method="uniform"):
         partition_layers(self, method, lambda own: original(self, method=own))
 
+    stock_init = deepspeed.pipe.PipelineModule.__init__
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        devices.before_communication()
+        stock_init(self, *args, **kwargs)
+
     _partition_layers.by_madpipe = True  # type: ignore[attr-defined]
     deepspeed.pipe.PipelineModule._partition_layers = _partition_layers
+    deepspeed.pipe.PipelineModule.__init__ = __init__
     PipelineEngine.__new__ = _new_engine
 
 

@@ -89,7 +89,7 @@ class Recorded:
 
     def watch(self, message: Message, peer: int, boundary: Boundary, works: list[Any]) -> list[Any]:
         """What to wait for in the place of ``works``, of a receive that is posted now."""
-        self._posted[message] = time.perf_counter()
+        self._posted[message] = self._clock.now()
         self._bytes[message] = sum(each.numel() * each.element_size() for each in tensors_of(boundary))
         return self._arrivals.watch(peer, works, functools.partial(self._arrived.__setitem__, message))
 
@@ -121,7 +121,7 @@ def recorded(transfers: Transfers, device: torch.device, execute: Execute) -> It
     offset_seconds, error_seconds = _offset_to_first(transfers)
     clock = _Clock() if device.type == "cpu" else _DeviceClock()
     on_host = device.type == "cpu" or transfers.through_host
-    step = Recorded(clock, _Arrivals() if on_host else _DeviceArrivals(), execute)
+    step = Recorded(clock, _Arrivals() if on_host else _DeviceArrivals(transfers), execute)
     transfers.watch = step.watch
     try:
         yield step
@@ -222,17 +222,15 @@ class _Awaited:
 
 
 class _DeviceArrivals(_Arrivals):
-    """Sees tensors arrive on a GPU: a stream for each device waits for what comes from there."""
+    """Sees tensors arrive on a GPU: a stream for each device waits for what comes from there, in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         super().__init__()
-        self._streams: dict[int, Any] = {}
+        self._transfers = transfers
 
     def watch(self, peer: int, works: list[Any], note: Callable[[Stamp], None]) -> list[Any]:
         accelerator = get_accelerator()
-        if peer not in self._streams:
-            self._streams[peer] = accelerator.Stream()
-        with accelerator.stream(self._streams[peer]):
+        with accelerator.stream(self._transfers.stream_for("arrivals", peer)):
             for work in works:
                 work.wait()
             event = accelerator.Event(enable_timing=True)

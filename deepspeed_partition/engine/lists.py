@@ -10,7 +10,7 @@ whatever the other devices do; with what it keeps for backwards, which depends o
 never holds more than it does at that place of the timetable. ``D`` waits for the oldest tensor to leave where
 there would be no room otherwise; in a run that is on time it has left already, or leaves while the next
 computation runs on paper. A receive is posted at the latest before the computation beside which its transfer
-begins, and as much earlier as the room allows.
+begins, and as much earlier as the room allows (not before its message can come: ``postponing.py``).
 """
 
 from __future__ import annotations

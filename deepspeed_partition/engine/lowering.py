@@ -19,7 +19,8 @@ Neighbouring stages of one device hand over without any of the last five.
 Everything is written down from a timetable (``timetable.py``): the plan's own where it is a pattern, else one run
 of its order in virtual time, in which a transfer starts when its tensor is there, its link is free and its
 receiver has room. Sends and receives of each direction stand in the order of their transfers there. How much room
-there is for tensors that wait, and so where ``D`` and ``R`` stand, says ``lists.py``.
+there is for tensors that wait, and so where ``D`` and ``R`` stand, says ``lists.py``; ``postponing.py`` puts ``S``
+and ``R`` behind what they must wait for anyway, which a GPU needs.
 
 Why nothing waits forever. Between two devices, messages of one direction are matched in the order in which they
 were sent and posted (as NCCL does, and gloo without tags), whatever cuts they belong to, so a message may be held
@@ -36,32 +37,44 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import accumulate
 
 from deepspeed_partition.engine import timetable
 from deepspeed_partition.engine.dry_run import dry_run
 from deepspeed_partition.engine.lists import lists_of
+from deepspeed_partition.engine.postponing import postponed
 from deepspeed_partition.engine.program import DeadlockError, LoweringError, Program
 from deepspeed_partition.engine.timetable import Timetable
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.schedule import Order
 
 
-def lower(plan: Plan, num_micro_batches: int) -> Program:
+def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = None) -> Program:
     """The lists of one training step of a plan.
 
     Its ``order``, where it has one for this number of micro-batches, else its pattern with fill and drain. A
     pattern is kept within the micro-batches in flight that the plan promises: a forward that comes too early for
     them is put off.
 
+    Args:
+        flushes: Micro-batches of each batch of the step, where the last stage begins no backward of a batch before
+            all of its forwards are done. An order of the plan that does otherwise gives way to ``flush_orders``.
+
     Raises:
         LoweringError: an order that is not complete, or not on its devices.
         DeadlockError: an order whose devices wait for each other in a circle.
     """
     _check_count(num_micro_batches)
+    order: Sequence[Order] | None = None
+    devices = [stage.device for stage in plan.stages]
     if plan.step is not None and plan.step.num_micro_batches == num_micro_batches:
+        order = plan.step.order
+    if flushes is not None and (order is None or not is_flushed(order, len(devices), flushes)):
+        order = flush_orders(devices, flushes, plan.platform.num_devices)
+    if order is not None:
         return with_transfers(
-            plan.step.order,
-            [stage.device for stage in plan.stages],
+            order,
+            devices,
             comm_buffers=plan.platform.comm_buffers,
             seconds={operation.operation: operation.duration_seconds for operation in plan.operations},
         )
@@ -72,6 +85,47 @@ def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:
     """The lists of one evaluation: the forwards of the plan's pattern, each as early as its input is there."""
     _check_count(num_micro_batches)
     return _program(timetable.of_pattern(plan, num_micro_batches, "F"), plan.platform.comm_buffers)
+
+
+def flush_orders(
+    devices: Sequence[int], flushes: Sequence[int], num_devices: int | None = None
+) -> tuple[Order, ...]:
+    """GPipe's flush, batch by batch: all forwards of a batch, then all of its backwards.
+
+    Args:
+        devices: The device of each stage.
+        flushes: Micro-batches of each batch.
+        num_devices: Left out, as many as run a stage.
+    """
+    last = len(devices) - 1
+    orders: list[list[tuple[str, int]]] = [[] for _ in range(num_devices or max(devices) + 1)]
+    begin = 0
+    for size in flushes:
+        numbers = range(begin, begin + size)
+        # A wave down the chain and one up: nothing stands before what it needs, whatever device has which stages.
+        for _, stage, number in sorted(
+            (number + stage, stage, number) for stage in range(last + 1) for number in numbers
+        ):
+            orders[devices[stage]].append((f"F{stage}", number))
+        for _, up, number in sorted((number + up, up, number) for up in range(last + 1) for number in numbers):
+            orders[devices[last - up]].append((f"B{last - up}", number))
+        begin += size
+    return tuple(map(tuple, orders))
+
+
+def is_flushed(orders: Sequence[Order], num_stages: int, flushes: Sequence[int]) -> bool:
+    """Whether the last stage runs all forwards of a batch before the first of its backwards."""
+    forward, backward = f"F{num_stages - 1}", f"B{num_stages - 1}"
+    [order] = [order for order in orders if any(name == forward for name, _ in order)]
+    position = {operation: place for place, operation in enumerate(order)}
+    if sum(flushes) != sum(name == forward for name, _ in order):
+        return False
+    ends = list(accumulate(flushes))
+    return all(
+        max(position[forward, number] for number in range(end - size, end))
+        < min(position[backward, number] for number in range(end - size, end))
+        for end, size in zip(ends, flushes, strict=True)
+    )
 
 
 def _check_count(num_micro_batches: int) -> None:
@@ -111,12 +165,14 @@ def _program(times: Timetable, comm_buffers: int) -> Program:
     ends = {(device, message.cut) for message in times.messages for device in message.ends(times.device_of_stage)}
 
     def tried(strict: AbstractSet[tuple[int, int]]) -> Program:
-        program = Program(
+        written = Program(
             device_of_stage=times.device_of_stage,
             num_micro_batches=1 + max(number for order in times.orders for _, number in order),
             lists=lists_of(times, comm_buffers, strict=strict),
             beyond_room=tuple(sorted(ends - strict)),
         )
+        dry_run(written)
+        program = postponed(written)
         dry_run(program)
         return program
 

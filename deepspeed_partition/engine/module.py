@@ -16,6 +16,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
+from deepspeed_partition.engine import devices
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, planning_is_off
 from deepspeed_partition.engine.stages import allocation_of, hold_stages, owner
@@ -359,6 +360,7 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
         *,
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
+        devices.before_communication()
         super().__init__(
             layers=layers,
             num_stages=num_stages,

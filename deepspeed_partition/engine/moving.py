@@ -48,6 +48,8 @@ class MovingEngine(AnyPlanEngine):
     lr_scheduler: Any
     optimizer: Any
 
+    _is_destroyed = False
+
     def __init__(self, **kwargs: Any) -> None:
         self._groups: ParameterGroups | None = None
         self._every_group: EveryGroup | None = None
@@ -56,6 +58,7 @@ class MovingEngine(AnyPlanEngine):
         given_anew = ("model", "optimizer", "lr_scheduler", "model_parameters", "training_data")
         self._init_arguments = {key: value for key, value in kwargs.items() if key not in given_anew}
         super().__init__(**kwargs)
+        self._scheduler_at_start = self.lr_scheduler
 
     def move_to(self, allocation: Allocation) -> None:
         """Move the layers, and start the engine again on the same objects. Collective.
@@ -89,6 +92,36 @@ class MovingEngine(AnyPlanEngine):
             if training_state is not None:
                 training_state.lay_into(self.optimizer, self.module)
 
+    def destroy(self) -> None:
+        """End this engine, once: Python calls it again when it collects the object, whenever that is.
+
+        By then another engine may train the same parameters, and this one would cut them from its master weights.
+        """
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            super().destroy()
+
+    def retire(self) -> None:
+        """Train no more, and let the parameters be trained otherwise: what is kept can still be saved."""
+        for hook in getattr(self.optimizer, "_grad_acc_hooks", ()):  # of DeepSpeed's ZeRO and bf16 optimizers
+            hook.remove()
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether :meth:`destroy` was called, after which there are no master weights."""
+        return self._is_destroyed
+
+    def release(self) -> None:
+        """End this engine, and leave the module and its parameters to another one."""
+        self.destroy()
+        self.module_forward_pre_hook.remove()
+        self.module_forward_post_hook.remove()
+        self.param_names.clear()
+        if self.optimizer is not self.basic_optimizer:
+            vars(self.optimizer).clear()  # flat buffers
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
     def _release_parameters(self) -> None:
         """Take DeepSpeed's hooks and flat buffers off the parameters, and every other reference to them."""
         self.destroy()
@@ -121,10 +154,21 @@ class MovingEngine(AnyPlanEngine):
         """
         assert self._groups is not None
         groups, scheduler = self._groups.groups, self.lr_scheduler
+        is_assigned, knows_all = scheduler is not self._scheduler_at_start, num_scheduled == len(groups)
+        told = gather_objects((is_assigned, knows_all))
+        all_know = all(knows for _, knows in told)
+        if any(assigned for assigned, _ in told):
+            if not all(assigned and knows for assigned, knows in told):
+                raise RuntimeError(
+                    "engine.lr_scheduler was set after deepspeed.initialize(), and some rank has none, or lacks a "
+                    "parameter group of the optimizer: it cannot go on when layers move. Give it to "
+                    "deepspeed.initialize(lr_scheduler=...), also as a function that makes it of the optimizer"
+                )
+            self.show_every_group(scheduler)
+            return scheduler
         if scheduler is self.client_lr_scheduler:
             return scheduler
-        knows_all = num_scheduled == len(groups)
-        if self.global_steps and not all(gather_objects(knows_all)):
+        if self.global_steps and not all_know:
             raise RuntimeError(
                 f"the {type(scheduler).__name__} was made for a module that DeepSpeed cut, where each rank has "
                 "only the groups of its own parameters, and some rank lacks one of them: it cannot go on when "
@@ -143,6 +187,7 @@ class MovingEngine(AnyPlanEngine):
         kept = {name: vars(self)[name] for name in OUTLIVES_A_MOVE if name in vars(self)}
         old_scheduler = self.lr_scheduler
         collects_garbage_late = getattr(self, "_python_gc_generation", None) is not None  # not in 0.19.0
+        self._is_destroyed = False
         with self._monitors_opened_once():
             super().__init__(
                 model=self.module,
@@ -153,7 +198,7 @@ class MovingEngine(AnyPlanEngine):
                 **self._init_arguments,
             )
         self.__dict__.update(kept)
-        self.lr_scheduler = _one_object(old_scheduler, self.lr_scheduler)
+        self.lr_scheduler = self._scheduler_at_start = _one_object(old_scheduler, self.lr_scheduler)
         if collects_garbage_late:
             self._configure_python_gc()
         if self._compile_arguments is not None:
@@ -207,7 +252,7 @@ class MovingEngine(AnyPlanEngine):
         fit_reduction_buffers(self.optimizer, sum(weight.numel() for weight in weights))
         if self._groups is None:
             return
-        if self._every_group is None:
+        if self._every_group is None or not self._every_group.stands_for(self.basic_optimizer):
             self._every_group = EveryGroup(self.basic_optimizer, self._groups.groups)
             if self._is_to_own_cut and self._makes_scheduler():
                 # It is made for the groups of all stages, so that it can go on when layers move.

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from deepspeed.pipe import PipelineModule
 
 from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.tied_copies import parameter_names
 
 OF_PARAMETERS = ("params", "param_names")
 """What a parameter group says about single parameters; the rest of it are settings."""
@@ -37,8 +38,8 @@ class ParameterGroups:
     A group is the same on every rank by its place, so that a parameter finds its group on another rank.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
+    def __init__(self, optimizer: torch.optim.Optimizer, module: PipelineModule) -> None:
+        names = parameter_names(module)
         self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
         """The dictionaries themselves, those that DeepSpeed drops included."""
         self._names = [
@@ -102,11 +103,11 @@ class ParameterGroups:
         """The place of the group of each parameter of the whole pipeline, after :meth:`gather`."""
         return {name: place for place, names in enumerate(self._names) for name in names}
 
-    def assign(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    def assign(self, optimizer: torch.optim.Optimizer, module: PipelineModule) -> None:
         """Fill ``optimizer`` with the parameters that ``module`` has now, each in its group, without states."""
         for group, names in zip(self.groups, self._names, strict=True):
             wanted = set(names)
-            members = [(name, member) for name, member in module.named_parameters() if name in wanted]
+            members = [(name, member) for member, name in parameter_names(module).items() if name in wanted]
             group["params"] = [member for _, member in members]
             if "param_names" in group:
                 group["param_names"] = [name for name, _ in members]
@@ -140,6 +141,10 @@ class EveryGroup:
         in_use = {id(group) for group in self._optimizer.param_groups}
         self._groups = list(groups)
         self._places = [place for place, group in enumerate(groups) if id(group) in in_use]
+
+    def stands_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it shows the groups of this very optimizer: scripts may configure another one later."""
+        return optimizer is self._optimizer
 
     def show_to(self, scheduler: Any) -> None:
         """Let ``scheduler`` set the rates of every group."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.planner import files
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
@@ -33,8 +34,9 @@ def save_plan(engine: MadPipeEngine, plan: Plan, chain: Chain) -> None:
     try:
         if given is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(path)
-        chain.save(beside)
+        # A link at the place that the user chose is the user's; beside the logs somebody else may have planted it.
+        files.write_json(path, plan.to_dict(), through_link=given is not None)
+        files.write_json(beside, chain.to_dict(), through_link=given is not None)
     except OSError as flaw:
         if given is not None:
             raise

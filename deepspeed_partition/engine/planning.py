@@ -13,14 +13,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, portable
+from deepspeed_partition.engine.any_plan import LossCost
+from deepspeed_partition.engine.collectives import (
+    from_rank_0,
+    gather_objects,
+    portable,
+    receive_object,
+    send_object,
+)
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.measuring import Measuring, TrialReport, links_of
 from deepspeed_partition.engine.plan_files import save_plan
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
@@ -58,6 +65,8 @@ class StageReport:
     trial: TrialReport | None
     """What it saw besides, where there was a warm-up."""
     error: Exception | None = None
+    loss_cost: LossCost | None = None
+    """On the last stage, where the loss of a batch was tried."""
 
 
 def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) -> tuple[Plan, Chain]:
@@ -78,19 +87,73 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
     """
     if measuring is not None and measuring.clock.num_steps == 0:
         measuring = None
-    memory_bytes = device_memory_bytes()
+    memory_bytes = device_memory_bytes(engine)
     reports: list[StageReport] = []
     uses: tuple[LinkUse, ...] = ()
     link: Link | None = None
     if engine.grid.data_parallel_id == 0:
-        reports = _measured(engine, memory_bytes, measuring) or _measure(engine, memory_bytes, measuring)
+        reports = _measured(engine, memory_bytes, measuring) or []
+    if any(gather_objects(engine.grid.data_parallel_id == 0 and not reports)):
+        _peek(engine)
+    if engine.grid.data_parallel_id == 0:
+        reports = reports or _measure(engine, memory_bytes, measuring)
         trials = [report.trial for report in reports if report.trial is not None]
         uses = links_of([trial.parts for trial in trials], range(len(trials)))
         if not any(report.error for report in reports):
             link = _measure_link(engine, uses)
     limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
-    announce(f"rank 0 plans, for {format_seconds(limit)} at the most, and the other ranks wait")
+    announce(f"rank 0 plans, for {format_seconds(limit)} of its processor at the most, and the other ranks wait")
     return from_rank_0(lambda: _plan(engine, reports, uses, link))
+
+
+def _peek(engine: MadPipeEngine) -> None:
+    """Let all ranks that read data, those of other replicas too, take a micro-batch out of it, which stays in it.
+
+    At once, and before anything is sent: an iterator may communicate between them.
+
+    Raises:
+        Exception: what an iterator raised; on every rank.
+    """
+    flaw: Exception | None = None
+    try:
+        engine.peek_data()
+    except Exception as error:
+        flaw = portable(error)
+    flaws = list(filter(None, gather_objects(flaw)))
+    if flaws:
+        raise flaws[0]
+
+
+def plan_for_flushes(engine: MadPipeEngine) -> Plan:
+    """A plan for ``engine.flushes`` from the measurements of the plan that runs. Collective over the whole job.
+
+    The loss of a micro-batch is in them, besides what the loss of a batch takes: memory is counted rather too
+    high.
+
+    Raises:
+        InfeasibleError: no plan fits in memory; on every rank.
+    """
+    present, measured, flushes = engine.plan, engine.chain, engine.flushes
+    assert present is not None and measured is not None and flushes is not None
+    cost = engine.loss_cost and replace(engine.loss_cost, forward_seconds=0.0, backward_seconds=0.0)
+
+    def plan() -> Plan:
+        chain = _with_loss_of_batch(measured, cost, max(flushes))
+        made = make_plan(
+            chain,
+            present.platform,
+            engine.options.algorithm,
+            num_micro_batches=sum(flushes),
+            flushes=flushes,
+            every_device_trains=True,
+            time_limit_seconds=engine.options.time_limit_seconds,
+        )
+        made = on_ranks_with_data(made)
+        announce(made.summary())
+        save_plan(engine, made, chain)
+        return made
+
+    return from_rank_0(plan)
 
 
 def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport] | None:
@@ -132,6 +195,7 @@ def _report(
         weight_bytes=weights,
         trial=None if measuring is None else measuring.report(),
         error=error,
+        loss_cost=engine.loss_cost,
     )
 
 
@@ -142,7 +206,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
     inputs: Any = None
     error: Exception | None = None
     if not engine.is_first_stage():
-        inputs, error = _receive_object(grid.stage_to_global(stage_id=stage - 1))
+        inputs, error = receive_object(grid.stage_to_global(stage_id=stage - 1))
     layers: list[MeasuredLayer] = []
     outputs = None
     times = {} if measuring is None else measuring.clock.times()
@@ -174,7 +238,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
             error = portable(flaw)
     if not engine.is_last_stage():
         handed_on = None if outputs is None else to_device(outputs, torch.device("cpu"))
-        dist.send_object_list([(handed_on, error)], grid.stage_to_global(stage_id=stage + 1))
+        send_object((handed_on, error), grid.stage_to_global(stage_id=stage + 1))
     num_bytes, num_samples = (0, None) if error else (bytes_of(inputs), _num_samples(inputs))
     report = _report(engine, memory_bytes, measuring, layers, num_bytes, num_samples, error)
     return gather_objects(report, grid.get_pipe_parallel_group())
@@ -214,6 +278,8 @@ def _plan(
         micro_batch_size=reports[0].micro_batch_size,
         hardware=hardware_name(engine.device),
     )
+    if engine.flushes is not None:
+        chain = _with_loss_of_batch(chain, reports[-1].loss_cost, max(engine.flushes))
     for sentence in suspicious(chain):
         announce(sentence, logging.WARNING)
     platform = _platform(options, reports, uses, link)
@@ -222,11 +288,14 @@ def _plan(
         trial_run = _trial_run(engine, chain, platform, trials, uses)
         chain = replace(chain, warm_up=trial_run)
         _tell(trial_run)
+    deadline = Deadline()
     make = functools.partial(
         make_plan,
         chain,
         platform,
+        deadline=deadline,
         num_micro_batches=engine.micro_batches,
+        flushes=engine.flushes,
         # DeepSpeed's own schedule has one stage per rank.
         num_stages=None if engine.runs_lists else engine.num_stages,
         every_stage_trains=not engine.runs_lists,
@@ -237,10 +306,33 @@ def _plan(
     if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
         plan = _unless_present_is_as_good(plan, lambda: make(algorithm=engine.module.parts))
     announce(plan.summary())
+    if deadline.starved:
+        announce(
+            "rank 0 had less than a thirtieth of a processor to plan with, so its search was cut short: a plan "
+            "that an idle machine makes may be better (option plan)",
+            logging.WARNING,
+        )
     if plan.algorithm == "madpipe" and not engine.runs_lists:
         announce("each rank runs one stage: this is the best plan of those that are contiguous")
     save_plan(engine, plan, chain)
     return plan, chain
+
+
+def _with_loss_of_batch(chain: Chain, cost: LossCost | None, num_micro_batches: int) -> Chain:
+    """``chain`` whose last layer has its share of what is computed once on all outputs of a batch.
+
+    All micro-batches are in flight on the last stage when that runs, so that its bytes are there in full.
+    """
+    if cost is None:
+        return chain
+    *layers, last = chain.layers
+    last = replace(
+        last,
+        forward_seconds=last.forward_seconds + cost.forward_seconds / num_micro_batches,
+        backward_seconds=last.backward_seconds + cost.backward_seconds / num_micro_batches,
+        stash_bytes=(last.stash_bytes or 0) + -(-cost.peak_bytes // num_micro_batches),
+    )
+    return replace(chain, layers=(*layers, last))
 
 
 def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> Plan:
@@ -335,9 +427,3 @@ def _platform(
 def _num_samples(inputs: Boundary) -> int | None:
     first = tensors_of(inputs)[0]
     return first.shape[0] if first.dim() else None
-
-
-def _receive_object(rank: int) -> Any:
-    box = [None]
-    dist.recv_object_list(box, rank)
-    return box[0]

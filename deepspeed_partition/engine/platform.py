@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_partition.engine import devices
 from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.parameter_groups import another_like
 from deepspeed_partition.engine.repairs import reduction_buffer_bytes
+from deepspeed_partition.planner.units import format_bytes
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -24,15 +26,25 @@ CONTROL_GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memo
 STATES_OF_ADAM = 2
 
 
-def device_memory_bytes() -> int:
-    """The memory of this rank's device; on a CPU the machine's, divided by the ranks on this machine.
+def device_memory_bytes(engine: MadPipeEngine) -> int:
+    """The memory of this rank's device that a plan may fill; on a CPU the machine's, divided by its ranks.
 
     Collective over the whole job.
     """
-    num_local_ranks = gather_objects(socket.gethostname()).count(socket.gethostname())
     if get_accelerator().device_name() == "cpu":
-        return machine_memory_bytes() // num_local_ranks
-    return int(get_accelerator().total_memory())
+        return machine_memory_bytes() // gather_objects(socket.gethostname()).count(socket.gethostname())
+    device = devices.name_of_device()
+    num_sharing = gather_objects(device).count(device)
+    kept = {
+        _storage(tensor): _storage_bytes(tensor) for tensor in kept_tensors(engine) if tensor.device.type != "cpu"
+    }
+    usable, margin = devices.usable_bytes(num_sharing, sum(kept.values()))
+    if not engine.options.memory:
+        announce(
+            f"plans may fill {format_bytes(usable)} of this device: what is free now and what training has there, "
+            f"less a margin of {format_bytes(margin)}; the option memory says another number"
+        )
+    return usable
 
 
 def machine_memory_bytes() -> int:
@@ -55,11 +67,11 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
     parameters = list(engine.module.parameters())
     allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in _weights(engine)}.values())
     gradients = sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad)
-    states = sum(
-        num_states(engine.basic_optimizer) * _bytes(member)
-        for group in (engine.basic_optimizer.param_groups if engine.basic_optimizer else ())
-        for member in group["params"]
-    )
+    states = 0
+    if engine.basic_optimizer is not None:
+        # Trying an optimizer out takes a step of it: once is enough.
+        members = [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
+        states = num_states(engine.basic_optimizer) * sum(_bytes(member) for member in members)
     buffer = reduction_buffer_bytes(engine.optimizer)
     return allocated + gradients + buffer + states, sum(_bytes(parameter) for parameter in parameters)
 

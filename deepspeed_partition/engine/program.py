@@ -85,6 +85,12 @@ class Compute:
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.micro_batch}"
 
+    @property
+    def in_words(self) -> str:
+        """``the forward of micro-batch 5 of stage 2``."""
+        kind = "forward" if self.kind == "F" else "backward"
+        return f"the {kind} of micro-batch {self.micro_batch} of stage {self.stage}"
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -99,6 +105,13 @@ class Transfer:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.message.channel}.{self.message.micro_batch}"
+
+    @property
+    def in_words(self) -> str:
+        """``the output of stage 1 for micro-batch 5``."""
+        message = self.message
+        what = "output" if message.direction == "F" else "gradient of the output"
+        return f"the {what} of stage {message.cut} for micro-batch {message.micro_batch}"
 
 
 Instruction = Compute | Transfer

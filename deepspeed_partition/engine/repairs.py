@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -61,6 +62,39 @@ def warn_of_clipping(version: str, parts: Any) -> None:
     if "clipping" not in _told:
         _told.add("clipping")
         announce(TO_CLIP_ALIKE.format(version=version, parts=[int(cut) for cut in parts]), logging.WARNING)
+
+
+def fp16_without_zero(config: Any) -> str:
+    """Why a configuration with fp16 and without ZeRO does not train; empty for any other one."""
+    if not config.float16_config.enabled or config.zero_enabled:
+        return ""
+    return (
+        f"fp16 without ZeRO does not train as it should: DeepSpeed {deepspeed.__version__} divides the gradients "
+        "of a pipeline by the loss scale and does not multiply the loss by it; use ZeRO stage 1, or bf16"
+    )
+
+
+def let_normalizations_run(module: torch.nn.Module) -> int:
+    """Give running statistics the type of the weights beside them; return of how many layers.
+
+    DeepSpeed 0.19.8 casts weights to half precision and leaves buffers in fp32, and torch's batch normalization
+    takes no such pair. Versions before cast both.
+    """
+    mixed = [
+        norm
+        for norm in module.modules()
+        if isinstance(norm, torch.nn.modules.batchnorm._NormBase)
+        and norm.weight is not None
+        and norm.running_mean is not None
+        and norm.running_var is not None
+        and norm.weight.dtype in (torch.bfloat16, torch.float16)
+        and norm.weight.dtype != norm.running_mean.dtype
+    ]
+    for norm in mixed:
+        assert norm.running_mean is not None and norm.running_var is not None
+        norm.running_mean = norm.running_mean.to(norm.weight.dtype)
+        norm.running_var = norm.running_var.to(norm.weight.dtype)
+    return len(mixed)
 
 
 def prefer_torch_adam(config: Any) -> None:

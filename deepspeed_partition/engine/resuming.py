@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
+import logging
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from deepspeed_partition.engine import checkpoints, folders, saved_state
 from deepspeed_partition.engine.checkpoints import SavedCut
@@ -22,13 +27,19 @@ from deepspeed_partition.engine.saved_state import SavedState
 from deepspeed_partition.engine.stages import StagesModule, allocation_of
 from deepspeed_partition.engine.ties import load_ties, save_ties
 from deepspeed_partition.engine.training_state import ParameterState, lay_states
+from deepspeed_partition.engine.unpickling import Reader
+from deepspeed_partition.options import Options
 from deepspeed_partition.planner import files
+from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.units import shown
 
 OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
 """The files that a checkpoint consists of. A script may keep others in its folder."""
 OF_OPTIMIZERS = ("*zero_pp_rank_*",)
 """Those of them that DeepSpeed does not read where only weights are loaded."""
+OWN_FILES = (checkpoints.FILE_NAME, saved_state.FILE_NAME)
+"""Those that are read before the others."""
 SAVED_OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
@@ -59,17 +70,25 @@ class ResumingEngine(MovingEngine):
     plan: Plan | None = None
     """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
 
+    options: Options
+    """Of the ``madpipe`` section of the configuration."""
+    _reader: Reader
+    """Of the checkpoint that is being loaded."""
+    _copy_recovery_script: Any
+
     # Saving
 
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
-        """DeepSpeed's ``save_checkpoint``, with the cut and the optimizer's layout beside its files.
+        """DeepSpeed's ``save_checkpoint``, with the cut, the optimizer's layout and checksums beside its files.
 
         The folder has another name until it is complete, and ``latest`` names it then: wherever a process is
         killed, the last complete checkpoint can be loaded, also if it has the same tag. Other files in a folder
-        whose place it takes stay in it. DeepSpeed's writers in the background (``is_decoupled``) write in place.
+        whose place it takes stay in it. DeepSpeed's writers in the background (``is_decoupled``) write in place,
+        without checksums.
 
         Raises:
-            OSError: rank 0 cannot write; on every rank.
+            OSError: a rank cannot write; on every rank, and what was there before stays.
+            ValueError: the ranks have different tags, or the tag is an absolute path.
         """
         if not self.owns_cut or not save_dir:
             return super().save_checkpoint(save_dir, tag, *args, **kwargs)
@@ -77,34 +96,105 @@ class ResumingEngine(MovingEngine):
         bound.apply_defaults()
         options = bound.arguments
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._check_tag(tag)
         path, in_place = Path(save_dir) / tag, self.checkpoint_engine.is_decoupled()
-        written = path if in_place else folders.unfinished(path)
-        if not in_place:
-            self._on_every_disk(lambda: folders.make_room(path))
+        if in_place:
+            self._write_beside(path)
+            return super().save_checkpoint(*bound.args, **bound.kwargs)
+        written = folders.unfinished(path)
+        self._on_every_disk(lambda: folders.make_room(path))
+        options["tag"] = os.path.relpath(written, save_dir)
+        save_latest, options["save_latest"] = options["save_latest"], False
+        try:
+            with self._writes_watched() as writes:
+                self._write_beside(written, writes)
+                saved = super().save_checkpoint(*bound.args, **bound.kwargs)
+            _raise_first(writes.flaw)
+            checksums = self._checksums_of(written, writes)
+            self._on_every_disk(lambda: _take_place(path, checksums))
+        except Exception:
+            self.give_up_folder(path)
+            raise
+        if save_latest:
+            from_rank_0(lambda: files.write_text(Path(save_dir) / "latest", tag, through_link=False))
+        return saved
+
+    def give_up_folder(self, path: Path) -> None:
+        """Remove what was written for a checkpoint that failed; no other rank is asked, for one may fail alone."""
+        if self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0):
+            with suppress(OSError):  # which the failure that is being told may be about
+                folders.give_up(path)
+
+    def _check_tag(self, tag: str) -> None:
+        """Refuse a tag that cannot become one folder. Collective."""
+        self._checkpoint_tag_validation(tag)  # by the name that the user gave
+        tags = gather_objects(tag)
+        other = next((rank for rank, theirs in enumerate(tags) if theirs != tags[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"rank 0 saves a checkpoint with the tag {shown(tags[0])} and rank {other} with "
+                f"{shown(tags[other])}: each has a part of it, so give the same tag on every rank"
+            )
+        if Path(tag).is_absolute() or Path(tag).name in ("", ".."):
+            raise ValueError(f"the tag {shown(tag)} is not the name of a folder in save_dir")
+
+    def _write_beside(self, folder: Path, writes: _Writes | None = None) -> None:
+        """Write what DeepSpeed does not. Collective."""
         layout = saved_state.describe(self)
 
         def write_own() -> None:
-            written.mkdir(parents=True, exist_ok=True)
-            checkpoints.save_cut(written, self.module.parts, self.plan)
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoints.save_cut(folder, self.module.parts, self.plan)
             if layout is not None:
-                saved_state.write_layout(written, layout, self.module.micro_offset)
+                saved_state.write_layout(folder, layout, self.module.micro_offset)
 
         from_rank_0(write_own)
-        save_ties(written, self.module)
-        options["tag"] = str(written.relative_to(save_dir))
-        save_latest, options["save_latest"] = options["save_latest"], options["save_latest"] and in_place
-        saved = super().save_checkpoint(*bound.args, **bound.kwargs)
-        if not in_place:
-            self._on_every_disk(lambda: _take_place(path))
-            if save_latest:
-                from_rank_0(lambda: files.write_text(Path(save_dir) / "latest", tag))
-        return saved
+        if writes is None:
+            save_ties(folder, self.module)
+        else:
+            writes.attempt(folder, lambda: save_ties(folder, self.module))
 
-    def _on_every_disk(self, change: Any) -> None:
-        """Rank 0's, and those of other nodes where each has its own."""
-        from_rank_0(change)
-        if self.use_node_local_storage() and self.local_rank == 0 and self.global_rank != 0:
-            change()
+    @contextmanager
+    def _writes_watched(self) -> Iterator[_Writes]:
+        """Let DeepSpeed go through its barriers on every rank, also where one cannot write."""
+        writes, engine = _Writes(), self.checkpoint_engine
+        save, copy_scripts = engine.save, self._copy_recovery_script
+
+        def watched(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return writes.attempt(Path(path), lambda: save(state_dict, path, *args, **kwargs))
+
+        def scripts_watched(save_path: Any) -> Any:
+            return writes.attempt(Path(save_path), lambda: copy_scripts(save_path))
+
+        with _replaced(engine, "save", watched), _replaced(self, "_copy_recovery_script", scripts_watched):
+            yield writes
+
+    def _checksums_of(self, folder: Path, writes: _Writes) -> dict[str, str] | None:
+        """The checksums of what the ranks wrote, each taken by the rank that did. Collective."""
+        if not self.options.checkpoint_checksums:
+            return None
+        mine: dict[str, str] = {}
+        flaw: Exception | None = None
+        try:
+            mine = {
+                path.relative_to(folder).as_posix(): folders.checksum(path)
+                for path in writes.paths
+                if path.is_file() and path.is_relative_to(folder)
+            }
+        except OSError as error:
+            flaw = error
+        _raise_first(flaw)
+        return {name: value for theirs in gather_objects(mine) for name, value in theirs.items()}
+
+    def _on_every_disk(self, change: Callable[[], None]) -> None:
+        """Rank 0's, and those of other nodes where each has its own. Collective."""
+        flaw: Exception | None = None
+        if self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0):
+            try:
+                change()
+            except Exception as error:
+                flaw = portable(error)
+        _raise_first(flaw)
 
     # Loading
 
@@ -117,8 +207,9 @@ class ResumingEngine(MovingEngine):
         Raises:
             PlanMismatchError: a checkpoint of another number of layers; or it is of another cut and does not say
                 where the optimizer's states lie. On every rank, like the following.
-            PlanFormatError: a file is missing, has another size, or cannot be read. No weight has changed, unless
-                it was DeepSpeed that could not read it: then other ranks may have loaded theirs.
+            PlanFormatError: there is no such checkpoint; a file is missing, has another size or checksum, cannot
+                be read, or would have to be unpickled where that is not allowed. No weight has changed, unless it
+                was DeepSpeed that could not read it: then other ranks may have loaded theirs.
             RuntimeError: the optimizer's state cannot be told apart by parameters; no weight has changed.
         """
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
@@ -132,7 +223,7 @@ class ResumingEngine(MovingEngine):
         options, layout = bound.arguments, found.layout
         states: dict[str, ParameterState] | None = None
         if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
-            saved = SavedState(found.folder, layout)
+            saved = SavedState(found.folder, layout, self._reader)
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
         loaded: tuple[Any, Any] = None, None
@@ -142,10 +233,12 @@ class ResumingEngine(MovingEngine):
                 loaded = super().load_checkpoint(*bound.args, **bound.kwargs)
                 if found.cut is not None:
                     same_cut, strict = found.is_at_cut_of(self.module), options["load_module_strict"]
-                    load_ties(found.folder, self.module, same_cut=same_cut, strict=strict)
+                    read = functools.partial(self.checkpoint_engine.load, map_location="cpu")
+                    load_ties(found.folder, self.module, same_cut=same_cut, strict=strict, read=read)
             except Exception as error:  # of a file that perhaps one rank reads: the others would go on
                 flaw = portable(error)
             _raise_first(flaw)
+        say_what_was_unpickled(self._reader)
         if not _is_whole(options) and hasattr(self.optimizer, "refresh_fp32_params"):
             self.optimizer.refresh_fp32_params()  # DeepSpeed does without ties, if at all
         if states is not None:
@@ -158,41 +251,88 @@ class ResumingEngine(MovingEngine):
 
     @contextmanager
     def _files_named(self) -> Iterator[None]:
-        """A file that DeepSpeed cannot read is told by its name."""
-        load = self.checkpoint_engine.load
+        """A file that DeepSpeed cannot read is told by its name, and what can be read as data is not unpickled."""
+        engine = self.checkpoint_engine
+        load = engine.load
+        if getattr(load, "__func__", None) is TorchCheckpointEngine.load:
+            load = self._reader.load_at
 
         def named(path: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return load(path, *args, **kwargs)
-            except Exception as flaw:  # whatever comes of unpickling something else
+            except PlanFormatError:
+                raise
+            except Exception as flaw:  # whatever comes of a file that is not what its name says
                 raise saved_state.unreadable(path, flaw) from None
 
-        self.checkpoint_engine.load = named
-        try:
+        with _replaced(engine, "load", named):
             yield
-        finally:
-            del self.checkpoint_engine.load
 
     def _find(self, options: Mapping[str, Any]) -> Found | None:
-        """What DeepSpeed's ``load_checkpoint`` would load with ``options``; None where all of it is DeepSpeed's.
+        """What DeepSpeed's ``load_checkpoint`` would load with ``options``; None where all is DeepSpeed's.
 
-        Its folder has its name again if a run ended while it was replaced. Collective.
+        Its folder has its name again if a run ended while it was replaced. Every file that will be read is
+        verified, by one rank. Collective.
 
         Raises:
-            PlanFormatError: a file that will be read is missing or damaged; on every rank.
+            PlanFormatError: there is no such checkpoint, or a file that will be read is missing or damaged; on
+                every rank.
         """
+        self._reader = Reader(self.options.unpickle)
         if not self.owns_cut or self.load_universal_checkpoint():
             return None
+        unneeded = () if _is_whole(options) else OF_OPTIMIZERS
+        load_dir = options["load_dir"]
 
-        def find() -> Found | None:
-            folder = checkpoints.folder_to_load(options["load_dir"], options["tag"], universal=False)
+        def find() -> tuple[Found, folders.Listed | None] | None:
+            folder = checkpoints.folder_to_load(load_dir, options["tag"], universal=False)
             if folder is None:
                 return None
             folders.restore(folder)
-            folders.check_files(folder, but=() if _is_whole(options) else OF_OPTIMIZERS)
-            return Found(folder, checkpoints.read_cut(folder), saved_state.read_layout(folder))
+            if isinstance(self.checkpoint_engine, TorchCheckpointEngine):
+                checkpoints.check_exists(folder, load_dir)
+            listed = _listed(folder, unneeded)
+            if listed is not None and self.options.checkpoint_checksums:
+                folders.check_contents(folder, listed, listed.sizes.keys() & OWN_FILES)
+            return Found(folder, checkpoints.read_cut(folder), saved_state.read_layout(folder)), listed
 
-        return from_rank_0(find)
+        found = from_rank_0(find)
+        if found is None:
+            return None
+        folder, listed = found[0].folder, found[1]
+        self._verify(folder, None if listed is None else listed.but(OWN_FILES), unneeded)
+        return found[0]
+
+    def verify_files(self, folder: Path) -> None:
+        """Compare sizes and checksums of a checkpoint's files, but those of optimizers. Collective.
+
+        Raises:
+            PlanFormatError: one is missing or damaged; on every rank.
+        """
+        self._verify(folder, from_rank_0(lambda: _listed(folder, OF_OPTIMIZERS)), OF_OPTIMIZERS)
+
+    def _verify(self, folder: Path, listed: folders.Listed | None, unneeded: Sequence[str]) -> None:
+        """Compare the checksums of a checkpoint's files, each on one rank of those that see it. Collective."""
+        if not self.options.checkpoint_checksums:
+            return
+        if listed is None or listed.checksums is None:
+            announce(
+                f"the checkpoint {folder} has no checksums, so a flipped bit in its files would not be noticed"
+            )
+            return
+        neighbours = list(range(self.world_size))
+        if self.use_node_local_storage():
+            hosts = gather_objects(socket.gethostname())
+            neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.global_rank]]
+        flaw: Exception | None = None
+        try:
+            here = _listed(folder, unneeded) if self.use_node_local_storage() else listed
+            if here is not None:
+                share = here.share(neighbours.index(self.global_rank), len(neighbours))
+                folders.check_contents(folder, here, share)
+        except Exception as error:
+            flaw = portable(error)
+        _raise_first(flaw)
 
     def _fits(self, found: Found) -> bool:
         """Whether DeepSpeed can load the optimizer's state: the ranks train the same tensors. Collective.
@@ -243,6 +383,13 @@ def _is_whole(options: Mapping[str, Any]) -> bool:
     return options["load_optimizer_states"] and not options["load_module_only"]
 
 
+def say_what_was_unpickled(reader: Reader) -> None:
+    """One line, also where it was on another rank than the first. Collective."""
+    sentence = next(filter(None, gather_objects(reader.sentence())), "")
+    if sentence:
+        announce(sentence, logging.WARNING)
+
+
 def _raise_first(flaw: Exception | None) -> None:
     """Raise the first rank's flaw on all of them, if one has any. Collective."""
     flaws = list(filter(None, gather_objects(flaw)))
@@ -261,10 +408,72 @@ def _ties_follow(module: Any) -> Iterator[None]:
     module._synchronize_tied_weights()
 
 
-def _take_place(path: Path) -> None:
+def _listed(folder: Path, unneeded: Sequence[str]) -> folders.Listed | None:
+    """The list of the files that are needed, which are all there; None where there is no list.
+
+    Raises:
+        PlanFormatError: the list is damaged, or one of them is missing or has another size.
+    """
+    listed = folders.read_list(folder)
+    if listed is None:
+        return None
+    listed = listed.but(unneeded)
+    folders.check_sizes(folder, listed)
+    return listed
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` another attribute for a while."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
+
+
+class _Writes:
+    """What this rank writes: where a file cannot be written, the rest is left out."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+        self.flaw: Exception | None = None
+
+    def attempt(self, path: Path, write: Callable[[], Any]) -> Any:
+        """Call ``write``, which writes ``path``, unless something failed before; keep what it raises."""
+        if self.flaw is not None:
+            return None
+        try:
+            result = write()
+        except Exception as flaw:
+            self.flaw = portable(_cause(path, flaw))
+            return None
+        self.paths.append(path)
+        return result
+
+
+def _cause(path: Path, flaw: Exception) -> Exception:
+    """Why ``path`` cannot be written: torch's archives tell where they stopped, and not what the disk said."""
+    if isinstance(flaw, OSError):
+        return flaw
+    try:
+        # What the disk says to the next bytes at the end of what was written.
+        with open(path, "ab") as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as reason:
+        return OSError(reason.errno, f"cannot be written: {reason.strerror}", str(path))
+    return OSError(f"{path} cannot be written: {flaw}") if "unexpected pos" in str(flaw) else flaw
+
+
+def _take_place(path: Path, checksums: Mapping[str, str] | None) -> None:
     """Publish a complete checkpoint, with what a script keeps in the folder that it replaces."""
     new = folders.unfinished(path)
-    folders.list_files(new)
+    folders.list_files(new, checksums)
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
         if not ours and not (new / entry.name).exists():

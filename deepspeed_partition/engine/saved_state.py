@@ -8,7 +8,6 @@ of it. The numbers themselves are in DeepSpeed's files only.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,11 @@ from deepspeed_partition.engine.training_state import (
     has_dimensions,
     trained_by,
 )
+from deepspeed_partition.engine.transplant import loss_part_of
+from deepspeed_partition.engine.unpickling import Reader
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import PlanFormatError
+from deepspeed_partition.planner.units import shown
 
 FILE_NAME = "madpipe-state.json"
 FORMAT = "madpipe-state/1"
@@ -73,7 +75,7 @@ def describe(engine: Any) -> dict[str, Any] | None:
             "pipe_rank": engine.grid.get_stage_id(),
             "replica": replica,
             "file": _file_name(engine),
-            "trained": [_described(one) for one in trained],
+            "trained": [_described(one, but=_not_trained_here(module)) for one in trained],
         }
     gathered = gather_objects((mine, flaw))
     if any(flaw for _, flaw in gathered):
@@ -97,8 +99,18 @@ def _file_name(engine: Any) -> str:
     return Path(engine._get_zero_ckpt_name("", "") if own else engine._get_ckpt_name("", "")).name
 
 
-def _described(trained: Trained) -> dict[str, Any]:
-    shares = {share.name: [share.first, share.num_elements, share.place] for share in trained.shares}
+def _not_trained_here(module: PipelineModule) -> str | None:
+    """What the names begin with of parameters that this rank has, and another one trains."""
+    loss = loss_part_of(module)
+    return None if loss is None or module.stage_owner(loss.layers[0]) == module.stage_id else f"{loss.name}."
+
+
+def _described(trained: Trained, *, but: str | None) -> dict[str, Any]:
+    shares = {
+        share.name: [share.first, share.num_elements, share.place]
+        for share in trained.shares
+        if but is None or not share.name.startswith(but)
+    }
     return {"num_elements": trained.tensor.numel(), "shares": shares}
 
 
@@ -129,26 +141,33 @@ class SavedState:
 
     Args:
         layout: What ``madpipe-state.json`` says, as :func:`describe` made it.
+        reader: Reads the files.
 
     Raises:
-        PlanFormatError: it does not.
+        PlanFormatError: it does not, or it names a file that is not one of this folder.
     """
 
-    def __init__(self, folder: Path, layout: Mapping[str, Any]) -> None:
-        self._folder, self.layout = folder, layout
+    def __init__(self, folder: Path, layout: Mapping[str, Any], reader: Reader) -> None:
+        self._folder, self.layout, self._reader = folder, layout, reader
         self._contents: dict[str, Content] = {}
         self._pieces: dict[str, list[Piece]] = {}
         holders: dict[str, int] = {}
         try:
-            self.optimizer: str | None = layout["optimizer"]
+            self.optimizer: str | None = _known_optimizer(layout["optimizer"])
             for file in layout["files"]:
+                name_of_file, holder = _plain(file["file"]), _count(file["pipe_rank"])
                 for place, trained in enumerate(file["trained"]):
-                    for name, (first, num_elements, at) in trained["shares"].items():
+                    num_trained = _count(trained["num_elements"])
+                    for name, numbers in trained["shares"].items():
+                        share = Share(name, *map(_count, numbers))
                         # Tied weights are on several ranks of a pipeline, alike.
-                        if holders.setdefault(name, file["pipe_rank"]) == file["pipe_rank"]:
-                            share = Share(name, first, num_elements, at)
-                            piece = Piece(file["file"], place, trained["num_elements"], share)
+                        if holders.setdefault(name, holder) == holder:
+                            piece = Piece(name_of_file, place, num_trained, share)
                             self._pieces.setdefault(name, []).append(piece)
+        except _NotPlainError as flaw:
+            raise PlanFormatError(
+                f"{folder / FILE_NAME} names {flaw}, which is not a file of this folder: take another checkpoint"
+            ) from None
         except (KeyError, TypeError, ValueError, AttributeError):
             raise PlanFormatError(f"{folder / FILE_NAME}: not the layout of an optimizer's state") from None
 
@@ -173,11 +192,14 @@ class SavedState:
     def settings_of(self, name: str) -> dict[str, Any] | None:
         """The settings of the group of a parameter; None if the checkpoint has no state for it."""
         pieces = self._pieces.get(name)
-        return None if pieces is None else self._read(pieces[0].file).settings[pieces[0].place]
+        if pieces is None:
+            return None
+        self._entries(pieces[0])
+        return self._read(pieces[0].file).settings[pieces[0].place]
 
     def of_the_wrapper(self) -> Mapping[str, Any]:
         """What DeepSpeed's wrapping optimizer saved beside the states, such as its loss scale."""
-        return self._read(self.layout["files"][0]["file"]).of_the_wrapper
+        return self._read(_plain(self.layout["files"][0]["file"])).of_the_wrapper if self.layout["files"] else {}
 
     def _state(self, share: Share, parameter: nn.Parameter, is_flat: bool) -> ParameterState:
         """The elements of ``share``, or the whole of it where the optimizer trains no flat tensors."""
@@ -205,7 +227,9 @@ class SavedState:
         parts, stop = [], share.first + share.num_elements
         for piece in pieces:
             there = piece.share
-            flat = self._entries(piece)[key]
+            flat: Any = self._entries(piece).get(key)
+            if not torch.is_tensor(flat):
+                raise self._of_other_files(piece)
             # DeepSpeed cuts the padding off master weights.
             if flat.ndim != 1 or (key is not MASTER and flat.numel() != piece.num_elements):
                 raise RuntimeError(
@@ -215,23 +239,58 @@ class SavedState:
                 )
             first, end = max(share.first, there.first), min(stop, there.first + there.num_elements)
             if first < end:
+                if there.place + end - there.first > flat.numel():
+                    raise self._of_other_files(piece)
                 parts.append(flat.narrow(0, there.place + first - there.first, end - first))
         if sum(part.numel() for part in parts) != share.num_elements:
             raise PlanFormatError(f"the checkpoint {self._folder} lacks a part of {share.name}: take another one")
         return parts[0] if len(parts) == 1 else torch.cat([flat.new_empty(0), *parts])
 
     def _entries(self, piece: Piece) -> dict[Key, Any]:
-        return self._read(piece.file).entries[piece.place]
+        entries = self._read(piece.file).entries
+        if piece.place >= len(entries):
+            raise self._of_other_files(piece)
+        return entries[piece.place]
+
+    def _of_other_files(self, piece: Piece) -> PlanFormatError:
+        return PlanFormatError(
+            f"{self._folder / FILE_NAME} does not go with {piece.file}, where it looks for {piece.share.name}: "
+            "take another checkpoint"
+        )
 
     def _read(self, file: str) -> Content:
         if file not in self._contents:
             path = self._folder / file
             try:
-                saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+                saved = self._reader.load(path, map_location="cpu", mmap=True)
                 self._contents[file] = _content(saved, self.optimizer)
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as flaw:
+            except PlanFormatError:
+                raise
+            except Exception as flaw:  # whatever comes of a file that is not what its name says
                 raise unreadable(path, flaw) from None
         return self._contents[file]
+
+
+class _NotPlainError(ValueError):
+    """A name that leads out of the folder."""
+
+
+def _plain(name: object) -> str:
+    if not files.is_plain(name) or Path(name).name != name:
+        raise _NotPlainError(shown(name))
+    return name
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or not 0 <= number < 2**62:
+        raise ValueError
+    return number
+
+
+def _known_optimizer(name: str | None) -> str | None:
+    if name is not None and name != PLAIN and name not in KEYS:
+        raise ValueError
+    return name
 
 
 def unreadable(path: object, flaw: Exception) -> PlanFormatError:
@@ -302,7 +361,7 @@ def write_layout(folder: Path, layout: Mapping[str, Any], num_forwards: int) -> 
     Raises:
         OSError: the folder cannot be written.
     """
-    files.write_json(folder / FILE_NAME, {**layout, "num_forwards": num_forwards})
+    files.write_json(folder / FILE_NAME, {**layout, "num_forwards": num_forwards}, through_link=False)
 
 
 def read_layout(folder: Path) -> dict[str, Any] | None:
@@ -316,6 +375,7 @@ def read_layout(folder: Path) -> dict[str, Any] | None:
         return None
     layout = files.read_json(path, error=PlanFormatError)
     known = isinstance(layout, dict) and layout.get("format") == FORMAT
-    if not known or type(layout.get("num_forwards")) is not int:
+    counts = [layout.get(key) for key in ("num_forwards", "num_ranks", "num_replicas")] if known else []
+    if not known or not all(type(count) is int and count >= 0 for count in counts) or "optimizer" not in layout:
         raise PlanFormatError(f"{path}: damaged, or not of a version known here ({FORMAT})")
     return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import types
@@ -17,6 +18,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from deepspeed_partition.engine.tied_copies import own_copies, several_of_a_key
+from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
 
@@ -39,6 +42,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     madpipe_cut: Any
     micro_offset: int
     _is_active = False
+    _layer_specs: list[Any]
+    activation_checkpoint_func: Callable[..., Any]
+    is_checkpointable_results: list[bool]
+    is_checkpointable_results_interval: int | None
     _loads_stages = False
 
     def place(self, allocation: Allocation) -> None:
@@ -58,19 +65,61 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self._checkpointable: dict[int, list[bool]] = {stage: [] for stage in self.own_stages}
         # Between two batches all stages have run equally often, also those that come from other ranks.
         self._num_forwards = dict.fromkeys(self.own_stages, self.micro_offset)
-        for stage in self.own_stages:
-            self._set_bounds(*self.allocation.stages[stage].layers)
-            self.forward_funcs = []
-            super()._build()
-            self._functions[stage] = self.forward_funcs
+        specs = self._layer_specs
+        # To DeepSpeed, copies of different forms are tied modules of different keys.
+        self._layer_specs = self._specs_to_build()
+        try:
+            for stage in self.own_stages:
+                self._set_bounds(*self.allocation.stages[stage].layers)
+                self.forward_funcs = []
+                super()._build()
+                self._functions[stage] = [unpacking(function) for function in self.forward_funcs]
+        finally:
+            self._layer_specs = specs
         self._show(self.own_stages[0])
 
+    def _specs_to_build(self) -> list[Any]:
+        specs = list(self._layer_specs)
+        for tied in own_copies(self):
+            for layer in () if tied.is_main else tied.form.layers:
+                specs[layer] = copy.copy(specs[layer])
+                specs[layer].key = tied.registered
+        return specs
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        comms = super()._index_tied_modules()
+        # The norm of all gradients counts a tied weight once. DeepSpeed leaves out all else that its copies have.
+        for tied in own_copies(self):
+            comm = comms.get(tied.form.key)
+            if comm is None and tied.is_main:
+                continue
+            speaks = tied.is_main and self.global_rank == comm["ranks"][0]
+            for parameter in self.tied_modules[tied.registered].parameters():
+                parameter.ds_pipe_replicated = False
+            weight: Any
+            for weight in tied.tied_weights(self):
+                weight.ds_pipe_replicated = not speaks
+        return comms
+
     def take_over(self) -> None:
-        """Go on with the one stage that DeepSpeed has built."""
+        """Go on with the one stage that DeepSpeed has built.
+
+        Raises:
+            ValueError: with one module for layers that need two.
+        """
+        for copies in several_of_a_key(self):
+            first, second = (tied.form.layers[0] for tied in copies[:2])
+            raise ValueError(
+                f"layers {first} and {second} share the key {copies[0].form.key!r}, are built differently, and "
+                "DeepSpeed has built one module for both: call deepspeed_partition.install() before the pipeline "
+                "module is built, and give it partition_method='madpipe'"
+            )
         [stage] = self.own_stages
+        self.forward_funcs = [unpacking(function) for function in self.forward_funcs]
         self._functions = {stage: self.forward_funcs}
         self._checkpointable = {stage: self.is_checkpointable_results}
         self._num_forwards = {stage: self.micro_offset}
+        self._shown = stage
 
     def let_go(self) -> None:
         """Forget the layers, before others take their places."""
@@ -109,8 +158,34 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             )
         blocks = self._recomputed_blocks()
         if not blocks or not torch.is_grad_enabled():
-            return super().forward(forward_input)
+            with self._checkpoints_where_gradients_begin():
+                outputs = super().forward(forward_input)
+            if not self._is_active:  # in DeepSpeed's own schedule
+                self._num_forwards[self._shown] = self.micro_offset
+            return outputs
         return self._forward_recomputing(forward_input, blocks)
+
+    @contextmanager
+    def _checkpoints_where_gradients_begin(self) -> Iterator[None]:
+        """With DeepSpeed's ``activation_checkpoint_interval``, let the layers of a block train whose input has no
+        gradient, such as the numbers of words.
+
+        The outputs of DeepSpeed's default, a reentrant checkpoint, have a gradient only where an input has one.
+        """
+        checkpoint = self.activation_checkpoint_func
+        if not self.activation_checkpoint_interval or checkpoint is not checkpointing.checkpoint:
+            yield
+            return
+
+        def either(run: Callable[..., Any], *inputs: Any) -> Any:
+            begins = not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+            return (checkpointing.non_reentrant_checkpoint if begins else checkpoint)(run, *inputs)
+
+        self.activation_checkpoint_func = either
+        try:
+            yield
+        finally:
+            self.activation_checkpoint_func = checkpoint
 
     def _recomputed_blocks(self) -> tuple[tuple[int, int], ...]:
         """The ranges of layers of the active stage that the plan recomputes."""
@@ -197,6 +272,11 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             source = self._grid.stage_to_global(stage_id=self.stage_owner(list(tied).index(True)))
             for name in comm["weight_attr"]:
                 dist.broadcast(self._recursive_getattr(comm["module"], name), src=source, group=comm["group"])
+        with torch.no_grad():
+            for main, *others in several_of_a_key(self):
+                for other in others:
+                    for weight, own in zip(main.tied_weights(self), other.tied_weights(self), strict=True):
+                        own.copy_(weight)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         for stage in self.own_stages:

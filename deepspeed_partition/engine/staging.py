@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p
+
+from deepspeed_partition.engine import devices
 
 
 def goes_through_host(device: torch.device) -> bool:
@@ -29,9 +30,7 @@ class Departing:
     def __init__(self, tensor: torch.Tensor, send: Callable[[torch.Tensor], Any]) -> None:
         self.host, self._send = _on_host(tensor), send
         self.host.copy_(tensor, non_blocking=True)
-        self._copied = None if tensor.device.type == "cpu" else get_accelerator().Event()
-        if self._copied is not None:
-            self._copied.record()
+        self._copied = None if tensor.device.type == "cpu" else devices.mark()
 
     def wait(self) -> None:
         if self._copied is not None:

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.tied_copies import parameter_names
 
 Key: TypeAlias = str | None
 """What an optimizer names an entry of a parameter's state, or ``MASTER``."""
@@ -307,7 +308,7 @@ def trained_by(optimizer: Any, module: PipelineModule) -> list[Trained]:
         RuntimeError: an unknown optimizer.
     """
     replica = dist.get_rank(module.mpu().get_data_parallel_group())
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = parameter_names(module)
     if type(optimizer) in FLAT:
         attributes = (getattr(optimizer, name) for name in FLAT[type(optimizer)])
         return [

@@ -14,6 +14,18 @@ behind it: a thread for each device that tensors come from reads the headers, an
 
 A sent tensor is kept until it has left. gloo tells that only to who waits for it: a thread for each device that
 tensors go to does. Where gloo serves a GPU, tensors go through the host (``staging.py``).
+
+On NCCL a transfer is a kernel at both ends, which runs until the other end has begun. So neither is given to its
+device before both hosts have come to it: each message has a header, and a note comes back when there is room.
+
+    sender      S ---- header ---->  R      receiver
+                  <---- room -----
+                isend              irecv    each from a thread, behind its own place among the computations
+
+What a device was given then waits only for what devices were given already, and whatever waits for a device, on
+any number of ranks (``torch.cuda.synchronize()``, an allocator that has too little memory), comes to its end. A
+host waits for another one at ``W`` and ``D`` alone, as ``dry_run.py`` has it. The threads use streams of their
+own: the computing stream has been given more since, which a transfer must not wait for.
 """
 
 from __future__ import annotations
@@ -22,8 +34,8 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +44,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine import staging
+from deepspeed_partition.engine import devices, staging
+from deepspeed_partition.engine.collectives import gather_objects
 from deepspeed_partition.engine.helper import Helper
 from deepspeed_partition.engine.program import Message
 from deepspeed_partition.engine.stage_graph import Boundary, tensors_of
@@ -85,57 +98,86 @@ class Shapes:
         return tensors if self.is_tuple else tensors[0]
 
 
+class ShapesDifferError(RuntimeError):
+    """A stage's output has other shapes than those that its receiver was told of."""
+
+    def __init__(self, message: str, expected: Shapes) -> None:
+        super().__init__(message)
+        self.expected = expected
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.expected)
+
+
 Expected = Shapes | Header | None
 """The shapes of a message; or what will tell them; or nothing: they are those of its channel in this batch."""
 Posted = tuple[Boundary, list[Any]]
 """Where a message will be, and what to wait for."""
+_Departing = tuple[Message, Any, torch.Tensor]
+"""A tensor of a message, and what to wait for."""
+ROOM_TAG = 2**21
+"""Of the notes that there is room for a message, beside the headers, whose tags are cuts."""
 
 
 class _Departures:
     """Tensors sent to one device, until they have left."""
 
-    def __init__(self, rank: int, *, on_host: bool) -> None:
+    def __init__(self, rank: int, when_failed: Callable[[Exception], object]) -> None:
         self._rank = rank
-        self._helper = Helper(f"departures-to-{rank}") if on_host else None
+        self._helper = Helper(f"departures-to-{rank}", when_failed)
         self._marks: dict[Message, threading.Event] = {}
-        self._on_device: deque[tuple[Message, Any, torch.Tensor]] = deque()
+        self._lock = threading.Lock()
+        self._on_device: deque[_Departing] = deque()
 
-    def add(self, message: Message, work: Any, tensor: torch.Tensor) -> None:
-        if self._helper is not None:
-            self._helper.do(functools.partial(_wait_holding, work, tensor, self._rank))
-            return
-        self._on_device.append((message, work, tensor))
-        while self._on_device and self._on_device[0][1].is_completed():
-            self._on_device.popleft()
+    def add(self, work: Any, tensor: torch.Tensor) -> None:
+        """One that is being sent from the host's memory."""
+        self._helper.do(functools.partial(_wait_holding, work, tensor, self._rank))
+
+    def start(self, message: Message, room: Header, begin: Callable[[], list[tuple[Any, torch.Tensor]]]) -> None:
+        """Those of a message that is sent from the device's memory, when its receiver says that there is room.
+
+        Args:
+            begin: sends them, and gives what to wait for and what to keep meanwhile.
+        """
+        self._helper.do(functools.partial(self._start, message, room, begin))
+
+    def _start(self, message: Message, room: Header, begin: Callable[[], list[tuple[Any, torch.Tensor]]]) -> None:
+        _wait(room[1], self._rank)
+        departing = [(message, *each) for each in begin()]
+        with self._lock:
+            self._on_device.extend(departing)
+            while self._on_device and self._on_device[0][1].is_completed():
+                self._on_device.popleft()
 
     def mark(self, message: Message) -> None:
         """All tensors of a message have been added."""
-        if self._helper is not None:
-            self._marks[message] = self._helper.mark()
+        self._marks[message] = self._helper.mark()
 
     def wait_for(self, message: Message) -> None:
-        """Return when a message and those before it have left (on a GPU: let its stream wait for them).
+        """Return when a message and those before it have left (on NCCL: let the current stream wait for them).
 
         Raises:
             Exception: what a send failed with.
         """
-        if self._helper is not None:
-            self._helper.reach(self._marks.pop(message))
-            return
-        while any(each == message for each, *_ in self._on_device):
-            self._on_device.popleft()[1].wait()
+        self._helper.reach(self._marks.pop(message))
+        with self._lock:
+            while any(each == message for each, *_ in self._on_device):
+                self._let_leave()
 
     def finish(self) -> None:
         """The same for all messages."""
         self._marks.clear()
-        if self._helper is not None:
-            self._helper.finish()
-        while self._on_device:
-            self._on_device.popleft()[1].wait()
+        self._helper.finish()
+        with self._lock:
+            while self._on_device:
+                self._let_leave()
+
+    def _let_leave(self) -> None:
+        self._on_device[0][1].wait()
+        self._on_device.popleft()  # not before: its memory may be used for something else then
 
     def close(self) -> None:
-        if self._helper is not None:
-            self._helper.close()
+        self._helper.close()
 
 
 def _wait_holding(work: Any, _: torch.Tensor, rank: int) -> None:
@@ -158,15 +200,17 @@ class _Line:
     Args:
         rank: that device's, globally.
         start: posts a receive of these shapes.
-        stream: entered by the thread that calls ``start`` after a header.
+        later: called for each receive that waits in line; gives what the thread enters when it calls ``start``.
     """
 
     def __init__(
-        self, rank: int, start: Callable[[Message, Shapes], Posted], stream: AbstractContextManager[object]
+        self,
+        rank: int,
+        start: Callable[[Message, Shapes], Posted],
+        later: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._rank, self._start = rank, start
+        self._rank, self._start, self._later = rank, start, later
         self._helper = Helper(f"receives-from-{rank}")
-        self._helper.do(stream.__enter__)
         self._changed = threading.Condition()
         self._flaw: Exception | None = None
         self._num_waiting = 0
@@ -184,7 +228,7 @@ class _Line:
             shapes = self._known(message, expected)
             if self._num_waiting or shapes is None:
                 self._num_waiting += 1
-                self._helper.do(functools.partial(self._post_later, message, expected))
+                self._helper.do(functools.partial(self._post_later, message, expected, self._later()))
             else:
                 self._posted[message] = self._start(message, shapes)
 
@@ -201,6 +245,12 @@ class _Line:
                 raise self._flaw
             return self._posted.pop(message)
 
+    def fail(self, flaw: Exception) -> None:
+        """Let :meth:`take` raise this for what is not posted: what makes the sender send may never have left."""
+        with self._changed:
+            self._flaw = self._flaw or flaw
+            self._changed.notify()
+
     def close(self) -> None:
         self._helper.close()
 
@@ -209,13 +259,13 @@ class _Line:
             return None
         return expected or self._shapes.get(message.channel)
 
-    def _post_later(self, message: Message, expected: Expected) -> None:
+    def _post_later(self, message: Message, expected: Expected, place: AbstractContextManager[object]) -> None:
         try:
             if isinstance(expected, tuple):
                 header, work = expected
                 _wait(work, self._rank)
                 expected = Shapes.from_header(header)
-            with self._changed:
+            with place, self._changed:
                 if message.direction == "F" and expected is not None:
                     self._shapes[message.channel] = expected
                 shapes = self._known(message, expected)
@@ -228,6 +278,30 @@ class _Line:
                 self._flaw = flaw
                 self._changed.notify()
             raise
+
+
+@contextmanager
+def _from_place(mark: Any, stream: Any) -> Iterator[None]:
+    """Wait until the device has come to a mark, and let ``stream`` be the current one.
+
+    The host waits, not the stream: what was freed before the mark can then be used again.
+    """
+    mark.synchronize()
+    with get_accelerator().stream(stream):
+        yield
+
+
+def refuse_blocking_waits(device: torch.device) -> None:
+    """Refuse a setting of NCCL with which transfers cannot run. Collective over the job.
+
+    Raises:
+        ValueError: on some rank NCCL lets the host wait for each transfer; on every rank.
+    """
+    if device.type == "cpu" or staging.goes_through_host(device):
+        return
+    reason = next((reason for reason in gather_objects(devices.why_not_blocking()) if reason is not None), None)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 class Transfers:
@@ -256,7 +330,12 @@ class Transfers:
     ) -> None:
         self._device = device
         self.through_host = staging.goes_through_host(device)
-        self._computes_on = None if device.type == "cpu" else get_accelerator().current_stream()
+        self._on_streams = device.type != "cpu" and not self.through_host
+        """Whether messages are kernels on streams of the device."""
+        refuse_blocking_waits(device)
+        self._computes_on: Any = None
+        self._find_computing_stream()
+        self._streams: dict[tuple[str, int], Any] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._sent_to: dict[int, dist.ProcessGroup] = {}
         self._received_from: dict[int, dist.ProcessGroup] = {}
@@ -264,12 +343,13 @@ class Transfers:
         directions = sorted(pairs | {(after, before) for before, after in pairs})
         me = dist.get_rank()
         for ranks in pipelines:
-            on_host = dist.new_group(list(ranks), backend="gloo")
+            with devices.no_splitting():
+                on_host = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
                 self.ranks, self.cpu_group = list(ranks), on_host
                 self._groups.append(on_host)
             for source, destination in directions:
-                group = dist.new_group([ranks[source], ranks[destination]])
+                group = dist.new_group([ranks[source], ranks[destination]], pg_options=devices.group_options())
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
                 # the groups in one order, and not in the middle of a step.
                 token = torch.zeros(1, device="cpu" if self.through_host else device)
@@ -281,22 +361,43 @@ class Transfers:
                 elif me == ranks[destination]:
                     self._received_from[source] = group
                     dist.recv(token, ranks[source], group=group)
-        self._departures = {
-            peer: _Departures(self.ranks[peer], on_host=device.type == "cpu" or self.through_host)
-            for peer in self._sent_to
-        }
-        self._headers = Helper("headers")
+        self._departures = {peer: _Departures(self.ranks[peer], self._fail) for peer in self._sent_to}
+        self._headers = Helper("headers", self._fail)
         self._lines = {
-            peer: _Line(self.ranks[peer], functools.partial(self._start_message, peer), self._stream())
+            peer: _Line(
+                self.ranks[peer],
+                functools.partial(self._start_message, peer),
+                functools.partial(self._place_in_line, peer),
+            )
             for peer in self._received_from
         }
         self._told_each_time = False
         self._shapes_sent: dict[str, Shapes] = {}
         self._headers_posted: set[str] = set()
 
+    def _find_computing_stream(self) -> None:
+        self._computes_on = None if self._device.type == "cpu" else get_accelerator().current_stream()
+
     def _stream(self) -> AbstractContextManager[object]:
-        """For any thread: the stream on which this one computes."""
+        """For any thread: the stream on which the engine computes."""
         return nullcontext() if self._computes_on is None else get_accelerator().stream(self._computes_on)
+
+    def stream_for(self, purpose: str, peer: int) -> Any:
+        """A stream of this object's own, always the same one: a device has few, and gives them out in turns."""
+        if (purpose, peer) not in self._streams:
+            self._streams[purpose, peer] = get_accelerator().Stream()
+        return self._streams[purpose, peer]
+
+    def _place_in_line(self, peer: int) -> AbstractContextManager[object]:
+        """What the thread enters that posts a receive later which has its place here and now."""
+        if not self._on_streams:
+            return self._stream()
+        return _from_place(devices.mark(), self.stream_for("receives", peer))
+
+    def _fail(self, flaw: Exception) -> None:
+        """A thread failed to send: nobody may wait for an answer to that."""
+        for line in self._lines.values():
+            line.fail(flaw)
 
     def agree(self, holds: bool) -> bool:
         """Whether it holds on every rank of the pipeline."""
@@ -306,6 +407,7 @@ class Transfers:
 
     def start(self, *, told_each_time: bool) -> None:
         """Begin a batch."""
+        self._find_computing_stream()
         self._told_each_time = told_each_time
         self._shapes_sent.clear()
         self._headers_posted.clear()
@@ -316,19 +418,43 @@ class Transfers:
         """Begin to send. The tensors must not change any more.
 
         Raises:
-            RuntimeError: an activation has other shapes than the first one of its batch, and shapes are told once.
+            ShapesDifferError: an activation has other shapes than the first one of its batch, and shapes are told
+                once.
         """
-        if message.direction == "F":
-            self._tell(message, peer, Shapes.of(boundary))
-        for tensor in tensors_of(boundary):
-            if tensor.numel():
-                contiguous = tensor.contiguous()
-                if self.through_host:
-                    leaving = staging.Departing(contiguous, functools.partial(self._start_sending, peer=peer))
-                    self._departures[peer].add(message, leaving, leaving.host)
-                else:
-                    self._departures[peer].add(message, self._start_sending(contiguous, peer), contiguous)
-        self._departures[peer].mark(message)
+        self._tell(message, peer, Shapes.of(boundary))
+        tensors = [tensor.contiguous() for tensor in tensors_of(boundary) if tensor.numel()]
+        departures = self._departures[peer]
+        if self._on_streams:
+            departures.start(message, self._ask_for_room(peer), self._when_there_is_room(tensors, peer))
+        for tensor in () if self._on_streams else tensors:
+            if self.through_host:
+                leaving = staging.Departing(tensor, functools.partial(self._start_sending, peer=peer))
+                departures.add(leaving, leaving.host)
+            else:
+                departures.add(self._start_sending(tensor, peer), tensor)
+        departures.mark(message)
+
+    def _ask_for_room(self, peer: int) -> Header:
+        note = torch.empty(1, dtype=torch.int64)
+        return note, dist.irecv(note, self.ranks[peer], group=self.cpu_group, tag=ROOM_TAG)
+
+    def _tell_of_room(self, peer: int) -> None:
+        note = torch.zeros(1, dtype=torch.int64)
+        work = dist.isend(note, self.ranks[peer], group=self.cpu_group, tag=ROOM_TAG)
+        self._headers.do(functools.partial(_wait_holding, work, note, self.ranks[peer]))
+
+    def _when_there_is_room(
+        self, tensors: list[torch.Tensor], peer: int
+    ) -> Callable[[], list[tuple[Any, torch.Tensor]]]:
+        """What a thread calls to send tensors that have their place here and now."""
+        mark, stream = devices.mark(), self.stream_for("sends", peer)
+
+        def begin() -> list[tuple[Any, torch.Tensor]]:
+            with get_accelerator().stream(stream):
+                stream.wait_event(mark)
+                return [(self._start_sending(tensor, peer), tensor) for tensor in tensors]
+
+        return begin
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
         return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
@@ -337,22 +463,31 @@ class Transfers:
         return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
     def _tell(self, message: Message, peer: int, shapes: Shapes) -> None:
-        known = self._shapes_sent.get(message.channel)
-        if known is not None and not self._told_each_time:
-            if known != shapes:
-                raise RuntimeError(
-                    f"micro-batch {message.micro_batch} crosses cut {message.cut} with the shapes "
-                    f"{[tuple(shape) for shape, _ in shapes.tensors]} and the first one of its batch did with "
-                    f"{[tuple(shape) for shape, _ in known.tensors]}: build the module with dynamic_shape=True"
-                )
+        """Send a header, where one is due."""
+        if message.direction == "B":  # whose shapes its receiver knows
+            if self._on_streams:
+                self._send_header(message, peer, shapes)
             return
-        self._shapes_sent[message.channel] = shapes
+        known = self._shapes_sent.get(message.channel)
+        if known not in (None, shapes) and not self._told_each_time:
+            assert known is not None
+            raise ShapesDifferError(
+                f"micro-batch {message.micro_batch} crosses cut {message.cut} with the shapes "
+                f"{[tuple(shape) for shape, _ in shapes.tensors]} and the first one of its batch did with "
+                f"{[tuple(shape) for shape, _ in known.tensors]}: build the module with dynamic_shape=True",
+                known,
+            )
+        if known is None or self._told_each_time or self._on_streams:
+            self._shapes_sent[message.channel] = shapes
+            self._send_header(message, peer, shapes)
+
+    def _send_header(self, message: Message, peer: int, shapes: Shapes) -> None:
         header = shapes.header()
         work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
         self._headers.do(functools.partial(_wait_holding, work, header, self.ranks[peer]))
 
     def wait_until_left(self, message: Message, peer: int) -> None:
-        """Return when what was sent is kept no more (on a GPU: as soon as its stream gets there)."""
+        """Return when what was sent is kept no more (on NCCL: as soon as the current stream gets there)."""
         self._departures[peer].wait_for(message)
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
@@ -362,18 +497,24 @@ class Transfers:
             shapes: of a gradient.
         """
         expected: Expected = shapes
-        if message.direction == "F" and (self._told_each_time or message.channel not in self._headers_posted):
+        told = message.direction == "F" and (self._told_each_time or message.channel not in self._headers_posted)
+        if told or self._on_streams:
             self._headers_posted.add(message.channel)
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
             work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
             expected = header, work
         self._lines[peer].post(message, expected)
+        if self._on_streams:
+            self._tell_of_room(peer)
 
     def _start_message(self, peer: int, message: Message, shapes: Shapes) -> Posted:
         boundary = shapes.empty(self._device)
         start = functools.partial(self._start_receiving, peer=peer)
         if self.through_host:
             start = functools.partial(staging.Arriving, receive=start, stream=self._stream)
+        elif self._on_streams:
+            for tensor in tensors_of(boundary):  # whose memory belongs to the stream of the thread
+                tensor.record_stream(self._computes_on)
         works = [start(each) for each in tensors_of(boundary) if each.numel()]
         return boundary, works if self.watch is None else self.watch(message, peer, boundary, works)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import torch
@@ -17,8 +20,20 @@ from torch import nn
 from deepspeed_partition.engine.collectives import gather_objects, portable, receive_bytes, send_bytes
 from deepspeed_partition.engine.module import place_layers
 from deepspeed_partition.engine.stages import StagesModule, allocation_of, owner
+from deepspeed_partition.engine.tied_copies import forms_of, own_copies
 from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.profiling.attributes import attributes_of
+
+OF_DEEPSPEED = (
+    "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
+)  # fmt: skip
+"""How names begin of attributes that DeepSpeed sets on parameters, besides ``ds_`` and ``_``."""
+KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
+OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+LOSS = "loss_fn"
+"""The name of a loss function that is a module among the parts of a pipeline."""
 
 
 def random_state() -> Callable[[], None]:
@@ -70,28 +85,56 @@ class TensorInfo:
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    attributes: dict[str, Any]
+    """What a program has set on it, such as ``no_decay``."""
+    hooks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """What a receiver must know about a part that it is sent."""
+
+    tensors: list[TensorInfo]
+    hooks: tuple[str, ...]
+    """Of its modules."""
+    attributes: dict[str, dict[str, Any]]
+    """What its modules have besides, by the path of the module and the name of the attribute."""
 
 
 def parts_of(module: PipelineModule) -> list[Part]:
     """Everything with weights in the whole pipeline, in the order of the layers; functions have none."""
-    tied: dict[str, list[int]] = {}
-    parts: dict[str, Part] = {}
-    for index, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
-            tied.setdefault(spec.key, []).append(index)
-            name = f"tied_modules.{spec.key}"
-            first = parts[name].spec if name in parts else spec
-            parts[name] = Part(name, tuple(tied[spec.key]), first)
-        elif isinstance(spec, LayerSpec | nn.Module):
-            parts[str(index)] = Part(str(index), (index,), spec)
-    return list(parts.values())
+    parts = [Part(form.part_name, form.layers, form.spec) for form in forms_of(module._layer_specs)]
+    parts += [
+        Part(str(index), (index,), spec)
+        for index, spec in enumerate(module._layer_specs)
+        if isinstance(spec, LayerSpec | nn.Module) and not isinstance(spec, TiedLayerSpec)
+    ]
+    return sorted(parts, key=lambda part: part.layers)
+
+
+def loss_part_of(module: PipelineModule) -> Part | None:
+    """The loss function, if it has weights or buffers: it belongs to the rank that runs the last layer.
+
+    DeepSpeed registers it on every rank, where the other ones never use it.
+    """
+    loss_fn = module.loss_fn
+    if not isinstance(loss_fn, nn.Module) or not _tensors(loss_fn):
+        return None
+    return Part(LOSS, (module._num_layers - 1,), loss_fn)
+
+
+def _all_that_moves(module: PipelineModule) -> list[Part]:
+    loss = loss_part_of(module)
+    return [*parts_of(module), *([] if loss is None else [loss])]
 
 
 def held_modules(module: PipelineModule) -> dict[str, nn.Module]:
     """The parts that this rank holds now, by their global names."""
     # Not named_children(), which names a module once that the user listed as several layers.
     held = {name: child for name, child in module._modules.items() if name.isdigit() and child is not None}
-    held.update({f"tied_modules.{key}": child for key, child in module.tied_modules.items()})
+    if isinstance(module.loss_fn, nn.Module):
+        held[LOSS] = module.loss_fn
+    held.update({copy.form.part_name: module.tied_modules[copy.registered] for copy in own_copies(module)})
     return held
 
 
@@ -114,7 +157,7 @@ def trainable_parameters(module: PipelineModule) -> list[int]:
 class Arriving:
     """The parts that are to come to this rank, built but for the values of their tensors."""
 
-    described: dict[str, list[TensorInfo]]
+    described: dict[str, PartInfo]
     """Of all parts that somebody will be sent, as their owners have them."""
     built: dict[str, nn.Module]
 
@@ -125,9 +168,10 @@ def build_arriving(module: PipelineModule, allocation: Allocation) -> Arriving:
     Raises:
         RuntimeError: a layer is not what its specification builds; on all ranks.
     """
-    held = held_modules(module)
-    described = _descriptions(module, held, allocation)
-    return Arriving(described, _build_missing(module, held, described, allocation))
+    with _whole_in_reach(module):
+        held = held_modules(module)
+        described = _descriptions(module, held, allocation)
+        return Arriving(described, _build_missing(module, held, described, allocation))
 
 
 def move_layers(
@@ -142,23 +186,29 @@ def move_layers(
     process groups, and layers that stay keep their modules and ``Parameter`` objects. What the optimizer keeps for
     their parameters, in ``training_state``, goes with them. A rank lets go of each layer when it has sent it.
     """
-    held = held_modules(module)
-    _let_go(module)
-    _exchange(module, held, arriving, allocation, training_state)
-    _rebuild(module, held, allocation)
+    with _whole_in_reach(module):
+        held = held_modules(module)
+        _let_go(module)
+        _exchange(module, held, arriving, allocation, training_state)
+        _rebuild(module, held, allocation)
+
+
+def _whole_in_reach(module: PipelineModule) -> AbstractContextManager[None]:
+    """A context in which the tensors of layers that are not here can be read: a host may hide them otherwise."""
+    return getattr(module, "whole_in_reach", nullcontext)()
 
 
 def _descriptions(
     module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation
-) -> dict[str, list[TensorInfo]]:
+) -> dict[str, PartInfo]:
     """Of all parts that somebody will be sent."""
     grid, current = module.mpu(), allocation_of(module)
     sent = {}
-    for part in parts_of(module):
+    for part in _all_that_moves(module):
         before = part.owners(current)
         if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
-            sent[part.name] = _describe(held[part.name])
-    described: dict[str, list[TensorInfo]] = {}
+            sent[part.name] = _only_what_changed(part, _describe(held[part.name]))
+    described: dict[str, PartInfo] = {}
     for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
         described.update(descriptions)
     return described
@@ -167,22 +217,23 @@ def _descriptions(
 def _build_missing(
     module: PipelineModule,
     held: dict[str, nn.Module],
-    described: dict[str, list[TensorInfo]],
+    described: dict[str, PartInfo],
     allocation: Allocation,
 ) -> dict[str, nn.Module]:
     """What this rank will be sent, built as its owner has it, whose own tensors take no room yet. Collective."""
     grid, current = module.mpu(), allocation_of(module)
     rank = grid.get_stage_id()
     built: dict[str, nn.Module] = {}
+    kept = _users_of_tensors(held)
     flaw = None
     try:
-        for part in parts_of(module):
+        for part in _all_that_moves(module):
             before = part.owners(current)
             if rank in part.owners(allocation) and rank not in before:
                 sender = grid.stage_to_global(stage_id=before[0])
                 built[part.name] = _build(part, described[part.name], sender)
                 if built[part.name] is not part.spec:
-                    _empty(built[part.name], held)
+                    _empty(built[part.name], kept)
     except Exception as error:  # of the user's layers; every rank must hear of it
         flaw = portable(error)
     for found in gather_objects(flaw, grid.get_pipe_parallel_group()):
@@ -204,8 +255,9 @@ def _exchange(
     """
     grid, current = module.mpu(), allocation_of(module)
     rank = grid.get_stage_id()
+    users = _users_of_tensors(held)
     moves = []
-    for part in parts_of(module):
+    for part in _all_that_moves(module):
         before, after = part.owners(current), part.owners(allocation)
         receivers = [destination for destination in after if destination not in before]
         moves.append((part, before[0], receivers, rank not in after))
@@ -220,23 +272,29 @@ def _exchange(
                 sender = grid.stage_to_global(stage_id=source)
                 held[part.name] = arriving.built[part.name]
                 _receive(held[part.name], arriving.described[part.name], sender)
+                users.update(map(id, _tensors(held[part.name]).values()))
                 if training_state is not None:
                     training_state.receive(part.name, source, sender)
         if leaves and part.name in held:
             if training_state is not None:
                 training_state.drop(part.name)
             gone = held.pop(part.name)
+            users.subtract(map(id, _tensors(gone).values()))
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
                 gone.to("cpu")
             else:
-                _empty(gone, held)
+                _empty(gone, users)
 
 
-def _empty(gone: nn.Module, held: dict[str, nn.Module]) -> None:
-    """Free the tensors of a part that left, or comes, but those that parts which are here have, too."""
-    shared = {id(tensor) for part in held.values() for tensor in _tensors(part).values()}
+def _users_of_tensors(held: dict[str, nn.Module]) -> Counter[int]:
+    """Count, for each tensor by its ``id``, the parts of ``held`` that have it: tied parts share some."""
+    return Counter(id(tensor) for part in held.values() for tensor in _tensors(part).values())
+
+
+def _empty(gone: nn.Module, users: Counter[int]) -> None:
+    """Free the tensors of a part that left, or comes, except those that parts on this rank use, too."""
     for tensor in _tensors(gone).values():
-        if id(tensor) not in shared:
+        if users[id(tensor)] == 0:
             # DeepSpeed makes its methods attributes of parameters: that circle outlives the last use.
             tensor.data = tensor.data.new_empty(0)
 
@@ -245,32 +303,174 @@ def _tensors(part: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(part.named_parameters()), **dict(part.named_buffers())}
 
 
-def _describe(part: nn.Module) -> list[TensorInfo]:
-    return [
-        TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad)
+def _describe(part: nn.Module) -> PartInfo:
+    tensors = [
+        TensorInfo(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            tensor.requires_grad,
+            _attributes(tensor),
+            tuple(_hooks(tensor, OF_TENSORS)),
+        )
         for name, tensor in _tensors(part).items()
     ]
+    hooks = (hook for name, module in part.named_modules() for hook in _hooks(module, OF_MODULES, name))
+    attributes = {name: _module_attributes(module) for name, module in part.named_modules()}
+    return PartInfo(tensors, tuple(hooks), attributes)
 
 
-def _build(part: Part, description: list[TensorInfo], rank: int) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """A generator of random numbers, as another process can have it."""
+
+    state: torch.Tensor
+
+
+def _module_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
+    return {name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(value)}
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return GeneratorState(value.get_state())
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().cpu()
+    return value if _is_plain(value) else Unsendable(type(value).__name__)
+
+
+def _only_what_changed(part: Part, there: PartInfo) -> PartInfo:
+    """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
+    if isinstance(part.spec, nn.Module):  # a program sets what it sets on every rank; one of them runs the loss
+        return there if part.name == LOSS else replace(there, attributes={})
+    built = part.spec.build()
+    own = {name: _module_attributes(module) for name, module in built.named_modules()}
+    changed = {
+        path: {name: value for name, value in found.items() if not _is_alike(own.get(path, {}), name, value)}
+        for path, found in there.attributes.items()
+    }
+    return replace(there, attributes=changed)
+
+
+def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
+    if name not in own or type(own[name]) is not type(value):
+        return False
+    if isinstance(value, GeneratorState):
+        return torch.equal(own[name].state, value.state)
+    if isinstance(value, torch.Tensor):
+        # Where a layer draws it, it need not be what a layer of the same specification has drawn.
+        return own[name].shape == value.shape and torch.equal(own[name], value)
+    return bool(own[name] == value)
+
+
+def _take_attributes(built: nn.Module, there: PartInfo) -> None:
+    for path, found in there.attributes.items():
+        here = vars(built.get_submodule(path))
+        for name, value in found.items():
+            if isinstance(value, GeneratorState):
+                here.setdefault(name, torch.Generator()).set_state(value.state)
+            elif isinstance(value, torch.Tensor):
+                here[name] = value.to(get_accelerator().current_device_name())
+            elif not isinstance(value, Unsendable):
+                here[name] = value
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a program, and not DeepSpeed, has set. In the place of what cannot be sent: its class."""
+    found = {
+        name: value
+        for name, value in vars(tensor).items()
+        if not name.startswith(("_", "ds_", *OF_DEEPSPEED)) and not _is_known(value)
+    }
+    return {name: value if _is_plain(value) else Unsendable(type(value).__name__) for name, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """An attribute that another process cannot have, such as a function."""
+
+    type_name: str
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(member) for key, member in value.items())
+    return value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype | enum.Enum)
+
+
+def _hooks(owner: Any, kinds: Iterable[str], name: str = "") -> Iterator[str]:
+    """The hooks that a program has registered, in words that are the same in each process."""
+    for kind in kinds:
+        for hook in (getattr(owner, kind, None) or {}).values():
+            if not _is_known(hook):
+                function = getattr(hook, "__qualname__", type(hook).__qualname__)
+                yield f"{hook.__module__}.{function} ({kind.strip('_')}{f' of {name}' if name else ''})"
+
+
+def _is_known(function: Any) -> bool:
+    """Whether DeepSpeed or this package has made it."""
+    return f"{getattr(function, '__module__', '')}.".startswith(KNOWN)
+
+
+def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int) -> None:
+    """Refuse to leave behind what no other process can have.
+
+    Raises:
+        RuntimeError: a hook that the specification does not register, or an attribute that cannot be sent.
+    """
+    own = {info.name: info for info in here.tensors}
+    added = Counter(there.hooks) - Counter(here.hooks)
+    for info in there.tensors:
+        added += Counter(f"{hook} on {info.name}" for hook in info.hooks) - Counter(
+            f"{hook} on {info.name}" for hook in own[info.name].hooks
+        )
+    if added:
+        raise RuntimeError(
+            f"layer {part.name!r} cannot be moved: on rank {rank} it has the hook {next(iter(added))}, which "
+            "would stay behind: register it where the layer is built, in its __init__; or give the cut as "
+            "boundaries or a plan, so that no layer moves; or remove it, and register it again after the move"
+        )
+    attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
+    attributes += [
+        (path or "module", {name: value for name, value in found.items() if name[0] != "_"}, here.attributes[path])
+        for path, found in there.attributes.items()
+    ]
+    for owner_name, found, known in attributes:
+        for name, value in found.items():
+            if isinstance(value, Unsendable) and name not in known:
+                raise RuntimeError(
+                    f"layer {part.name!r} cannot be moved: on rank {rank} its {owner_name} has the attribute "
+                    f"{name!r}, a {value.type_name}, which no other process can have: set it where the layer is "
+                    "built, in its __init__; or give the cut as boundaries or a plan, so that no layer moves"
+                )
+
+
+def _build(part: Part, description: PartInfo, rank: int) -> nn.Module:
     """A part as its owner has it, but for the values."""
     built = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
     tensors = _tensors(built)
-    if tensors.keys() != {info.name for info in description}:
+    if tensors.keys() != {info.name for info in description.tensors}:
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: its specification builds {sorted(tensors)} and rank {rank} "
-            f"has {sorted(info.name for info in description)}; change layers in their specification, "
+            f"has {sorted(info.name for info in description.tensors)}; change layers in their specification, "
             "not after they are built"
         )
+    _check_what_was_added(part, description, _describe(built), rank)
+    _take_attributes(built, description)
     return built
 
 
-def _receive(built: nn.Module, description: list[TensorInfo], rank: int) -> None:
+def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
     """Fill a part that was built with what its owner sends."""
     device = torch.device(get_accelerator().current_device_name())
     tensors = _tensors(built)
-    for info in description:
+    for info in description.tensors:
         tensor = tensors[info.name]
+        sent = {key: value for key, value in info.attributes.items() if not isinstance(value, Unsendable)}
+        vars(tensor).update(sent)
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
         tensor.requires_grad_(info.requires_grad)
 
@@ -295,17 +495,50 @@ def _rebuild(module: PipelineModule, held: dict[str, nn.Module], allocation: All
     """Give ``module`` the layers of its new stages, built by DeepSpeed around the modules in ``held``."""
     place_layers(module, allocation)
     specs = module._layer_specs
-    for layer, spec in enumerate(specs):
-        here = owner(allocation, layer) == module.stage_id
-        if here and isinstance(spec, TiedLayerSpec) and spec.key not in module.tied_modules:
-            module.tied_modules[spec.key] = held[f"tied_modules.{spec.key}"]
-            module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
+    for copy in own_copies(module):
+        module.tied_modules[copy.registered] = held[copy.form.part_name]
+        module.tied_weight_attrs[copy.registered] = copy.form.spec.tied_weight_attr
     # DeepSpeed registers a module that stands in the place of its specification as it is.
     module._layer_specs = [held.get(str(index), spec) for index, spec in enumerate(specs)]
     try:
         module._build()
     finally:
         module._layer_specs = specs
-    module.to(get_accelerator().device_name(module.local_rank))
+    module.to(get_accelerator().current_device_name())
     module.tied_comms = module._index_tied_modules()
     module.is_checkpointable_results_interval = None
+
+
+def has_layers(module: PipelineModule, layers: Sequence[Any]) -> bool:
+    """Whether ``layers`` are those of ``module``: the same modules in the same places; functions may be new."""
+    return len(layers) == len(module._layer_specs) and all(
+        _identity(old) == _identity(new) for old, new in zip(module._layer_specs, layers, strict=True)
+    )
+
+
+def exchange_layers(module: PipelineModule, layers: Sequence[Any]) -> None:
+    """Let ``module`` run ``layers`` in the places of its own; see :func:`has_layers`. Collective."""
+    if all(old is new for old, new in zip(module._layer_specs, layers, strict=True)):
+        return
+    held = held_modules(module)
+    _let_go(module)
+    module._layer_specs = list(layers)
+    for part in parts_of(module):
+        if part.name in held and not _is_built(part.spec):
+            held[part.name] = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
+    _rebuild(module, held, allocation_of(module))
+
+
+def _is_built(spec: Any) -> bool:
+    """Whether what ``spec`` builds is there on its rank alone."""
+    return isinstance(spec, LayerSpec) and not isinstance(getattr(spec, "module", None), nn.Module)
+
+
+def _identity(spec: Any) -> Any:
+    """What stays of a layer that is listed again."""
+    spec = getattr(spec, "_orig_mod", spec)  # torch.compile wraps it anew
+    if isinstance(spec, TiedLayerSpec):
+        return spec.key, id(getattr(spec, "module", spec.typename))
+    if isinstance(spec, LayerSpec):
+        return spec.typename, repr(spec)
+    return id(spec) if isinstance(spec, nn.Module) else callable(spec)

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,8 +26,10 @@ from deepspeed_partition.engine.instants import Execute
 from deepspeed_partition.engine.measuring import Measuring
 from deepspeed_partition.engine.platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.program import Instruction, Program
+from deepspeed_partition.engine.replaced import shown_as
 from deepspeed_partition.engine.stages import allocation_of
 from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.layer_calls import stand_in
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import counted, format_bytes
@@ -112,20 +114,11 @@ class WarmUp:
         if self._attempt is None:
             run(instruction)
         else:
-            self._attempt.execute(instruction, functools.partial(self.measuring.execute, run=run))
+            self.measuring.execute(instruction, run)
 
     def recorded(self, transfers: Transfers, execute: Execute) -> AbstractContextManager[Execute]:
         """Around the instructions of a training step: what to call for each."""
         return self.measuring.recorded(transfers, execute) if self._measures else nullcontext(execute)
-
-    def agree(self) -> None:
-        """Before gradients are reduced.
-
-        Raises:
-            StepGivenUp: some rank ran out of memory.
-        """
-        if self._attempt is not None:
-            self._attempt.agree()
 
     def program(self, num_micro_batches: int) -> Program | None:
         """The lists of a step, where they are not those of the trial cut."""
@@ -148,7 +141,7 @@ class WarmUp:
     def _check_sizes(self) -> None:
         """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
         engine = self._engine
-        memory_bytes = device_memory_bytes()
+        memory_bytes = device_memory_bytes(engine)
         memory_bytes = engine.options.memory or memory_bytes
         needed_bytes, _ = training_bytes(engine)
         flaws = [
@@ -166,11 +159,11 @@ class WarmUp:
         if not self._recomputes and self._most_in_flight is None and self._can_recompute():
             self._recomputes = True
             remedy = "until the plan is made, layers recompute in their backward what they would keep"
-        elif in_flight > 1:
+        elif in_flight > 1 and self._engine.flushes is None:  # else the loss wants all of them in flight
             self._most_in_flight = math.ceil(in_flight / 2)
             most = counted(self._most_in_flight, "micro-batch")
             remedy = f"until the plan is made, no stage has more than {most} in flight"
-            self._engine._lowered.cache_clear()
+            self._engine._lowered_lists.cache_clear()
         else:
             remedy = self._give_up()
         announce(f"{reason}; {remedy}", logging.WARNING)
@@ -202,12 +195,14 @@ class WarmUp:
     def originals(self) -> Iterator[None]:
         """Within a step: the layers themselves, as between two steps."""
         module = self._engine.module
-        stand_ins = list(module.forward_funcs), module.loss_fn
-        module.forward_funcs[:], module.loss_fn = self._originals or stand_ins
+        stand_ins = list(module.forward_funcs)
+        functions, loss_fn = self._originals or (stand_ins, module.loss_fn)
+        module.forward_funcs[:] = functions
         try:
-            yield
+            with shown_as(module, "loss_fn", loss_fn):
+                yield
         finally:
-            module.forward_funcs[:], module.loss_fn = stand_ins
+            module.forward_funcs[:] = stand_ins
 
     @contextmanager
     def _stand_ins(self, measuring: Measuring | None) -> Iterator[None]:
@@ -215,21 +210,24 @@ class WarmUp:
         functions, loss_fn = module.forward_funcs, module.loss_fn
         originals = list(functions)
         self._originals = originals, loss_fn
+        # A module's own code, such as get_additional_losses, may ask its layers and its loss for something.
         for place, function in enumerate(originals):
             timed = function if measuring is None else measuring.layer(module._local_start + place, function)
-            recomputes = self._recomputes and can_recompute(function)
-            functions[place] = recomputed(timed) if recomputes else timed
-        if measuring is not None:
-            if loss_fn is not None:
-                module.loss_fn = measuring.loss(module._num_layers - 1, loss_fn)
-            timed_step = measuring.clock.timed_optimizer(engine._exec_optimizer_step)
-            engine.__dict__["_exec_optimizer_step"] = timed_step
+            if self._recomputes and can_recompute(function):
+                timed = recomputed(timed)
+            functions[place] = function if timed is function else stand_in(function, timed)
         try:
-            yield
+            with ExitStack() as shown:
+                if measuring is not None:
+                    if loss_fn is not None:
+                        timed_loss = measuring.loss(module._num_layers - 1, loss_fn)
+                        shown.enter_context(shown_as(module, "loss_fn", stand_in(loss_fn, timed_loss)))
+                    timed_step = measuring.clock.timed_optimizer(engine._exec_optimizer_step)
+                    shown.enter_context(shown_as(engine, "_exec_optimizer_step", timed_step))
+                yield
         finally:
-            functions[:], module.loss_fn = originals, loss_fn
+            functions[:] = originals
             self._originals = None
-            engine.__dict__.pop("_exec_optimizer_step", None)
 
 
 def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

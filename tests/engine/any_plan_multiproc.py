@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
 import boundaries as transfers
+import caught_cases
+import device_cases
 import host_cases
 import pipelines
 import plans
@@ -528,10 +530,11 @@ OF_MAPS = [
     recomputed_layers,
     no_more_in_flight_than_planned,
 ]
-CASES = {2: CASES_OF_ANY, 3: OF_MAPS, 4: [two_pipelines]}
+CASES = {2: [*CASES_OF_ANY, *device_cases.CASES], 3: OF_MAPS, 4: [two_pipelines]}
 CASES = {
-    num_processes: {case.__name__: case for case in [*cases, *host_cases.CASES[num_processes]]}
+    num_processes: {case.__name__: case for case in [*cases, *others]}
     for num_processes, cases in CASES.items()
+    for others in [[*host_cases.CASES[num_processes], *caught_cases.CASES[num_processes]]]
 }
 
 if __name__ == "__main__":

@@ -75,12 +75,15 @@ def forget_engines() -> None:
     import torch.distributed as dist
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
+    from deepspeed_partition.engine import collectives
+
     gc.collect()
     # Not isinstance(), at which some deprecated objects of torch warn; and not those that are forgotten already.
     for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine) and vars(thing)]:
         engine.destroy()
         vars(engine).clear()
-    kept = {dist.group.WORLD, *(value for value in vars(deepspeed.utils.groups).values() if _is_group(value))}
+    of_deepspeed = filter(_is_group, vars(deepspeed.utils.groups).values())
+    kept = {dist.group.WORLD, *of_deepspeed, *collectives._groups_beside.get(dist.group.WORLD, ())}
     for group in set(dist.distributed_c10d._world.pg_map) - kept:
         dist.destroy_process_group(group)
     gc.collect()

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import deepspeed
+import hostile_cases
 import pipelines
 import torch
 from any_plan_multiproc import plan_for
@@ -335,7 +336,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
         bf16_without_zero_as_deepspeed_loads_it, weights_alone_outlive_the_next_step,
-        a_checkpoint_without_an_optimizer,
+        a_checkpoint_without_an_optimizer, *hostile_cases.CASES[1],
     ],
     2: [
         plans_for_the_ranks_that_are_left, no_plan_fits_after_a_warm_up,
@@ -344,5 +345,6 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,
+        *hostile_cases.CASES[2],
     ],
 }  # fmt: skip

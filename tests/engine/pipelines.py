@@ -78,15 +78,27 @@ def build(spec: Any, index: int, shared: dict[str, nn.Module]) -> Callable[[Any]
     """A layer as DeepSpeed builds it with ``seed_layers=True``."""
     if not isinstance(spec, LayerSpec):
         return spec
-    if isinstance(spec, TiedLayerSpec) and spec.key in shared:
-        module = shared[spec.key]
+    first = shared.get(spec.key) if isinstance(spec, TiedLayerSpec) else None
+    if first is not None and (spec.forward_fn or first.built_by == (spec.typename, spec.module_kwargs)):
+        module = first
     else:
         set_random_seed(BASE_SEED + index)
         module = spec.build()
-        if isinstance(spec, TiedLayerSpec):
+        if first is not None:
+            for name in spec.tied_weight_attr:
+                _replace(module, getattr(module, name), getattr(first, name))
+        elif isinstance(spec, TiedLayerSpec):
             shared[spec.key] = module
+            module.built_by = spec.typename, spec.module_kwargs
     forward = getattr(spec, "forward_fn", None)
     return functools.partial(forward, module) if forward else module
+
+
+def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if weight is old:
+                setattr(part, name, new)
 
 
 class Whole(nn.Module):
@@ -125,6 +137,8 @@ def train_alone(
     state = torch.get_rng_state()
     model = Whole(specs)
     torch.set_rng_state(state)
+    if isinstance(loss_fn, nn.Module):
+        model.loss_fn = loss_fn
     optimizer = make_optimizer(model)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     losses = []

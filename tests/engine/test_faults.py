@@ -32,6 +32,7 @@ class Engine(MadPipeEngine):
 
     def __init__(self, *, last: bool = False, **state: Any) -> None:
         self.module = SimpleNamespace(madpipe_cut=Cut("trial"))
+        self._why_not_lists = "DeepSpeed's own schedule runs here"
         self.stage_id, self.num_stages = int(last), 2
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.is_pipe_partitioned = self.is_grad_partitioned = False

@@ -172,7 +172,7 @@ def fp16_with_its_loss_scale(_: Path) -> None:
     try:
         data = batches(12, dtype=torch.float16)
         fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
-        for zero in (0, 1):
+        for zero in (1,):  # without ZeRO it is refused
             config = {"fp16": fp16, **untested(zero)}
             stays, _, _ = start(mlp(), cuts()[0], config, optimizer=OPTIMIZERS["AdamW"])
             engine, _, _ = start(mlp(), cuts()[0], config, optimizer=OPTIMIZERS["AdamW"])
@@ -183,8 +183,7 @@ def fp16_with_its_loss_scale(_: Path) -> None:
 
             same(train_and_move(engine, data, cuts(), note), train(stays, data))
             assert engine.skipped_steps == stays.skipped_steps
-            # Without ZeRO, DeepSpeed 0.19.8 does not multiply the loss by the scale: nothing overflows.
-            assert engine.skipped_steps > 0 or zero == 0
+            assert engine.skipped_steps > 0
             assert engine.optimizer.loss_scale == stays.optimizer.loss_scale and len(set(scales)) == 2, scales
     finally:
         accelerator.is_fp16_supported = supported

@@ -1,0 +1,342 @@
+"""What must hold where a rank meets an error in a batch that the script catches: all ranks raise it, and go on.
+
+The losses of the steps after it are those of a run in which the step never happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pipelines
+import plans
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from pipelines import Counted, loss_fn, mlp, tied, train_alone, two_groups
+from running import NUM_MICRO_BATCHES, all_tensors, batches, cut, mine, planned, same, start, train
+from torch import nn
+
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.attempts import RaisedElsewhere
+from deepspeed_partition.engine.collectives import gather_objects
+
+FAULT: list[Any] = []
+"""Where the next error comes: ``forward``, ``backward`` or ``loss``, and after how many calls."""
+
+
+class EnoughError(ArithmeticError):
+    """Of the user's own, with arguments of its own."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(what, number)
+
+
+def meet(place: str) -> None:
+    if FAULT and FAULT[0] == place:
+        FAULT[1] -= 1
+        if FAULT[1] < 0:
+            FAULT.clear()
+            raise EnoughError(place, 7)
+
+
+class _Meets(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        meet("backward")
+        return gradient
+
+
+class Tripping(pipelines.Block):
+    """Raises where ``FAULT`` says so; its buffers are running statistics."""
+
+    has_statistics = True
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width) if self.has_statistics else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        meet("forward")
+        return _Meets.apply(self.norm(super().forward(x)))
+
+
+class TrippingInHalfPrecision(Tripping):
+    has_statistics = False
+
+
+def tripping_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    meet("loss")
+    return loss_fn(outputs, labels)
+
+
+class Unreadable(Counted):
+    """Cannot read one of its items, and goes on with the next."""
+
+    def __init__(self, items: list[Any], number: int) -> None:
+        super().__init__(items)
+        self.number = number
+
+    def __next__(self) -> Any:
+        item = super().__next__()
+        if self.taken - 1 == self.number:
+            raise OSError(5, "the disk has gone")
+        return item
+
+
+def specs_with(layer: int, *, ties: bool = False) -> list[Any]:
+    specs = tied() if ties else mlp()
+    specs[layer] = LayerSpec(TrippingInHalfPrecision if ties else Tripping, pipelines.WIDTH)
+    return specs
+
+
+@contextmanager
+def all_raise(kind: type[Exception], rank: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Every rank raises the error of ``rank``; the others say whose it is, and where it came from there."""
+    raised: Any = None
+    try:
+        yield
+    except Exception as flaw:
+        raised = flaw
+    assert type(raised) is kind and raised.args == arguments, repr(raised)
+    if dist.get_rank() != rank:
+        cause = raised.__cause__
+        assert isinstance(cause, RaisedElsewhere) and str(cause).startswith(f"rank {rank} met this "), cause
+        assert "_cases.py" in str(cause), "the traceback there"
+    assert all(gather_objects(True))
+
+
+def check(
+    make: Callable[[], MadPipeEngine],
+    specs: list[Any],
+    place: str,
+    here: Callable[[MadPipeEngine], bool],
+    *,
+    tokens: bool = False,
+    number: int = 1,
+    expected: list[float] | None = None,
+    at: int = 2,
+) -> MadPipeEngine:
+    """Of five steps, the third, or another one, meets an error."""
+    data = batches(5, tokens=tokens)
+    kept = data[:at] + data[at + 1 :]
+    if expected is None:
+        expected = train_alone(specs, kept, two_groups)
+    engine = make()
+    guilty = gather_objects(here(engine)).index(True)
+    items = mine(engine, data)
+    per_step = NUM_MICRO_BATCHES // engine.grid.data_parallel_size
+    if place == "data" and dist.get_rank() == guilty:
+        items = Unreadable(items.items, at * per_step + number)
+    given = items if engine.is_first_stage() or engine.is_last_stage() else None
+    losses = [float(engine.train_batch(given)) for _ in range(at)]
+    before = all_tensors(engine)
+    if place != "data" and dist.get_rank() == guilty:
+        FAULT[:] = [place, number]
+    kind, arguments = (OSError, (5, "the disk has gone")) if place == "data" else (EnoughError, (place, 7))
+    with all_raise(kind, guilty, arguments):
+        engine.train_batch(given)
+    assert not FAULT
+    after = all_tensors(engine)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "something has changed"
+    assert all(weight.grad is None or not weight.grad.any() for weight in engine.module.parameters())
+    losses += [float(engine.train_batch(given)) for _ in range(4 - at)]
+    same(losses, expected)
+    return engine
+
+
+def owns(layer: int) -> Callable[[MadPipeEngine], bool]:
+    return lambda engine: engine.module.stage_owner(layer) == engine.stage_id and engine.grid.data_parallel_id == 0
+
+
+def is_last(engine: MadPipeEngine) -> bool:
+    return engine.is_last_stage() and engine.grid.data_parallel_id == 0
+
+
+def is_first(engine: MadPipeEngine) -> bool:
+    return engine.is_first_stage() and engine.grid.data_parallel_id == 0
+
+
+def plan_on(devices: tuple[int, ...], cuts: list[int], depth: int | None = 3) -> Any:
+    orders = (
+        plans.gpipe(devices, NUM_MICRO_BATCHES)
+        if depth is None
+        else plans.depth_first(devices, NUM_MICRO_BATCHES, depth)
+    )
+    platform = plans.platform_of(max(devices) + 1)
+    return plans.plan_of(plans.chain_of(cuts[-1]), platform, cuts, devices, orders=orders)
+
+
+def on(
+    devices: tuple[int, ...], cuts: list[int], specs: list[Any], *, told_once: bool = True, **config: Any
+) -> Any:
+    def make() -> MadPipeEngine:
+        plan = plan_on(devices, cuts)
+        engine = start(
+            specs, None, config, num_stages=plan.platform.num_devices, plan=plan, optimizer=two_groups,
+            loss_fn=tripping_loss,
+        )[0]  # fmt: skip
+        engine.dynamic_shape = not told_once
+        return engine
+
+    return make
+
+
+MAPS = {
+    2: [((0, 1, 0, 1), [0, 2, 4, 6, 8]), ((1, 0), [0, 4, 8])],
+    3: [((0, 1, 2, 0), [0, 2, 4, 6, 8]), ((2, 0, 1), [0, 2, 5, 8])],
+}
+PLACES = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 2), ("loss", 1), ("data", 0), ("data", 2)]
+
+
+def a_step_that_was_caught_never_happened(_: Path) -> None:
+    """In a layer, forward and backward, the loss, the data; early and late; shapes told once or each time."""
+    for index, (devices, cuts) in enumerate(MAPS[dist.get_world_size()]):
+        for place, number in PLACES:
+            layer = 5 if number else 2
+            specs = specs_with(layer)
+            here = {"loss": is_last, "data": is_first if number else is_last}.get(place, owns(layer))
+            zero = {"zero_optimization": {"stage": int(place == "backward")}}
+            make = on(devices, cuts, specs, told_once=bool((index + number) % 2), **zero)
+            check(make, specs, place, here, number=number)
+
+
+def tied_layers_and_bf16_after_an_error(_: Path) -> None:
+    devices, cuts = MAPS[dist.get_world_size()][0]
+    specs = specs_with(3, ties=True)
+    for config in ({}, {"zero_optimization": {"stage": 1}}):
+        check(on(devices, cuts, specs, **config), specs, "backward", owns(3), tokens=True)
+    for config in ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}):
+        make = on(devices, cuts, specs, **config)
+        data = batches(5, tokens=True)
+        expected = train(make(), data[:2] + data[3:])
+        check(make, specs, "backward", owns(3), tokens=True, expected=expected)
+
+
+def replicas_give_up_together(_: Path) -> None:
+    specs = specs_with(5)
+    for place, here in (("forward", owns(5)), ("loss", is_last), ("data", is_first)):
+        make = on((0, 1, 0), [0, 3, 4, 8], specs, zero_optimization={"stage": 1})
+        data = batches(5)
+        # Statistics are each replica's own.
+        check(make, specs, place, here, expected=train(make(), data[:2] + data[3:]))
+
+
+def an_error_in_the_warm_up(_: Path) -> None:
+    """In the step in which bytes are read, and in one that is timed; the plan comes in time."""
+    specs = specs_with(5)
+    config = {**planned(cut(), warmup_steps=3), "zero_optimization": {"stage": 1}}
+
+    def make() -> MadPipeEngine:
+        return start(specs, "madpipe", config, optimizer=two_groups, loss_fn=tripping_loss)[0]
+
+    for at in (1, 2):
+        for place, here in (("forward", owns(5)), ("loss", is_last), ("data", is_first)):
+            engine = check(make, specs, place, here, at=at)
+            assert engine.module.parts == cut() and engine.plan is not None
+
+
+def random_numbers_after_an_error(_: Path) -> None:
+    """Those of dropout, without a seed for each layer."""
+    specs = [*specs_with(5), LayerSpec(nn.Dropout, 0.5)]
+    devices, cuts = MAPS[dist.get_world_size()][0]
+    make = on(devices, [*cuts[:-1], 9], specs)
+
+    def seeded() -> MadPipeEngine:
+        engine = make()
+        engine.module.seed_layers = False
+        torch.manual_seed(3)
+        return engine
+
+    data = batches(5)
+    check(seeded, specs, "loss", is_last, expected=train(seeded(), data[:2] + data[3:]))
+
+
+def evaluation_after_an_error(_: Path) -> None:
+    """An error in an evaluation, then training and evaluation as if it had not been."""
+    specs = specs_with(5)
+    devices, cuts = MAPS[dist.get_world_size()][0]
+    data = batches(4)
+    engine = on(devices, cuts, specs)()
+    items = mine(engine, data[:2])
+    given = items if engine.is_first_stage() or engine.is_last_stage() else None
+    losses = [float(engine.train_batch(given))]
+    guilty = gather_objects(is_last(engine)).index(True)
+    if is_last(engine):
+        FAULT[:] = ["loss", 1]
+    with all_raise(EnoughError, guilty, ("loss", 7)):
+        engine.eval_batch(iter(data[2]))
+    assert not FAULT
+    losses.append(float(engine.train_batch(given)))
+    same(losses, train_alone(specs, data[:2], two_groups))
+    again = [float(engine.eval_batch(iter(data[3]))) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def ranks_that_begin_different_batches(_: Path) -> None:
+    """One trains while the others evaluate: all hear of it, and can go on."""
+    specs = specs_with(5)
+    devices, cuts = MAPS[dist.get_world_size()][0]
+    engine = on(devices, cuts, specs)()
+    data = batches(2)
+    items = mine(engine, data)
+    given = items if engine.is_first_stage() or engine.is_last_stage() else None
+    told = ""
+    try:
+        if dist.get_rank() == 1:
+            engine.eval_batch(iter(data[0]))
+        else:
+            engine.train_batch(Counted(list(data[0])))
+    except RuntimeError as flaw:
+        told = str(flaw)
+    assert "rank 0 a training step of 4 micro-batches, rank 1 an evaluation" in told, told
+    same([float(engine.train_batch(given)) for _ in data], train_alone(specs, data, two_groups))
+
+
+def shapes_that_differ_are_told_on_every_rank(_: Path) -> None:
+    """Where shapes are told once per batch."""
+    specs = specs_with(5)
+    devices, cuts = MAPS[dist.get_world_size()][1]
+
+    class Doubling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if FAULT:
+                FAULT[1] -= 1
+                if FAULT[1] < 0:
+                    FAULT.clear()
+                    return torch.cat([x, x])
+            return x
+
+    at = cuts[1] - 1
+    specs[at] = LayerSpec(Doubling)
+    engine = on(devices, cuts, specs)()
+    data = batches(3)
+    items = mine(engine, data)
+    given = items if engine.is_first_stage() or engine.is_last_stage() else None
+    losses = [float(engine.train_batch(given))]
+    if owns(at)(engine):
+        FAULT[:] = ["double", 2]
+    told = ""
+    try:
+        engine.train_batch(given)
+    except RuntimeError as flaw:
+        told = str(flaw)
+    assert "dynamic_shape=True" in told, told
+    losses.append(float(engine.train_batch(given)))
+    same(losses, train_alone(specs, [data[0], data[2]], two_groups))
+
+
+OF_MAPS = [
+    a_step_that_was_caught_never_happened, tied_layers_and_bf16_after_an_error, random_numbers_after_an_error,
+    evaluation_after_an_error, ranks_that_begin_different_batches, shapes_that_differ_are_told_on_every_rank,
+]  # fmt: skip
+CASES = {
+    2: [*OF_MAPS, an_error_in_the_warm_up], 3: OF_MAPS[:1],
+    4: [replicas_give_up_together, an_error_in_the_warm_up],
+}  # fmt: skip

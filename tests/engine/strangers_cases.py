@@ -1,0 +1,727 @@
+"""Cases: ways of other people's programs to use DeepSpeed's pipeline, which must train as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import pipelines
+import plans
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe import schedule
+from pipelines import WIDTH, WORDS, Block, halving, mlp, train_alone, two_groups
+from running import (
+    NUM_MICRO_BATCHES,
+    adam,
+    batches,
+    cut,
+    mine,
+    planned,
+    raised,
+    recomputes_on_a_cpu,
+    same,
+    start,
+    train,
+)
+from torch import nn
+from warm_up_cases import heard
+
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.replaced import AT_THE_END
+from deepspeed_partition.planner.errors import PlanMismatchError
+
+WARM_UP, AFTER = 3, 2
+
+
+def looped(devices: Any = (0, 1, 0), cuts: Any = (0, 2, 5, 8)) -> Any:
+    """A plan, such as one whose first and last stage are on the first rank."""
+    orders = plans.depth_first(devices, NUM_MICRO_BATCHES, 3)
+    return plans.plan_of(plans.chain_of(8), plans.platform_of(2), list(cuts), devices, orders=orders)
+
+
+# A loss that is a module
+
+
+class Learned(nn.Module):
+    """A loss with a weight and a buffer, which tells what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 0.5, 1.5]))
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.latest = nn.functional.cross_entropy(outputs * self.scale, labels) * (1 + self.num_calls / 10)
+        return self.latest
+
+
+class Telling(PipelineModule):
+    """A module that asks its loss and its layers for something, within a step."""
+
+    num_told = 0
+
+    def get_additional_losses(self) -> Any:
+        self.num_told += 1
+        assert isinstance(self.loss_fn, nn.Module) and isinstance(self.forward_funcs[0], nn.Module)
+        return {"scale": self.loss_fn.scale.sum().detach()}  # DeepSpeed counts them on every rank
+
+
+def a_loss_that_is_a_module_in_a_warm_up(folder: Path) -> None:
+    """With a checkpoint within a step, whose files have what one between two steps has."""
+    data = batches(WARM_UP + AFTER)
+    for zero, make_loss in enumerate((nn.CrossEntropyLoss, Learned)):
+        expected = train_alone(mlp(), data, two_groups, loss_fn=make_loss())
+        config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
+        loss = make_loss()
+        engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups, loss_fn=loss)
+        where = folder / make_loss.__name__
+        engine.save_checkpoint(str(where / "before"))
+        engine.before_optimizer_step = lambda e=engine, w=where: e.save_checkpoint(str(w / "within"))
+        losses = train(engine, data[:1])
+        engine.before_optimizer_step = None
+        losses += train(engine, data[1:])
+        same(losses, expected)
+        assert engine.module.parts == cut() and engine.module.loss_fn is loss
+        assert "loss_fn" not in vars(engine.module) and engine.module._modules["loss_fn"] is loss
+        before, within = ({file.name for file in (where / name).rglob("*.pt")} for name in ("before", "within"))
+        assert before == within and any(name.startswith("layer_") for name in within)
+
+
+def what_a_module_asks_its_loss_in_a_step(_: Path) -> None:
+    data = batches(WARM_UP + 1)
+    config = planned(cut(), warmup_steps=WARM_UP)
+    engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups, loss_fn=Learned(), module_class=Telling)
+    same(train(engine, data), train_alone(mlp(), data, two_groups, loss_fn=Learned()))
+
+
+def a_loss_with_weights_goes_with_the_last_layer(folder: Path) -> None:
+    """To the rank that comes to run it, with its weight, its buffer and the optimizer's state; and into files."""
+    data = batches(6)
+    expected = train_alone(mlp(), data, two_groups, loss_fn=Learned())
+    for config in ({}, {"zero_optimization": {"stage": 1}}):
+        where = str(folder / str(len(config)))
+        engine, _, _ = start(mlp(), cut(), config, optimizer=two_groups, loss_fn=Learned())
+        losses = train(engine, data[:1])
+        engine.recut(looped())
+        losses += train(engine, data[1:2])
+        engine.save_checkpoint(where)
+        for place in (looped(), cut()):
+            resumed, _, _ = start(mlp(), place, config, optimizer=two_groups, loss_fn=Learned())
+            resumed.load_checkpoint(where)
+            same(train(resumed, data[2:]), expected[2:])
+        engine.recut(cut())
+        losses += train(engine, data[2:])
+        same(losses, expected)
+
+
+# Tied layers of different classes
+
+
+class Enter(nn.Module):
+    """An embedding with a weight of its own besides."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.embed_tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed_tokens(tokens)).mean(1)
+
+
+class Exit(Enter):
+    """A head, whose other weight has the name of the embedding's."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__(words, width)
+        self.bias = nn.Parameter(torch.zeros(words))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.norm(x), self.weight, self.bias)
+
+
+class Terminal(Enter):
+    """Both in one class."""
+
+    def __init__(self, words: int, width: int, is_first: bool = True) -> None:
+        super().__init__(words, width)
+        self.is_first = is_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.is_first else nn.functional.linear(self.norm(x), self.weight)
+
+
+def embedding_and_head() -> list[Any]:
+    blocks = [LayerSpec(Block, WIDTH) for _ in range(6)]
+    return [TiedLayerSpec("embed", Enter, WORDS, WIDTH), *blocks, TiedLayerSpec("embed", Exit, WORDS, WIDTH)]
+
+
+def terminals() -> list[Any]:
+    blocks = [LayerSpec(Block, WIDTH) for _ in range(6)]
+    first, last = (TiedLayerSpec("embed", Terminal, WORDS, WIDTH, is_first=first) for first in (True, False))
+    return [first, *blocks, last]
+
+
+def tied_layers_of_different_classes(folder: Path) -> None:
+    """Apart and together on a rank, before and after moves, and through checkpoints of either."""
+    data = batches(8, tokens=True)
+    for config, specs in (
+        ({}, embedding_and_head),
+        ({"zero_optimization": {"stage": 1}}, embedding_and_head),
+        ({"gradient_clipping": 0.05}, terminals),
+        ({"gradient_clipping": 0.05, "zero_optimization": {"stage": 1}}, terminals),
+    ):
+        expected = train_alone(specs(), data, two_groups, clip=config.get("gradient_clipping", 1.0))
+        places = (cut(), looped(), looped((1, 0), [0, 3, 8]), looped())
+        for number, start_at in enumerate((cut(), looped())):
+            where = str(folder / f"{len(config)}{specs.__name__}{number}")
+            engine, _, _ = start(specs(), start_at, config, optimizer=two_groups)
+            losses = train(engine, data[:1])
+            for place, batch in zip(places, data[1:], strict=False):
+                engine.recut(place)
+                losses += train(engine, [batch])
+            engine.save_checkpoint(where)
+            for place in (looped(), cut()):
+                resumed, _, _ = start(specs(), place, config, optimizer=two_groups)
+                resumed.load_checkpoint(where)
+                same(train(resumed, data[5:]), expected[5:])
+            losses += train(engine, data[5:])
+            same(losses, expected)
+
+
+def tied_layers_of_different_classes_in_other_runs(_: Path) -> None:
+    """A warm-up and a plan of the run's own; bf16; one stage per pipeline, and one pipeline per rank."""
+    data = batches(WARM_UP + AFTER, tokens=True)
+    expected = train_alone(embedding_and_head(), data, two_groups)
+    for warmup_steps in (0, WARM_UP):
+        config = planned("madpipe", warmup_steps=warmup_steps, time_limit_seconds=3)
+        engine, _, _ = start(embedding_and_head(), "madpipe", config, optimizer=two_groups)
+        # Wherever the plan puts the ends.
+        same([float(engine.train_batch(mine(engine, [batch]))) for batch in data], expected)
+    engine, _, _ = start(embedding_and_head(), [0, 8], num_stages=1, optimizer=two_groups)
+    same(train(engine, data), expected)
+    for zero in (0, 1):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": zero}}
+        engine, _, _ = start(embedding_and_head(), cut(), config, optimizer=two_groups)
+        fixed = train(engine, data)
+        same(fixed, expected, digits=0.03)
+        engine, _, _ = start(embedding_and_head(), cut(), config, optimizer=two_groups)
+        losses = train(engine, data[:2])
+        engine.recut(looped())
+        same(losses + train(engine, data[2:]), fixed, digits=1e-3)
+
+
+class Sometimes(nn.Module):
+    """A layer whose weight is not used in every step."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(words, width) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.weight).mean(1)
+
+
+NUM_STEPS_SO_FAR = [0]
+
+
+def now_and_then(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    outputs = x @ module.weight.t()
+    return outputs if NUM_STEPS_SO_FAR[0] % 2 else torch.tanh(x[:, :WORDS])
+
+
+def a_tied_copy_without_a_gradient(_: Path) -> None:
+    """In every other step."""
+    data = batches(4, tokens=True)
+    first, last = (TiedLayerSpec("t", Sometimes, WORDS, WIDTH, forward_fn=each) for each in (None, now_and_then))
+    specs = [first, *[LayerSpec(Block, WIDTH) for _ in range(6)], last]
+
+    def count(_: nn.Module) -> None:
+        NUM_STEPS_SO_FAR[0] += 1
+
+    NUM_STEPS_SO_FAR[0] = 0
+    expected = train_alone(specs, data, two_groups, before_step=count)
+    NUM_STEPS_SO_FAR[0] = 0
+    engine, _, _ = start(specs, cut(), optimizer=two_groups)
+    engine.before_optimizer_step = lambda: count(engine.module)
+    same(train(engine, data), expected)
+
+
+# Layers with several parameters
+
+
+class Masked(nn.Module):
+    """As it is written for one device; what it returns goes to the next one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + torch.tanh(self.linear(x)) * mask, mask
+
+
+class Positions(nn.Module):
+    """Takes any number of values, as DeepSpeed would give them: one tuple."""
+
+    def forward(self, *values: Any) -> Any:
+        [(x, mask)] = values
+        return x * 1.5, mask
+
+
+class Whatever(nn.Module):
+    """The second parameter has a default, so that one value can be bound: a tuple."""
+
+    def forward(self, both: Any, scale: float = 0.5) -> Any:
+        return both[0] * scale, both[1]
+
+
+class Prepared(Masked):
+    """Unpacks by itself, before its forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_forward_pre_hook(lambda _, values: values[0])
+
+
+def begin(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.repeat(1, 2), labels
+
+
+def only(module: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * mask + torch.tanh(module.linear(x)), mask
+
+
+def end(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x[:, :4] * mask
+
+
+WEIGHTS = ["linear.weight", "linear.bias"]
+
+
+def masked() -> list[Any]:
+    return [
+        begin, TiedLayerSpec("m", Masked, WIDTH, tied_weight_attr=WEIGHTS), LayerSpec(Positions),
+        LayerSpec(Prepared, WIDTH), LayerSpec(Whatever), LayerSpec(Masked, WIDTH),
+        TiedLayerSpec("m", Masked, WIDTH, tied_weight_attr=WEIGHTS, forward_fn=only), end,
+    ]  # fmt: skip
+
+
+class MaskedAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for index, spec in enumerate(masked()):
+            if isinstance(spec, LayerSpec) and index != 6:
+                pipelines.set_random_seed(pipelines.BASE_SEED + index)
+                self.layers[str(index)] = spec.build()
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        both = begin(*inputs)
+        both = self.layers["1"](*both)
+        both = self.layers["2"](both)
+        both = Masked.forward(self.layers["3"], *both)
+        both = self.layers["4"](both)
+        both = self.layers["5"](*both)
+        return end(*only(self.layers["1"], *both))
+
+
+def masked_data(num_steps: int) -> list[Any]:
+    def one(number: int) -> Any:
+        x, labels = pipelines.micro_batch(number)
+        return (x, (x[:, :1] > -1).float()), labels
+
+    return [[one(NUM_MICRO_BATCHES * step + number) for number in range(4)] for step in range(num_steps)]
+
+
+def masked_alone(data: list[Any]) -> list[float]:
+    with patch.object(pipelines, "Whole", lambda _: MaskedAlone()):
+        return train_alone([], data, two_groups)
+
+
+def layers_with_several_parameters(_: Path) -> None:
+    """Where plain DeepSpeed's one argument cannot be bound; in a plan, a warm-up, checkpoints of activations."""
+    data = masked_data(WARM_UP + AFTER)
+    expected = masked_alone(data)
+    recomputing = {"activation_checkpoint_interval": 2} if recomputes_on_a_cpu() else {}
+    for config, options in (
+        (planned(cut()), {}), (planned(cut(), warmup_steps=WARM_UP), {}), (planned(cut()), recomputing),
+    ):  # fmt: skip
+        engine, _, _ = start(masked(), "madpipe", config, optimizer=two_groups, **options)
+        losses = train(engine, data[:-1])
+        engine.recut(looped())
+        same(losses + train(engine, data[-1:]), expected)
+        assert [layer.type for layer in engine.chain.layers] == [
+            "begin", "Masked", "Positions", "Prepared", "Whatever", "Masked", "Masked", "end",
+        ]  # fmt: skip
+    engine, _, _ = start(masked(), cut(), optimizer=two_groups)
+    losses = train(engine, data[:1])
+    engine.recut(recomputing_plan())
+    same(losses + train(engine, data[1:]), expected)
+
+
+def recomputing_plan() -> Any:
+    plan = looped()
+    return replace(plan, stages=tuple(replace(stage, rematerialize=True) for stage in plan.stages))
+
+
+# What programs put in the places of DeepSpeed's instructions and schedules
+
+
+@contextmanager
+def replaced(kind: type, function: Any) -> Iterator[None]:
+    """As programs do it, for all engines."""
+    with patch.dict(deepspeed.PipelineEngine._INSTRUCTION_MAP, {kind: function}):
+        yield
+
+
+def halved(engine: Any) -> None:
+    """Before DeepSpeed's own step, which is called as by many: the function itself."""
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    engine.num_halved = getattr(engine, "num_halved", 0) + 1
+    deepspeed.PipelineEngine._exec_optimizer_step(engine)
+
+
+def halve(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def replaced_at_the_end_of_a_step(_: Path) -> None:
+    """It runs in lists of instructions, in a warm-up and in DeepSpeed's own schedule: once per step."""
+    data = batches(WARM_UP + AFTER, tokens=True)
+    reduced: list[Any] = []
+    specs = embedding_and_head
+
+    def counting(engine: Any, kind: str, stock: Any) -> None:
+        reduced.append(kind)
+        stock(engine)
+
+    expected = train_alone(specs(), data, two_groups, before_step=halve, clip=0.0)
+    config = {"gradient_clipping": 0.0}
+    with replaced(schedule.OptimizerStep, halved):
+        for kind in (schedule.ReduceGrads, schedule.ReduceTiedGrads):
+            stock = deepspeed.PipelineEngine._INSTRUCTION_MAP[kind]
+            count = partial(counting, kind=kind.__name__, stock=stock)
+            deepspeed.PipelineEngine._INSTRUCTION_MAP[kind] = lambda engine, count=count: count(engine)
+        try:
+            for method, options in (
+                (looped(), {}), (cut(), {}), ("uniform", {}), ("madpipe", planned(cut(), warmup_steps=WARM_UP)),
+            ):  # fmt: skip
+                reduced.clear()
+                engine, _, _ = start(specs(), method, {**config, **options}, optimizer=two_groups)
+                same(train(engine, data), expected)
+                assert reduced == ["ReduceTiedGrads", "ReduceGrads"] * len(data) and engine.num_halved == len(data)
+                assert engine.runs_lists == (method != "uniform")
+        finally:
+            deepspeed.PipelineEngine._INSTRUCTION_MAP.update(
+                {kind: getattr(deepspeed.PipelineEngine, name) for kind, name in list(AT_THE_END.items())[:2]}
+            )
+
+
+def steps_that_load_first(self: Any) -> Any:
+    """DeepSpeed's, with the loading of a micro-batch before its transfers, as diffusion-pipe has it."""
+    for commands in STOCK_STEPS(self):
+        NUM_STEPS_SO_FAR[0] += 1
+        yield sorted(commands, key=lambda command: not isinstance(command, schedule.LoadMicroBatch))
+
+
+STOCK_STEPS = schedule.TrainSchedule.steps
+
+
+class Forwarding(MadPipeEngine):
+    """An engine of somebody's own that overrides what lists of instructions do otherwise."""
+
+    num_forwards = 0
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        self.num_forwards += 1
+        super()._exec_forward_pass(buffer_id)
+
+
+class Reducing(MadPipeEngine):
+    """And one that overrides what they do, too."""
+
+    num_reduced = 0
+
+    def _exec_reduce_grads(self) -> None:
+        self.num_reduced += 1
+        super()._exec_reduce_grads()
+
+
+def schedules_and_instructions_that_were_replaced(_: Path) -> None:
+    """DeepSpeed's own schedule runs with them, on the planned cut; said with what it is."""
+    data = batches(3)
+    expected = train_alone(mlp(), data, adam)
+    NUM_STEPS_SO_FAR[0] = 0
+    options = planned(cut(), warmup_steps=2)
+    with patch.object(schedule.TrainSchedule, "steps", steps_that_load_first):
+        with heard() as sentences:
+            engine, _, _ = start(mlp(), "madpipe", options, optimizer=adam)
+        assert any("TrainSchedule.steps was replaced by strangers_cases.steps" in each for each in sentences)
+        same(train(engine, data), expected)
+        assert engine.module.parts == cut() == engine.plan.boundaries and NUM_STEPS_SO_FAR[0] > 3
+        with raised(PlanMismatchError, "TrainSchedule.steps was replaced", "'contiguous'"):
+            start(mlp(), looped())
+    engine, _, _ = start(mlp(), looped(), optimizer=adam)
+    losses = train(engine, data[:1])
+    too_late = raised(RuntimeError, "TrainSchedule.steps was replaced", "before deepspeed.initialize()")
+    with patch.object(schedule.TrainSchedule, "steps", steps_that_load_first), too_late:
+        train(engine, data[1:])
+    same(losses + train(engine, data[1:]), expected)
+    for engine_class, runs_lists in ((Forwarding, False), (Reducing, True)):
+        engine, _, _ = start(
+            mlp(), "madpipe", planned(cut()), optimizer=adam, start_engine=partial(initialize_with, engine_class)
+        )
+        same(train(engine, data), expected)
+        assert engine.runs_lists == runs_lists and engine.module.parts == cut()
+        found = engine.num_reduced if runs_lists else engine.num_forwards
+        assert found == len(data) * (1 if runs_lists else NUM_MICRO_BATCHES)
+
+
+# Data that comes from the other end of the pipeline
+
+
+class Told(Iterator[Any]):
+    """The labels depend on what the first stage draws, which sends them to the last one."""
+
+    def __init__(self, engine: Any, data: list[Any]) -> None:
+        self.engine, self.items = engine, iter([item for batch in data for item in batch])
+
+    def __next__(self) -> Any:
+        inputs, labels = next(self.items)
+        ranks = self.engine.grid.pp_group
+        if self.engine.is_first_stage():
+            dist.send(labels, ranks[-1])
+        else:
+            labels = torch.zeros_like(labels)
+            dist.recv(labels, ranks[0])
+        return inputs, labels
+
+
+def data_that_the_first_stage_sends(_: Path) -> None:
+    """Read by both ends together: to measure, in a step, after a warm-up; and by a schedule that loads first."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(mlp(), data, two_groups)
+    ways = [(planned(cut()), STOCK_STEPS), (planned(cut(), warmup_steps=1), STOCK_STEPS)]
+    ways += [(planned(cut(), warmup_steps=WARM_UP), STOCK_STEPS), (planned(cut()), steps_that_load_first)]
+    for config, steps in ways:
+        with patch.object(schedule.TrainSchedule, "steps", steps):
+            engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
+            told = Told(engine, data)
+            same([float(engine.train_batch(told)) for _ in data], expected)
+            assert engine.module.parts == cut()
+
+
+# Activation checkpointing, and half precision
+
+
+def checkpoints_that_begin_at_words(_: Path) -> None:
+    """Tied layers, and a block of layers to recompute whose input has no gradient."""
+    if not recomputes_on_a_cpu():
+        return
+    data = batches(WARM_UP + AFTER, tokens=True)
+    for specs in (pipelines.tied, embedding_and_head):
+        expected = train_alone(specs(), data, two_groups)
+        for method, config in (
+            (cut(), {}), (looped(), {"zero_optimization": {"stage": 1}}),
+            ("madpipe", planned(cut(), warmup_steps=WARM_UP)),
+        ):  # fmt: skip
+            engine, _, _ = start(specs(), method, config, optimizer=two_groups, activation_checkpoint_interval=2)
+            same(train(engine, data), expected)
+
+
+class Normed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 2, 3, padding=1), nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.conv(x[:, None]))).mean(1)
+
+
+def batch_normalization_in_half_precision(_: Path) -> None:
+    """Measured, moved, in a warm-up: as on a cut that stays."""
+
+    def specs() -> list[Any]:
+        blocks = [LayerSpec(Normed, WIDTH) for _ in range(6)]
+        return [LayerSpec(nn.Linear, 8, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, 4)]
+
+    data = batches(WARM_UP + AFTER, dtype=torch.bfloat16)
+    exact = train_alone(specs(), batches(WARM_UP + AFTER), two_groups)
+    for zero in (0, 1):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": zero}}
+        fixed = train(start(specs(), cut(), config, optimizer=two_groups)[0], data)
+        same(fixed, exact, digits=0.03)
+        for options in (planned(cut()), planned(cut(), warmup_steps=WARM_UP)):
+            engine, _, _ = start(specs(), "madpipe", {**config, **options}, optimizer=two_groups)
+            same(train(engine, data), fixed, digits=1e-3)
+
+
+# What a program sets on layers after they are built
+
+
+def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
+    """Attributes go with the parameter; a hook, or what cannot be sent, is refused by name, before a move."""
+    data = batches(3)
+    expected = train_alone(mlp(), data, two_groups)
+    for config in ({}, {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
+        engine, _, _ = start(mlp(), cut(), config, optimizer=two_groups)
+        for name, parameter in engine.module.named_parameters():
+            parameter.original_name, parameter.no_decay = f"model.{name}", parameter.ndim == 1
+        exact = "bf16" not in config
+        kind = {} if exact else {"dtype": torch.bfloat16}
+        losses = train(engine, batches(1, **kind))
+        for place in (looped(), cut(), looped()):
+            engine.recut(place)
+            for name, parameter in engine.module.named_parameters():
+                assert parameter.original_name == f"model.{name}" and parameter.no_decay == (parameter.ndim == 1)
+        if exact:
+            same(losses + train(engine, data[1:]), expected)
+    engine, _, _ = start(mlp(), cut(), optimizer=two_groups)
+    losses = train(engine, data[:1])
+    held = dict(engine.module.named_modules())
+    for add in (
+        lambda: held["6"].register_forward_hook(note), lambda: held["6"].linear.register_full_backward_hook(note),
+        lambda: held["6"].linear.weight.register_hook(note),
+        lambda: held["6"].linear.weight.register_post_accumulate_grad_hook(note),
+    ):  # fmt: skip
+        handle = add() if "6" in held else None
+        with raised(RuntimeError, "layer '6' cannot be moved", "strangers_cases.note", "would stay behind"):
+            engine.recut(looped((0, 1, 0), (0, 2, 6, 8)))
+        if handle is not None:
+            handle.remove()
+    if "6" in held:
+        held["6"].linear.weight.add_later = note
+    with raised(RuntimeError, "layer '6' cannot be moved", "'add_later', a function"):
+        engine.recut(looped((0, 1, 0), (0, 2, 6, 8)))
+    same(losses + train(engine, data[1:]), expected)
+
+
+def note(*_: Any) -> None:
+    """A hook."""
+
+
+# What layers keep beside parameters and buffers
+
+
+class Annealed(nn.Module):
+    """A layer that counts its forwards, keeps a mean, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.num_forwards, self.recent = 1.0, 0, []
+        self.mean = torch.ones(())
+        self.random = torch.Generator().manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_forwards += 1
+            self.recent.append(self.num_forwards)
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
+        noise = 0.1 * torch.randn(x.shape, generator=self.random)
+        return (self.linear(x) + noise) * self.scale * (1 + 0.01 * self.num_forwards) / self.mean + x
+
+
+class Recalling(nn.Module):
+    """A loss with a buffer and a count, which no measuring may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.num_calls = 0
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if self.training:
+            self.num_calls += 1
+            self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss / self.mean * (1 + 0.01 * self.num_calls)
+
+
+def layers_that_remember(_: Path) -> None:
+    """A counter, a cache, a list and a generator in a layer: measuring leaves them, and they move with it."""
+    specs = [*mlp()[:4], LayerSpec(Annealed), LayerSpec(Annealed), *mlp()[6:]]
+    data = batches(WARM_UP + 3)
+
+    def set_scales(module: nn.Module) -> None:
+        for layer in module.modules():
+            if isinstance(layer, Annealed):
+                layer.scale = 0.5
+
+    def adam_of_scaled(model: nn.Module) -> torch.optim.Optimizer:
+        set_scales(model)
+        return adam(model)
+
+    expected = train_alone(specs, data, adam_of_scaled, loss_fn=Recalling())
+    for options in ({}, {"warmup_steps": WARM_UP}):
+        engine, _, _ = start(
+            specs, "madpipe", planned([0, 2, 8], **options), optimizer=adam_of_scaled, loss_fn=Recalling()
+        )
+        losses = train(engine, data[:-1])
+        engine.recut(looped((0, 1, 0), (0, 2, 5, 8)))
+        same(losses + train(engine, data[-1:]), expected)
+
+
+# What a script sets on the engine
+
+
+def _two_groups_of(module: nn.Module, _: Any) -> torch.optim.Optimizer:
+    return two_groups(module)
+
+
+def a_schedule_and_an_optimizer_that_are_set_later(_: Path) -> None:
+    """As diffusion-pipe does, which reaches into the engine after ``deepspeed.initialize``."""
+    data = batches(4)
+    expected = train_alone(mlp(), data, two_groups, make_scheduler=halving)
+    for sets_optimizer in (False, True):
+        engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=None if sets_optimizer else two_groups)
+        if sets_optimizer:
+            engine._configure_optimizer(partial(_two_groups_of, engine.module), list(engine.module.parameters()))
+        engine.lr_scheduler = scheduler = halving(engine.optimizer)
+        same(train(engine, data), expected)
+        assert engine.lr_scheduler is scheduler
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        assert rates == [1e-2 / 2**4, 3e-3 / 2**4], rates
+
+    def last_layer_apart(module: nn.Module) -> torch.optim.Optimizer:
+        weights = list(module.named_parameters())
+        apart = [[weight for name, weight in weights if name.startswith("7.") == last] for last in (True, False)]
+        groups = [{"params": group, "lr": lr} for group, lr in zip(apart, (5e-2, 1e-3), strict=True) if group]
+        return torch.optim.SGD(groups)
+
+    engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=last_layer_apart)
+    engine.lr_scheduler = halving(engine.optimizer)
+    with raised(RuntimeError, "engine.lr_scheduler was set after deepspeed.initialize()"):
+        train(engine, data)
+
+
+CASES = [
+    layers_that_remember,
+    a_schedule_and_an_optimizer_that_are_set_later,
+    attributes_and_hooks_of_layers_that_move,
+    checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
+    replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
+    layers_with_several_parameters,
+    a_tied_copy_without_a_gradient, tied_layers_of_different_classes,
+    tied_layers_of_different_classes_in_other_runs,
+    a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,
+    a_loss_with_weights_goes_with_the_last_layer,
+]  # fmt: skip

@@ -1,0 +1,11 @@
+"""What must hold for programs that nobody here wrote: run with 2 processes, see ``test_strangers.py``."""
+
+from __future__ import annotations
+
+from harness import run_cases
+from strangers_cases import CASES
+
+CASES = {case.__name__: case for case in CASES}
+
+if __name__ == "__main__":
+    run_cases(CASES)

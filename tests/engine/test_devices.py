@@ -1,0 +1,210 @@
+"""What is set, chosen and counted before an accelerator is used; none is needed here."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from deepspeed_partition.engine import devices, instants, platform
+
+GIB = 2**30
+
+
+class Accelerator:
+    """What DeepSpeed's accelerators answer."""
+
+    def __init__(self, name: str, *, current: int = 0, count: int = 4) -> None:
+        self.name, self.current, self.count = name, current, count
+
+    def device_name(self) -> str:
+        return self.name
+
+    def current_device(self) -> int:
+        return self.current
+
+    def current_device_name(self) -> str:
+        return f"{self.name}:{self.current}"
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, device: int) -> None:
+        self.current = device
+
+    def total_memory(self) -> int:
+        return 80 * GIB
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    def use(name: str, **options: int) -> Accelerator:
+        chosen = Accelerator(name, **options)
+        monkeypatch.setattr(devices, "get_accelerator", lambda: chosen)
+        return chosen
+
+    for name in (*devices.BEFORE_CUDA_STARTS, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return use
+
+
+# Settings
+
+
+@pytest.mark.parametrize("name", ["cpu", "xpu"])
+def test_nothing_is_set_without_cuda(accelerator, name):
+    accelerator(name)
+    assert devices.prepare_cuda() is None
+    assert not devices.BEFORE_CUDA_STARTS.keys() & os.environ.keys()
+
+
+def test_what_cuda_reads_when_it_starts(accelerator, monkeypatch):
+    accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert devices.prepare_cuda() is None
+    assert devices.BEFORE_CUDA_STARTS.items() <= os.environ.items()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert devices.prepare_cuda() is None, "nothing is missing"
+    for name in devices.BEFORE_CUDA_STARTS:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_what_the_user_has_set_stays(accelerator, monkeypatch, name):
+    accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    before = dict(os.environ)
+    assert devices.prepare_cuda() is None
+    assert dict(os.environ) == before
+
+
+def test_cuda_that_has_started_already(accelerator, monkeypatch):
+    accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it when it starts CUDA
+    before = dict(os.environ)
+    words = devices.prepare_cuda()
+    assert words is not None and dict(os.environ) == before
+    assert "CUDA_MODULE_LOADING=EAGER" in words
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment" in words
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({}, False),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "0"}, False),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, True),
+        ({"NCCL_BLOCKING_WAIT": "True"}, True),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "no", "NCCL_BLOCKING_WAIT": "1"}, False),
+    ],
+)
+def test_waits_of_the_host(variables, refused):
+    words = devices.why_not_blocking(variables)
+    assert (words is not None) == refused
+    if words is not None:
+        [(name, value)] = variables.items()
+        assert words.startswith(f"{name}={value} ") and f"unset {name}" in words
+
+
+@pytest.mark.parametrize(("number", "warns"), [(None, False), ("1", True), ("8", False), ("32", False)])
+def test_queues_that_streams_share(accelerator, number, warns):
+    """Scripts in the manner of Megatron set 1."""
+    variables = {} if number is None else {"CUDA_DEVICE_MAX_CONNECTIONS": number}
+    accelerator("cuda")
+    words = devices.why_streams_may_wait(variables)
+    assert (words is not None) == warns
+    assert words is None or words.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 ")
+    accelerator("cpu")
+    assert devices.why_streams_may_wait(variables) is None
+
+
+# The device of this rank
+
+
+@pytest.mark.parametrize(
+    ("current", "count", "local_rank", "chosen"),
+    [(0, 4, "3", 3), (2, 4, "1", 2), (0, 1, "3", 0), (0, 4, None, 0)],
+    ids=["of its own", "as somebody chose", "one visible to each rank", "no rank"],
+)
+def test_the_device_of_a_rank(accelerator, monkeypatch, current, count, local_rank, chosen):
+    used = accelerator("cuda", current=current, count=count)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    devices.before_communication()
+    assert used.current == chosen
+
+
+# Its memory
+
+
+def test_a_plan_fills_what_is_free_less_a_margin(accelerator, monkeypatch):
+    accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 15 * GIB)
+    # 10 GiB are other processes' and CUDA's, 5 the allocator's and free, 12 those of training, 3 of something else
+    assert devices.usable_bytes(1, 12 * GIB) == (50 * GIB + 5 * GIB + 12 * GIB - 4 * GIB, 4 * GIB)
+    shared, margin = devices.usable_bytes(2, 12 * GIB)
+    assert (shared, margin) == (55 * GIB // 2 + 12 * GIB - 2 * GIB, 2 * GIB)
+
+
+def test_a_full_device_has_room_for_nothing(accelerator, monkeypatch):
+    accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    assert devices.usable_bytes(1, 0)[0] == 0
+
+
+def test_ranks_that_share_a_device_divide_it(accelerator, monkeypatch):
+    """The text that names a device is not its number, which depends on what a process may see."""
+    accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    first = devices.name_of_device()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-2"))
+    assert first != devices.name_of_device()
+    monkeypatch.setattr(platform, "get_accelerator", devices.get_accelerator)
+    monkeypatch.setattr(platform, "gather_objects", lambda mine: [mine, first, mine])
+    monkeypatch.setattr(platform, "kept_tensors", lambda _: [torch.zeros(8), torch.zeros(8, device="meta")])
+    counted = Mock(return_value=(GIB, GIB))
+    monkeypatch.setattr(devices, "usable_bytes", counted)
+    engine = SimpleNamespace(options=SimpleNamespace(memory=None))
+    assert platform.device_memory_bytes(engine) == GIB
+    counted.assert_called_once_with(2, 32)
+
+
+# Streams
+
+
+def test_arrivals_are_seen_on_one_stream_per_peer_in_all_steps(monkeypatch):
+    class Streams:
+        Event = staticmethod(lambda **_: Mock())
+        current: object = None
+
+        def stream(self, stream):
+            self.entered.append(stream)
+            return Mock(__enter__=Mock(), __exit__=Mock(return_value=False))
+
+        entered: list[object] = []  # noqa: RUF012
+
+    monkeypatch.setattr(instants, "get_accelerator", Streams)
+    made: dict[tuple[str, int], object] = {}
+    transfers = SimpleNamespace(stream_for=lambda *which: made.setdefault(which, object()))
+    for _ in range(10):  # steps that are recorded
+        arrivals = instants._DeviceArrivals(transfers)
+        for peer in (1, 2, 1):
+            assert arrivals.watch(peer, [Mock()], lambda _: None)
+        arrivals.close()
+    assert len(set(Streams.entered)) == 2

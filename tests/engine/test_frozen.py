@@ -1,0 +1,111 @@
+"""Ranks that stand still, are lost or do not come: the others say for whom they wait, and end if it is in vain."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+LONGEST_SECONDS = 150
+
+
+class Job:
+    """Ranks that are started by hand, each with a log."""
+
+    def __init__(self, folder, script, *arguments, num_ranks=2, port=None):
+        self.folder = folder
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        own = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.ranks = []
+        for rank in range(num_ranks):
+            more = {key: str(value) for key, value in (own | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+            command = [sys.executable, str(HERE / script), *arguments]
+            with (folder / f"log{rank}").open("w") as log:
+                self.ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+
+    def log(self, rank):
+        return (self.folder / f"log{rank}").read_text()
+
+    def exits(self):
+        """Of each rank, when all have ended by themselves."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        try:
+            return [rank.wait(max(1.0, deadline - time.monotonic())) for rank in self.ranks]
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+
+
+@pytest.fixture(scope="module")
+def outcomes(outcomes_of):
+    return outcomes_of("frozen_multiproc.py", timeout_seconds=900)
+
+
+def said(log):
+    return [line for line in log.splitlines() if " has waited " in line]
+
+
+def test_a_rank_that_is_stopped(outcomes):
+    found = outcomes["stopped"]
+    assert found["exits"] == [0, 0], found["logs"]
+    [sentence] = said(found["logs"][0])
+    assert "for rank 1, in the gradient of the output of stage 0 for micro-batch 0: " in sentence
+    assert sentence.endswith(f"rank 1 (process {found['pids'][1]}) is stopped, as by SIGSTOP")
+    assert "rank 0 goes on after " in found["logs"][0] and not said(found["logs"][1])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("computes", ["the gradient of the output of stage 0", "rank 1 runs the forward of micro-batch 0"]),
+        ("barrier", ["saving a checkpoint", "rank 1 runs frozen_multiproc.py:"]),
+        ("off", []),
+    ],
+)  # fmt: skip
+def test_a_rank_that_takes_its_time_is_only_spoken_of(outcomes, what, words):
+    found = outcomes[what]
+    assert found["exits"] == [0, 0], found["logs"]
+    sentences = said(found["logs"][0])
+    assert len(sentences) == bool(words), sentences
+    assert all(word in sentences[0] for word in words)
+
+
+def test_who_waits_for_ever_ends_and_who_computes_does_not(outcomes):
+    """Where no link breaks when a rank dies, as on NCCL."""
+    found = outcomes["no_link_breaks"]
+    assert found["exits"] == [1, -9, 0], found["logs"]
+    assert "rank 0 ends: it waits in recv(), called at frozen_multiproc.py" in found["logs"][0]
+    assert f"and rank 1 (process {found['pids'][1]}) has ended" in found["logs"][0]
+    assert "the end" in found["logs"][2]
+
+
+def test_a_rank_that_dies_before_it_has_joined(tmp_path):
+    job = Job(tmp_path, "joining_multiproc.py", "dies")
+    assert job.exits() == [1, 1]
+    assert "rank 0 ends: it waits for rank 1 to join the job, which had begun and has ended" in job.log(0)
+
+
+def test_a_rank_that_comes_late(tmp_path):
+    job = Job(tmp_path, "joining_multiproc.py", "late")
+    assert job.exits() == [0, 0], job.log(0) + job.log(1)
+    assert "rank 0 has waited " in job.log(0) and "to join the 2 ranks at port" in job.log(0)
+    assert "all are here" in job.log(0)
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.create_server(("", 0)) as somebody:
+        job = Job(tmp_path, "joining_multiproc.py", "waits", port=somebody.getsockname()[1])
+        assert job.exits() == [1, 1]
+    assert "address already in use" in job.log(0)
+    assert "rank 1 ends: it waits for rank 0 to join the job, which had begun and has ended" in job.log(1)
