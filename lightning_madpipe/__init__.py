@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from deepspeed_partition.versions import check_versions
+from lightning_madpipe.reading import read_folders
 
 __all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
 
@@ -77,6 +78,7 @@ def _register() -> None:
                 f"{namespace} cannot be imported, because the installed torchvision was built for another "
                 f"torch ({flaw}): install the torchvision of this torch, or uninstall it"
             ) from flaw
+        read_folders(namespace)
         strategies.StrategyRegistry.register(
             "madpipe",
             partial(_build, namespace),

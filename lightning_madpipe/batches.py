@@ -31,6 +31,15 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(child)
 
 
+def named_tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, each with the expression that finds it: ``batch['labels']``."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    else:
+        for key, child in zip(_names(batch), _children(batch), strict=False):
+            yield from named_tensors_of(child, f"{name}[{key!r}]")
+
+
 def batch_size_of(batch: Any) -> int:
     """Samples in ``batch``: the length of dimension 0 of its first tensor that has one.
 
@@ -48,21 +57,28 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
+def split_batch(batch: Any, num_micro_batches: int, *, uneven: bool = False) -> list[Any]:
     """Cut ``batch`` into at most ``num_micro_batches`` pieces whose sizes differ by one sample at most.
 
     A batch of fewer samples gives a piece per sample. Tensors are cut along dimension 0 (views, not
     copies), and so are lists and tuples of one item per sample that hold no tensors, such as names.
     What has no dimension 0 (numbers, strings, None) goes to every piece.
 
+    Args:
+        uneven: The pieces are not all of one size, so that what depends on the number of samples shows it.
+
     Raises:
         ValueError: no tensor to count samples by, or one whose dimension 0 has another length.
     """
     size = batch_size_of(batch)
     num_pieces = min(num_micro_batches, size)
+    if uneven and num_pieces == size > 2:
+        num_pieces -= 1
     # The larger pieces come first: the first one, which is measured and planned for, is the most that comes.
     base, num_larger = divmod(size, num_pieces)
     bounds = [piece * base + min(piece, num_larger) for piece in range(num_pieces + 1)]
+    if uneven and num_larger == 0 and num_pieces > 1 and base > 1:
+        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]  # one more in the first, one less in the last
     return [_slice(batch, size, start, stop) for start, stop in pairwise(bounds)]
 
 
@@ -123,7 +139,9 @@ def _joined_fields(pieces: Sequence[Any], sizes: Sequence[int], where: str, mean
 def _names(piece: Any) -> list[Any]:
     if isinstance(piece, Mapping):
         return list(piece)
-    return list(range(len(piece))) if isinstance(piece, list | tuple) else [f.name for f in fields(piece)]
+    if isinstance(piece, list | tuple):
+        return list(range(len(piece)))
+    return [f.name for f in fields(piece)] if is_dataclass(piece) else []
 
 
 def _is_fraction(value: Any) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import logging
 import os
-import pickle
+import zipfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +24,13 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
+from deepspeed_partition.engine import folders
 from deepspeed_partition.engine.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.unpickling import Reader
 from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import PlanFormatError
+from deepspeed_partition.planner.units import shown
 from lightning_madpipe.module import PIPELINE
 from lightning_madpipe.names import OneDeviceNames, expanded
 
@@ -34,8 +40,25 @@ TAG = "checkpoint"
 MODEL_FILE = "madpipe-model.json"
 MODEL_FORMAT = "madpipe-model/1"
 
-BESIDE_TAG = ("latest", "zero_to_*.py")
-"""What DeepSpeed writes beside the folder of the tag; with ZeRO so many scripts as its version has."""
+MOST_STAGES = 2**20
+"""Of a checkpoint that is read."""
+
+NOTE = "README.txt"
+NOTE_TEXT = """\
+This folder is a checkpoint of the madpipe strategy for PyTorch Lightning: each process wrote a part of it.
+
+    import lightning_madpipe                                     # then this reads it
+    model = MyModule.load_from_checkpoint("{name}")
+
+    trainer.fit(model, ckpt_path="{name}")                       # goes on with training, under strategy="madpipe"
+
+    lightning_madpipe.consolidate("{name}", "model.ckpt")        # makes one ordinary Lightning file of it,
+                                                                 # which is read without this package
+"""
+"""What somebody finds who opens the folder, for Lightning alone only says that it is one."""
+
+BESIDE_TAG = ("latest", "zero_to_*.py", NOTE)
+"""What stands beside the folder of the tag; of DeepSpeed with ZeRO so many scripts as its version has."""
 
 OUTSIDE_STATE = "madpipe_state_dict"
 """Where DeepSpeed's folder keeps the state of what it does not save itself."""
@@ -81,16 +104,21 @@ def folder_of(path: Path) -> Path:
     return path / TAG
 
 
-def write_model_file(path: Path, model: Mapping[str, Any]) -> None:
-    """Write ``madpipe-model.json`` into a folder whose other files are complete.
+def write_model_file(path: Path, model: Mapping[str, Any], name: str) -> None:
+    """Write ``madpipe-model.json`` into a folder whose other files are complete, and into their list.
 
     Args:
+        name: Of the folder when it is whole, which a note in it says.
         model: The fields of ``SavedModel`` but ``files``.
     """
     folder = folder_of(path)
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    sizes = {
+        file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != folders.FILES_NAME
+    }
+    files.write_text(path / NOTE, NOTE_TEXT.format(name=name), through_link=False)
     saved = SavedModel(**model, files=sizes)
-    files.write_json(folder / MODEL_FILE, {"format": MODEL_FORMAT, **asdict(saved)})
+    files.write_json(folder / MODEL_FILE, {"format": MODEL_FORMAT, **asdict(saved)}, through_link=False)
+    folders.list_again(folder)
 
 
 def check_replaceable(path: Path) -> None:
@@ -112,8 +140,11 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def read_folder(path: Path) -> SavedModel:
+def read_folder(path: Path, *, verify: bool = True) -> SavedModel:
     """What is in the folder ``path``, after a look at every file's size.
+
+    Args:
+        verify: Compare the checksum of ``madpipe-model.json``, too.
 
     Raises:
         ValueError: nothing there, not a folder of this strategy, or a damaged one.
@@ -129,20 +160,64 @@ def read_folder(path: Path) -> SavedModel:
             f"{path} is not a complete checkpoint of the madpipe strategy, because it has no {TAG}/{MODEL_FILE}: "
             "give one that it wrote, or an ordinary Lightning file, from which weights are loaded"
         )
-    data = files.read_json(folder / MODEL_FILE, error=PlanFormatError)
+    listed = folders.read_list(folder)
+    if listed is not None and verify and MODEL_FILE in listed.sizes:
+        folders.check_contents(folder, listed, [MODEL_FILE])
+    saved = _saved_model(folder / MODEL_FILE)
+    folders.check_sizes(folder, folders.Listed(saved.files, None))
+    return saved
+
+
+def _saved_model(path: Path) -> SavedModel:
+    """What ``madpipe-model.json`` says.
+
+    Raises:
+        ValueError: it is damaged, of another version, or names a file that is not in its folder.
+    """
+    data = files.read_json(path, error=PlanFormatError)
     try:
         if data.pop("format") != MODEL_FORMAT:
             raise KeyError
         saved = SavedModel(**data)
-    except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"{folder / MODEL_FILE} is not of a version known here ({MODEL_FORMAT})") from None
-    for name, size in saved.files.items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ValueError(f"the checkpoint {path} is damaged: {TAG}/{name} {state}; take another checkpoint")
+        counts = [saved.global_step, saved.num_stages, *saved.files.values()]
+        names = [saved.model, *saved.order, *saved.names, *saved.shapes, *saved.ties.values(), *saved.keys]
+        names += [name for aliases in saved.names.values() for name in aliases]
+        counts += [size for shape in saved.shapes.values() for size in shape]
+        counts += [int(layer) for layer in saved.ties]
+        if not all(type(count) is int and 0 <= count < 2**62 for count in counts):
+            raise TypeError
+        if not all(isinstance(name, str) for name in names) or saved.names.keys() != saved.shapes.keys():
+            raise TypeError
+        if not all(saved.names.values()) or not 1 <= saved.num_stages <= MOST_STAGES:
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is damaged, or not of a version known here ({MODEL_FORMAT})") from None
+    for name in saved.files:
+        if not files.is_plain(name):
+            raise ValueError(f"{path}: {shown(name)} is not the name of a file in this folder")
     return saved
+
+
+def check_archive(path: Path) -> None:
+    """Refuse a file of ``torch.save`` in which a bit has flipped since: it has a CRC-32 of each tensor.
+
+    Files of other kinds are left to their readers.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as flaw:
+        raise ValueError(f"{path} is damaged and cannot be read ({flaw}): take another checkpoint") from None
+    if damaged is not None:
+        raise ValueError(
+            f"{path} is damaged: the checksum of {shown(damaged)} in it is another one; take another checkpoint "
+            "(checkpoint_checksums=False loads it as it is)"
+        )
 
 
 def check_same_model(
@@ -181,21 +256,30 @@ def shapes_of_all(pipeline: PipelineModule) -> dict[str, list[int]]:
     return _union(gather_objects(mine, pipeline.mpu().get_pipe_parallel_group()))
 
 
-def outside_state(module: nn.Module, pipeline: PipelineModule) -> dict[str, Any]:
+def outside_state(module: nn.Module, pipeline: PipelineModule, names: OneDeviceNames) -> dict[str, Any]:
     """What DeepSpeed's files leave out: the module's own buffers, and ties that always run in a function."""
     specs = [spec for spec in pipeline._layer_specs if isinstance(spec, TiedLayerSpec)]
     saved = {spec.key for spec in specs if spec.forward_fn is None}
-    skipped = tuple(f"{PIPELINE}.tied_modules.{spec.key}." for spec in specs if spec.key not in saved)
-    return {
-        name: value
-        for name, value in module.state_dict().items()
-        if not name.startswith(f"{PIPELINE}.") or (skipped and name.startswith(skipped))
+    skipped = tuple(f"tied_modules.{spec.key}." for spec in specs if spec.key not in saved)
+    ties = {
+        f"{PIPELINE}.{name}": value for name, value in pipeline.state_dict().items() if name.startswith(skipped)
     }
+    return {**_outside_pipeline(module, names), **(ties if skipped else {})}
+
+
+def load_outside_state(module: nn.Module, pipeline: PipelineModule, state: Mapping[str, Any]) -> None:
+    """Load what :func:`outside_state` was."""
+    prefix = f"{PIPELINE}."
+    ties = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    pipeline.load_state_dict(ties, strict=False)
+    rest = {name: value for name, value in state.items() if not name.startswith(prefix)}
+    with pipeline.elsewhere.lifted():  # a normalization looks at its own, too, which another rank may have
+        module.load_state_dict(rest, strict=False)
 
 
 def local_state(module: nn.Module, pipeline: PipelineModule, names: OneDeviceNames) -> dict[str, Any]:
     """This rank's part of the state, by the names of one device, without a copy."""
-    return names.in_order({**_outside_pipeline(module), **expanded(names, pipeline.state_dict().items())})
+    return names.in_order({**_outside_pipeline(module, names), **expanded(names, pipeline.state_dict().items())})
 
 
 def consolidated_state(module: nn.Module, pipeline: PipelineModule, names: OneDeviceNames) -> dict[str, Any]:
@@ -207,8 +291,10 @@ def consolidated_state(module: nn.Module, pipeline: PipelineModule, names: OneDe
     stage, rank = grid.get_stage_id(), dist.get_rank()
     tensors = _tensors(pipeline)
     masters = {name: hasattr(value, "_hp_mapping") for name, value in tensors.items()}
+    users = pipeline.layers_of_user
     mine = {
-        name: (value.shape, torch.float32 if masters[name] else value.dtype) for name, value in tensors.items()
+        name: (value.shape, torch.float32 if masters[name] else users.type_of(value))
+        for name, value in tensors.items()
     }
     described = gather_objects(mine, grid.get_pipe_parallel_group())
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
@@ -217,7 +303,8 @@ def consolidated_state(module: nn.Module, pipeline: PipelineModule, names: OneDe
         for name, (shape, dtype) in tensors_there.items():
             if stage == sender:
                 # Collective among the replicas of this stage: each has a part of the masters.
-                value = safe_get_full_fp32_param(tensors[name]) if masters[name] else tensors[name]
+                tensor = tensors[name]
+                value = safe_get_full_fp32_param(tensor) if masters[name] else users.in_users_form(tensor)
                 if rank == 0:
                     found[name] = _on_cpu(value)
                 elif grid.get_data_parallel_rank() == 0:
@@ -227,7 +314,7 @@ def consolidated_state(module: nn.Module, pipeline: PipelineModule, names: OneDe
                 found.setdefault(name, received)  # of a tie, the first stage's
     if rank != 0:
         return {}
-    return names.in_order({**_outside_pipeline(module), **expanded(names, found.items())})
+    return names.in_order({**_outside_pipeline(module, names), **expanded(names, found.items())})
 
 
 def load_consolidated(
@@ -244,7 +331,9 @@ def load_consolidated(
         ValueError: a name is missing or too much (if ``strict``), or a shape is another one; on every rank.
     """
     shapes = shapes_of_all(pipeline)
-    outside = {name: list(value.shape) for name, value in _outside_pipeline(module).items() if _is_tensor(value)}
+    outside = {
+        name: list(value.shape) for name, value in _outside_pipeline(module, names).items() if _is_tensor(value)
+    }
     expected = {**outside, **expanded(names, shapes.items())}
     missing, unexpected = [name for name in expected if name not in state], [*(state.keys() - expected.keys())]
     if strict and (missing or unexpected):
@@ -263,23 +352,23 @@ def load_consolidated(
     module.load_state_dict({name: state[name] for name in outside if name in state}, strict=False)
 
 
-def load_weights(path: Path, saved: SavedModel, pipeline: PipelineModule) -> dict[str, Any]:
+def load_weights(path: Path, saved: SavedModel, pipeline: PipelineModule, reader: Reader) -> dict[str, Any]:
     """Load this rank's layers from a folder, whatever the cut and the number of stages that wrote it.
 
     Returns:
         The rest of the checkpoint, without states of an optimizer.
     """
-    layers = dict(_layers(folder_of(path), saved, wanted=_tensors(pipeline).keys()))
+    layers = dict(_layers(folder_of(path), saved, reader, wanted=_tensors(pipeline).keys()))
     pipeline.load_state_dict(layers, strict=False)
     for parameter in pipeline.parameters():
         safe_set_full_fp32_param(parameter, parameter.float())
-    first = _ranks(path, saved)[0]
-    return {**{key: first[key] for key in saved.keys if key in first}, OUTSIDE_STATE: outside_of_all(path, saved)}
+    ranks = _ranks(path, saved, reader)
+    return {**{key: ranks[0][key] for key in saved.keys if key in ranks[0]}, OUTSIDE_STATE: _outside(ranks)}
 
 
-def outside_of_all(path: Path, saved: SavedModel) -> dict[str, Any]:
+def outside_of_all(path: Path, saved: SavedModel, reader: Reader) -> dict[str, Any]:
     """What :func:`outside_state` was on all stages that wrote a folder."""
-    return _outside(_ranks(path, saved))
+    return _outside(_ranks(path, saved, reader))
 
 
 def _tensors(pipeline: PipelineModule) -> dict[str, Any]:
@@ -292,8 +381,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _outside_pipeline(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.state_dict().items() if not name.startswith(f"{PIPELINE}.")}
+def _outside_pipeline(module: nn.Module, names: OneDeviceNames) -> dict[str, Any]:
+    return {name: value for name, value in module.state_dict().items() if names.is_outside(name)}
 
 
 def _on_cpu(value: Tensor) -> Tensor:
@@ -312,13 +401,25 @@ def _some(names: Sequence[str]) -> str:
 # From a folder to a file
 
 
-def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+def consolidate(
+    folder: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    checkpoint_checksums: bool = True,
+    unpickle: bool | None = None,
+) -> None:
     """Turn a checkpoint folder of the strategy into one ordinary Lightning checkpoint file.
 
     The file has the weights of the whole model by the names that they have on one device, in fp32 where
     training kept fp32 master weights, and the hyper-parameters: ``MyModule.load_from_checkpoint(file)`` needs
     neither this package nor DeepSpeed. States of optimizers, schedulers and callbacks stay behind. It runs
-    in one process, on the CPU, and unpickles the folder, which must come from a source that you trust.
+    in one process, on the CPU.
+
+    Args:
+        folder: What ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
+        file: Where the file is written.
+        checkpoint_checksums: Whether the checksums of the folder's files are verified first.
+        unpickle: Whether its files may be unpickled, which can run any code: see ``MadPipeStrategy``.
 
     Raises:
         ValueError: no folder of the strategy, a damaged one, or a file that cannot be written.
@@ -326,36 +427,50 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) ->
     source, target = Path(folder), Path(file)
     if target.resolve() == source.resolve() or target.is_dir():
         raise ValueError(f"{target} is a folder: give the name of a file for the weights")
-    saved = read_folder(source)
+    checkpoint = whole_checkpoint(source, checkpoint_checksums=checkpoint_checksums, unpickle=unpickle)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(target) as opened:
+            torch.save(checkpoint, opened)
+    except OSError as flaw:
+        raise ValueError(f"{target} cannot be written: {flaw.strerror or flaw}") from None
+
+
+def whole_checkpoint(
+    source: Path, *, checkpoint_checksums: bool = True, unpickle: bool | None = None
+) -> dict[str, Any]:
+    """What an ordinary Lightning file with the weights of the folder ``source`` holds; see :func:`consolidate`.
+
+    Raises:
+        ValueError: no folder of the strategy, or a damaged one.
+    """
+    saved, reader = read_folder(source, verify=checkpoint_checksums), Reader(unpickle)
+    listed = folders.read_list(folder_of(source)) if checkpoint_checksums else None
+    if listed is not None:
+        folders.check_sizes(folder_of(source), listed)
+        folders.check_contents(folder_of(source), listed, listed.sizes)
     names = saved.one_device_names()
-    ranks = _ranks(source, saved)
+    ranks = _ranks(source, saved, reader)
     found = _outside(ranks)
     ties = {name: found.pop(name) for name in list(found) if name.startswith(f"{PIPELINE}.")}
     layers = {name.removeprefix(f"{PIPELINE}."): value for name, value in ties.items()}
-    layers.update(_layers(folder_of(source), saved, wanted=saved.shapes.keys()))
+    layers.update(_layers(folder_of(source), saved, reader, wanted=saved.shapes.keys()))
     for stage in range(saved.num_stages):
-        masters = _master_weights(folder_of(source), stage)
+        masters = _master_weights(folder_of(source), stage, reader)
         for name in masters.keys() & layers.keys():
             layers[name] = masters[name].view(layers[name].shape)
     layers = {name: _owned(value) for name, value in layers.items()}  # before ties share it by several names
     whole = names.in_order({**found, **expanded(names, layers.items())})
     rest = {key: ranks[0][key] for key in saved.keys if key not in OF_TRAINING and key in ranks[0]}
-    checkpoint = {**rest, "state_dict": whole}
-    partial = target.with_name(f".{target.name}.unfinished")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, partial)
-        os.replace(partial, target)
-    except OSError as flaw:
-        raise ValueError(f"{target} cannot be written: {flaw.strerror or flaw}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    if sentence := reader.sentence():
+        announce(sentence, logging.WARNING)
+    return {**rest, "state_dict": whole}
 
 
-def _ranks(path: Path, saved: SavedModel) -> list[dict[str, Any]]:
+def _ranks(path: Path, saved: SavedModel, reader: Reader) -> list[dict[str, Any]]:
     """What the first replica of each stage wrote beside its layers."""
     stages = range(saved.num_stages)
-    return [_read(folder_of(path) / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages]
+    return [_read(folder_of(path) / f"mp_rank_{stage:02d}_model_states.pt", reader) for stage in stages]
 
 
 def _outside(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -363,17 +478,19 @@ def _outside(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return _union([state[OUTSIDE_STATE] for state in reversed(ranks)])
 
 
-def _layers(folder: Path, saved: SavedModel, *, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def _layers(
+    folder: Path, saved: SavedModel, reader: Reader, *, wanted: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
     """The weights as the pipeline ran them, by their names there."""
     for path in sorted(folder.glob("layer_*")):
         layer = str(int(path.name.removeprefix("layer_").split("-")[0]))
         prefix = f"tied_modules.{saved.ties[layer]}." if layer in saved.ties else f"{layer}."
         if any(name.startswith(prefix) for name in wanted):
-            for name, value in _read(path).items():
+            for name, value in _read(path, reader).items():
                 yield prefix + name, value
 
 
-def _master_weights(folder: Path, stage: int) -> dict[str, Tensor]:
+def _master_weights(folder: Path, stage: int, reader: Reader) -> dict[str, Tensor]:
     """The flat fp32 weights of a stage that DeepSpeed's ZeRO-1 and bf16 optimizers save.
 
     Each data-parallel rank has one flat tensor per parameter group, and says where in it which piece of
@@ -384,7 +501,7 @@ def _master_weights(folder: Path, stage: int) -> dict[str, Tensor]:
         found = list(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt"))
         if not found:
             break
-        optimizer = _read(found[0])["optimizer_state_dict"]
+        optimizer = _read(found[0], reader)["optimizer_state_dict"]
         groups = zip(optimizer["single_partition_of_fp32_groups"], optimizer["param_slice_mappings"], strict=True)
         for flat, places in groups:
             for name, place in places.items():
@@ -397,8 +514,10 @@ def _owned(value: Any) -> Any:
     return _on_cpu(value) if _is_tensor(value) else value
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, reader: Reader) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as flaw:
+        return reader.load(path, map_location="cpu", mmap=True)
+    except PlanFormatError:
+        raise
+    except Exception as flaw:  # whatever comes of a file that is not what its name says
         raise ValueError(f"{path} is damaged and cannot be read ({flaw}): take another checkpoint") from None

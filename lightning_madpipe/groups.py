@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_partition.engine.collectives import own_groups, reduced
 from lightning_madpipe.loaders import EvenLoader
 from lightning_madpipe.metrics import gathered
-from lightning_madpipe.module import PIPELINE
+from lightning_madpipe.module import pipeline_of
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DeepSpeedStrategy
@@ -55,25 +56,29 @@ class PipelineGroups(DeepSpeedStrategy):
         return gathered(tensor, self._data_parallel_group())
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        num_for = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(num_for)
-        return bool(num_for == self.world_size) if all else bool(num_for)
+        [num_for] = reduced([int(decision)], dist.ReduceOp.SUM)
+        return num_for == self.world_size if all else num_for > 0
 
     def barrier(self, *arguments: Any, **keywords: Any) -> None:
         self._check_everyone_comes("barrier")
-        super().barrier(*arguments, **keywords)
+        if dist.is_initialized():
+            dist.barrier(group=own_groups().objects)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._check_everyone_comes("broadcast")
-        return super().broadcast(obj, src)
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=own_groups().objects)
+        return box[0]
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader without a length ends on all pipelines at once."""
+        """A loader without a length ends on all ranks at once."""
         dataloader = super().process_dataloader(dataloader)
-        if self._num_pipelines() == 1 or self._lightning("utilities.data").sized_len(dataloader) is not None:
+        if self.world_size == 1 or self._lightning("utilities.data").sized_len(dataloader) is not None:
             return dataloader
         announce = self._lightning("utilities.rank_zero").rank_zero_info
-        return EvenLoader(dataloader, self.root_device, announce)
+        return EvenLoader(dataloader, announce)
 
     def leave_out_needless_advice(self) -> None:
         """Lightning advises ``sync_dist=True`` for any value of an epoch; one pipeline has nothing to reduce."""
@@ -84,7 +89,7 @@ class PipelineGroups(DeepSpeedStrategy):
 
     def _data_parallel_group(self) -> Any:
         # There is no pipeline yet in the user's setup().
-        pipeline = getattr(self.lightning_module, PIPELINE, None)
+        pipeline = pipeline_of(self.lightning_module)
         return dist.group.WORLD if pipeline is None else pipeline.mpu().get_data_parallel_group()
 
     def _num_pipelines(self) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from lightning_madpipe.module import PipelineCall
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
@@ -13,19 +17,37 @@ ENGINE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_zero_grad"
 """Hooks of a LightningModule whose work the pipeline engine does, so that they would never be called."""
 
 CALLBACKS = {
+    "BaseFinetuning": (
+        "freezes and unfreezes layers while training runs, and the engine takes the parameters to train before "
+        "its first step",
+        "fit with the backbone frozen (requires_grad_(False)), unfreeze it, and fit again",
+    ),
+    "GradientAccumulationScheduler": (
+        "changes accumulate_grad_batches while training runs, and the engine takes its number before its first "
+        "step",
+        "fit once for each value of accumulate_grad_batches",
+    ),
+    "StochasticWeightAveraging": (
+        "averages a copy of the whole model, of which each rank has one stage",
+        "average the weights of several checkpoints after fit",
+    ),
     "WeightAveraging": (
         "averages a copy of the whole model, of which each rank has one stage, and the fp32 weights of bf16 and "
-        "ZeRO-1 lie elsewhere"
+        "ZeRO-1 lie elsewhere",
+        "leave it out",
     ),
     "ModelPruning": (
-        "puts masks in the place of weights after the optimizer took them, and compares weights of all stages"
+        "puts masks in the place of weights after the optimizer took them, and compares weights of all stages",
+        "leave it out",
     ),
 }
-"""Callbacks that Lightning ships and would let pass, with what keeps them from working."""
+"""Callbacks that Lightning ships, with what keeps them from working, and the way out.
+
+Lightning refuses the first three for every DeepSpeed strategy, in words about a strategy that nobody chose."""
 
 
-def refusal_of(trainer: Any, module: Any, base: type, callbacks: Any) -> str | None:
-    """Why ``trainer`` cannot run ``module``, in one sentence; None if it can.
+def refusals_of(trainer: Any, module: Any, base: type, callbacks: Any) -> Iterator[str]:
+    """Yield every reason why ``trainer`` cannot run ``module``, one sentence each.
 
     Args:
         base: The LightningModule class, to tell which hooks ``module`` overrides.
@@ -34,59 +56,66 @@ def refusal_of(trainer: Any, module: Any, base: type, callbacks: Any) -> str | N
     strategy, name = trainer.strategy, type(module).__name__
     precision = strategy.precision_plugin.precision
     if precision not in PRECISIONS:
-        return (
+        yield (
             f"precision={precision!r} is not available with the madpipe strategy: use one of {_list(PRECISIONS)}"
         )
     if precision.startswith("16") and not get_accelerator().is_fp16_supported():
-        return (
+        yield (
             f"precision={precision!r} needs a device that DeepSpeed trains on in fp16, and this "
             f"{get_accelerator().device_name()} is none: use 'bf16-mixed'"
         )
     if strategy._layer_sync is not None:
-        return (
+        yield (
             "sync_batchnorm is not available with the madpipe strategy, whose micro-batches pass a stage one "
             "after the other: leave it out"
         )
-    if trainer.state.fn != "fit":
-        return None
-    return _refusal_of_training(trainer, module, base, name) or _refusal_of_callbacks(trainer, callbacks)
+    if trainer.state.fn == "fit":
+        yield from _refusals_of_training(trainer, module, base, name)
+        yield from refusals_of_callbacks(trainer, callbacks)
 
 
-def _refusal_of_training(trainer: Any, module: Any, base: type, name: str) -> str | None:
+def all_at_once(name: str, reasons: Sequence[str]) -> str:
+    """One text of all ``reasons`` against running the module of class ``name``."""
+    if len(reasons) == 1:
+        return reasons[0]
+    listed = "".join(f"\n  {number}. {reason}" for number, reason in enumerate(reasons, start=1))
+    return f"{len(reasons)} things keep {name} from running under the madpipe strategy:{listed}"
+
+
+def _refusals_of_training(trainer: Any, module: Any, base: type, name: str) -> Iterator[str]:
     if not module.automatic_optimization:
-        return (
+        yield (
             f"{name} uses manual optimization, and with a pipeline the engine runs backward and the "
             "optimizer: leave automatic_optimization = True"
         )
     if trainer.gradient_clip_val and clips_by_value(trainer) and trainer.strategy.wraps_optimizer:
-        return (
+        yield (
             "gradient_clip_algorithm='value' works in 32-true with stage=0 only, because DeepSpeed's ZeRO, bf16 "
             "and fp16 optimizers clip by norm: clip by 'norm'"
         )
     for hook in ENGINE_HOOKS:
         if getattr(type(module), hook) is not getattr(base, hook):
-            return f"{name} overrides {hook}(), whose work the pipeline engine does: leave it out"
-    return None
+            yield f"{name} overrides {hook}(), whose work the pipeline engine does: leave it out"
 
 
-def _refusal_of_callbacks(trainer: Any, callbacks: Any) -> str | None:
+def refusals_of_callbacks(trainer: Any, callbacks: Any) -> Iterator[str]:
+    """Yield why callbacks of ``trainer`` cannot run, one sentence each."""
     for callback in trainer.callbacks:
         kind = type(callback).__name__
-        for name, reason in CALLBACKS.items():
+        for name, (reason, way_out) in CALLBACKS.items():
             if isinstance(callback, getattr(callbacks, name, ())):  # some are newer than the oldest Lightning
-                return f"the callback {kind} is not available with a pipeline, because it {reason}: leave it out"
+                yield f"the callback {kind} is not available with a pipeline, because it {reason}: {way_out}"
         if isinstance(callback, callbacks.LearningRateFinder) and trainer.strategy.wraps_optimizer:
-            return (
+            yield (
                 "the learning-rate finder works in 32-true with stage=0 only, because its schedulers do not know "
                 "DeepSpeed's ZeRO, bf16 and fp16 optimizers: find the rate there, and give it to this run"
             )
         io = trainer.strategy.checkpoint_io_plugin
         if io is not None and isinstance(callback, callbacks.ModelCheckpoint) and not callback.save_weights_only:
-            return (
+            yield (
                 f"{kind} would write DeepSpeed's folders past the plugin {type(io).__name__}: give it "
                 "save_weights_only=True, or leave the plugin out"
             )
-    return None
 
 
 def clips_by_value(trainer: Any) -> bool:
@@ -106,6 +135,150 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
     if any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
         yield "log_graph=True shows nothing: no rank of a pipeline has the whole graph"
+
+
+def refusals_of_normalization(module: nn.Module, num_stages: int) -> Iterator[str]:
+    """Yield why layers that talk to all ranks cannot run on the ranks of one stage."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and num_stages > 1:
+            yield (
+                f"self.{name} is a SyncBatchNorm, which waits for all ranks, and those of its stage alone run it: "
+                "use nn.BatchNorm1d, 2d or 3d, or nn.GroupNorm"
+            )
+            return
+
+
+def refusals_of_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
+    """Yield why hooks that a user hung on modules cannot run, one sentence each."""
+    inside = {part for _, layer in call.existing_modules() for part in layer.modules()}
+    runs = {module, getattr(module, call.attribute) if call.attribute != "forward" else module}
+    for name, part in module.named_modules():
+        kinds = hooks_of(part)
+        around = part not in inside and not inside.isdisjoint(part.modules())
+        refused = [kind for kind in kinds if part not in runs or "backward" in kind]
+        if around and refused:
+            place = f"self.{name}" if name else type(module).__name__
+            yield (
+                f"{place} ({type(part).__name__}) has a {refused[0]} hook ({_named(kinds[refused[0]])}), and in a "
+                "pipeline, which runs its layers on several ranks, that is not called: hang it on these layers"
+            )
+
+
+def notes_on_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
+    """What hooks on layers and gradients do otherwise than the user may expect, one sentence each."""
+    names = {part: f"self.{name}" for name, part in module.named_modules()}
+    hung: dict[str, str] = {}
+    for owner, layer in call.existing_modules():
+        for path, part in layer.named_modules():
+            for hooks in hooks_of(part).values():
+                place = names.get(part, f"layer {owner}{'.' if path else ''}{path}")
+                hung.setdefault(place, _named(hooks))
+    if hung:
+        shown = _some([f"{hook} on {place}" for place, hook in hung.items()])
+        yield (
+            f"hooks on layers ({shown}) run where the layer runs, once per micro-batch: what they collect stays "
+            "on that rank"
+        )
+    on_weights = [
+        f"self.{name}"
+        for name, weight in module.named_parameters()
+        if not all(map(_is_librarys, _hooks_of_weight(weight)))
+    ]
+    if on_weights:
+        yield (
+            f"gradient hooks ({_some(on_weights)}) run on the rank that has the parameter, once per micro-batch, "
+            "whose gradient is its share of the step's"
+        )
+
+
+def _hooks_of_weight(weight: Any) -> Iterator[Any]:
+    for table in OF_WEIGHTS:
+        yield from (getattr(weight, table, None) or {}).values()
+
+
+def hooks_of(part: nn.Module) -> dict[str, list[Any]]:
+    """The hooks of a module by their kind, but for those of libraries, such as ``weight_norm``."""
+    found = {}
+    for table, kind in HOOKS.items():
+        hooks = [hook for hook in (vars(part).get(table) or {}).values() if not _is_librarys(hook)]
+        if hooks:
+            found[kind] = hooks
+    return found
+
+
+HOOKS = {
+    "_forward_pre_hooks": "forward pre",
+    "_forward_hooks": "forward",
+    "_backward_pre_hooks": "backward pre",
+    "_backward_hooks": "backward",
+}
+"""Where torch (2.4 to 2.13) keeps the hooks of a module."""
+
+OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+LIBRARIES = (
+    "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
+    "torch", "torchmetrics",
+)  # fmt: skip
+
+
+def _is_librarys(hook: Any) -> bool:
+    """Whether a library hung it on; Lightning's profilers, for one, hang hooks on every module."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return (getattr(named, "__module__", None) or "").partition(".")[0] in LIBRARIES
+
+
+def _named(hooks: Sequence[Any]) -> str:
+    return getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).rpartition("<locals>.")[2]
+
+
+def layers_of_statistics(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:
+    """The names of the modules that compute with statistics of the batch, in the modes that they are in."""
+    for name, part in modules:
+        kept = getattr(part, "running_mean", None) is not None
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            counts = part.training or not kept
+        elif isinstance(part, nn.modules.instancenorm._InstanceNorm):
+            counts = part.training and kept
+        else:  # of other libraries, such as batch renormalization
+            frozen = "frozen" in type(part).__name__.lower()
+            counts = part.training and kept and hasattr(part, "running_var") and not frozen
+        if counts:
+            yield f"{name} ({type(part).__name__})"
+
+
+def notes_on_statistics(names: Sequence[str], changing: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Yield what layers see that compute with a whole batch in one process, and what can be done about it.
+
+    Args:
+        names: Of the layers with statistics of the batch.
+        changing: Of all whose buffers change while they run.
+        sizes: Of the micro-batches of a batch.
+    """
+    if names:
+        more = f" ({len(names)} layers in all)" if len(names) > NUM_SHOWN else ""
+        yield (
+            f"batch normalization: the statistics of {_some(names)}{more} are those of a micro-batch, "
+            f"{max(sizes)} of the {sum(sizes)} samples of a batch, and the running ones change {len(sizes)} times "
+            "per batch: this is another training than in one process, as with accumulate_grad_batches. Ways out: "
+            "fewer and larger pieces, MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; "
+            "larger batches; nn.GroupNorm or nn.LayerNorm in their place; frozen statistics (.eval() on them)"
+        )
+    others = [name for name in changing if name not in names]
+    if others:
+        yield (
+            f"buffers of {_some(others)} change whenever the layer runs, and it runs once per micro-batch, "
+            f"{len(sizes)} times per batch: num_micro_batches=1 runs it once"
+        )
+
+
+NUM_SHOWN = 4
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NUM_SHOWN]) + (", ..." if len(names) > NUM_SHOWN else "")
 
 
 def _list(names: Any) -> str:

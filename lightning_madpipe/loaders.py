@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from deepspeed_partition.engine.collectives import reduced
 
 
 class EvenLoader:
@@ -17,24 +18,21 @@ class EvenLoader:
 
     Args:
         loader: It has no length.
-        device: For a tensor that they agree with.
         announce: Told that something was left over, in a sentence.
     """
 
-    def __init__(self, loader: Any, device: torch.device, announce: Callable[[str], None]) -> None:
-        self._madpipe_parts = loader, device, announce
+    def __init__(self, loader: Any, announce: Callable[[str], None]) -> None:
+        self._madpipe_parts = loader, announce
 
     def __iter__(self) -> Iterator[Any]:
-        loader, device, announce = self._madpipe_parts
+        loader, announce = self._madpipe_parts
         num_batches = 0
         nothing = object()
         iterator = iter(loader)
         while True:
             batch = next(iterator, nothing)
-            # The least over all ranks of "has one" and of "has none".
-            least = torch.tensor([batch is not nothing, batch is nothing], dtype=torch.int32, device=device)
-            dist.all_reduce(least, op=dist.ReduceOp.MIN)
-            everyone_has, nobody_has = least.tolist()
+            has_one, has_none = batch is not nothing, batch is nothing
+            everyone_has, nobody_has = reduced([has_one, has_none], dist.ReduceOp.MIN)
             if not everyone_has:
                 if not nobody_has:
                     announce(

@@ -32,15 +32,26 @@ def metrics_of(module: nn.Module) -> dict[str, Metric]:
     return {name: child for name, child in outside_pipeline(module) if isinstance(child, Metric)}
 
 
-def gather_between_pipelines(module: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> None:
+def gather_between_pipelines(module: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> Callable[[], None]:
     """Let the metrics of ``module`` gather their states with ``gather``.
 
     A metric that was given a process group or a function of its own keeps it.
+
+    Returns:
+        What ends that.
     """
+    changed = []
     for metric in metrics_of(module).values():
         if metric.process_group is None and metric.dist_sync_fn is None:
             # Not the process group itself, which cannot be copied, and a MetricTracker copies its metric.
             metric.dist_sync_fn = lambda tensor, group=None: gather(tensor)
+            changed.append(metric)
+
+    def end() -> None:
+        for metric in changed:
+            metric.dist_sync_fn = None
+
+    return end
 
 
 def gathered(tensor: Tensor, group: Any) -> list[Tensor]:

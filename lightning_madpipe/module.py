@@ -8,10 +8,14 @@ from typing import Any
 
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torchmetrics import Metric
 
 PIPELINE = "pipeline_module"
-"""The attribute of the LightningModule that holds its pipeline, that is, this rank's layers."""
+"""The child of the LightningModule for layers that its user gave no name, such as those from a ``LayerSpec``."""
+
+HOLDER = "_madpipe"
+"""The attribute of the LightningModule that knows its pipeline."""
 
 HOW_TO_SAY_IT = (
     "write `def pipeline_layers(self): return [self.embed, *self.blocks, self.head]`, that is, "
@@ -71,29 +75,38 @@ def find_layers(module: nn.Module) -> PipelineCall:
     """Ask ``module.pipeline_layers()``, or else take the children of its only ``nn.Sequential``.
 
     Raises:
-        ValueError: neither is there; parameters outside the layers; two layers that share parameters.
+        ValueError: neither is there; parameters outside the layers; two layers that share parameters. Each of its
+            ``args`` is a reason.
     """
     call = _declared_layers(module) if hasattr(module, "pipeline_layers") else _sequential_layers(module)
     _check_parameters(module, call)
     return call
 
 
-def detach_layers(module: nn.Module, call: PipelineCall) -> None:
-    """Take the layers out of ``module.modules()``, and so out of ``module.parameters()``.
+class PipelineHolder:
+    """What a LightningModule knows its pipeline by. A copy of the module, also a saved one, has none."""
 
-    With a pipeline a rank holds and trains its own layers only: they come back as the pipeline's
-    children. The attributes stay readable (``module.head``), as plain references; on a rank that doesn't
-    run such a layer they keep the initial weights.
+    def __init__(self, pipeline: Any = None) -> None:
+        self.pipeline = pipeline
+
+    def __reduce__(self) -> Any:
+        return PipelineHolder, ()
+
+
+def pipeline_of(module: Any) -> Any:
+    """The DeepSpeed module that runs the layers of a LightningModule, which is not among its children; or None."""
+    holder = vars(module).get(HOLDER) if module is not None else None
+    return None if holder is None else holder.pipeline
+
+
+def refuse_other_calls(
+    module: nn.Module, attribute: str, refusal: Callable[[str], Exception]
+) -> Callable[[], None]:
+    """Let calls of all layers outside a step raise: a rank has some of them, and initial weights for the rest.
+
+    Returns:
+        What lets them be made again.
     """
-    inside = {part for _, layer in call.existing_modules() for part in layer.modules()}
-    for name, child in list(module.named_children()):
-        if not inside.isdisjoint(child.modules()):
-            delattr(module, name)
-            object.__setattr__(module, name, child)
-
-
-def refuse_other_calls(module: nn.Module, attribute: str, refusal: Callable[[str], Exception]) -> None:
-    """Let calls of all layers outside a step raise: a rank has some of them, and initial weights for the rest."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise refusal(
@@ -104,15 +117,32 @@ def refuse_other_calls(module: nn.Module, attribute: str, refusal: Callable[[str
 
     target = module if attribute == "forward" else getattr(module, attribute)
     # In the instance dictionary, where steps put theirs meanwhile. A Sequential stays readable, layer by layer.
+    before = vars(target).get("forward")
     object.__setattr__(target, "forward", refuse)
+
+    def allow() -> None:
+        if vars(target).get("forward") is refuse:
+            object.__delattr__(target, "forward")
+            if before is not None:  # a compiled module has one there
+                object.__setattr__(target, "forward", before)
+
+    return allow
 
 
 def outside_pipeline(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The LightningModule and its submodules but for the pipeline, with their names."""
-    yield "", module
-    for name, child in module.named_children():
-        if name != PIPELINE:
-            yield from child.named_modules(prefix=name)
+    """The LightningModule and its submodules but for the pipeline's layers, with their names."""
+    pipeline = pipeline_of(module)
+    skipped = set() if pipeline is None else set(pipeline.elsewhere.inside)
+    skipped.update(filter(None, (module._modules.get(PIPELINE),)))
+    yield from _walk("", module, skipped)
+
+
+def _walk(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(module)
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and child not in seen:
+            yield from _walk(f"{path}.{name}" if path else name, child, seen)
 
 
 def _declared_layers(module: Any) -> PipelineCall:
@@ -123,42 +153,57 @@ def _declared_layers(module: Any) -> PipelineCall:
 
 
 def _sequential_layers(module: nn.Module) -> PipelineCall:
-    found = {name: child for name, child in module.named_children() if isinstance(child, nn.Sequential)}
+    found = {name: child for name, child in module.named_children() if isinstance(_original(child), nn.Sequential)}
     if len(found) != 1:
         raise ValueError(
             f"{type(module).__name__} has no pipeline_layers() and {len(found)} nn.Sequential children, so "
             f"its layers are unknown: {HOW_TO_SAY_IT}"
         )
-    [child] = found.values()
-    if type(child).forward is not nn.Sequential.forward:
+    [(name, child)] = found.items()
+    sequential: Any = _original(child)
+    if type(sequential).forward is not nn.Sequential.forward:
         raise ValueError(
-            f"{type(module).__name__} has no pipeline_layers(), and its {type(child).__name__} has a forward() of "
-            f"its own, so its layers are unknown: {HOW_TO_SAY_IT}"
+            f"{type(module).__name__} has no pipeline_layers(), and its {type(sequential).__name__} has a "
+            f"forward() of its own, so its layers are unknown: {HOW_TO_SAY_IT}"
         )
-    [(name, sequential)] = found.items()
-    return PipelineCall(layers=tuple(sequential), attribute=name)
+    layers = tuple(sequential)
+    if isinstance(child, OptimizedModule):
+        # torch.compile(self.net) is one graph; on several ranks it is one for each layer.
+        layers = tuple(OptimizedModule(layer, child.dynamo_ctx) for layer in layers)
+    return PipelineCall(layers=layers, attribute=name)
+
+
+def _original(child: nn.Module) -> nn.Module:
+    """``child`` without ``torch.compile``."""
+    return child._orig_mod if isinstance(child, OptimizedModule) else child
 
 
 def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
     owners: dict[nn.Parameter, int | str] = {}
+    shared: dict[str, None] = {}
     for owner, layer in call.existing_modules():
         for parameter in layer.parameters():
             if owners.setdefault(parameter, owner) != owner:
-                raise ValueError(
-                    f"two pipeline layers of {type(module).__name__} share parameters of "
-                    f"{type(layer).__name__}, and on two stages these would train apart: list "
-                    "lightning_madpipe.TiedModule(key, module, forward_fn=...) of one key at both places"
-                )
+                shared[type(layer).__name__] = None
+    flaws = []
+    if shared:
+        flaws.append(
+            f"two pipeline layers of {type(module).__name__} share parameters of {', '.join(shared)}, and on two "
+            "stages these would train apart: list lightning_madpipe.TiedModule(key, module, forward_fn=...) of "
+            "one key at both places"
+        )
     # A metric may compute with a network of its own, which nobody trains.
     of_metrics = {weight for part in module.modules() if isinstance(part, Metric) for weight in part.parameters()}
     outside = [
         name
         for name, parameter in module.named_parameters()
-        if parameter not in owners and parameter not in of_metrics
+        if parameter not in owners and parameter not in of_metrics and not name.startswith(f"{PIPELINE}.")
     ]
     if outside:
         shown = ", ".join(outside[:3]) + (", ..." if len(outside) > 3 else "")
-        raise ValueError(
+        flaws.append(
             f"{type(module).__name__} has parameters outside its pipeline layers ({shown}; {len(outside)} in "
             f"all), and no stage would own them: {HOW_TO_SAY_IT}"
         )
+    if flaws:
+        raise ValueError(*flaws)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from lightning_madpipe.module import PIPELINE, PipelineCall
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OneDeviceNames:
     """The state dict of a LightningModule before its layers were spread over stages.
 
@@ -30,6 +31,14 @@ class OneDeviceNames:
         A layer that only the pipeline has, such as one from a LayerSpec, keeps the name that it has there.
         """
         return self.of_layers.get(name) or (f"{PIPELINE}.{name}",)
+
+    def is_outside(self, name: str) -> bool:
+        """Whether ``name`` of one device's state is not of the pipeline's layers."""
+        return not name.startswith(f"{PIPELINE}.") and name not in self._inside
+
+    @cached_property
+    def _inside(self) -> frozenset[str]:
+        return frozenset(alias for aliases in self.of_layers.values() for alias in aliases)
 
     def in_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``state``, by names on one device, as one device orders it; what it does not know comes last."""

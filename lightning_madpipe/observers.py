@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,14 @@ def summarize_whole(strategy: Any, whole: Any, callback: Any, summarize: Callabl
     """Let a ``ModelSummary`` callback show ``whole`` where it would show this rank's layers."""
     # A method of Lightning's (2.5 to 2.6) on the instance: nothing public comes between it and the module.
     callback._summary = partial(_summary, strategy, whole, callback, summarize)
+    # It counts parameters while it shows them.
+    callback.on_fit_start = partial(_begin_fit, strategy, callback)
+
+
+def _begin_fit(strategy: Any, callback: Any, trainer: Any, module: Any) -> None:
+    shown = strategy.pipeline.elsewhere.lifted() if trainer.strategy is strategy else nullcontext()
+    with shown:
+        type(callback).on_fit_start(callback, trainer, module)
 
 
 def _summary(strategy: Any, whole: Any, callback: Any, summarize: Callable[..., Any], *called_with: Any) -> Any:

@@ -19,7 +19,7 @@ def configured_optimizer(
     local: set[nn.Parameter],
     *,
     flattened: bool,
-) -> tuple[torch.optim.Optimizer, Any]:
+) -> tuple[torch.optim.Optimizer, Any, list[tuple[dict[str, Any], list[Any]]]]:
     """The optimizer of ``module.configure_optimizers()``, with this rank's parameters in its groups.
 
     Args:
@@ -28,7 +28,8 @@ def configured_optimizer(
         flattened: Whether DeepSpeed will give the optimizer one flat tensor per group.
 
     Returns:
-        The optimizer, and the configuration of its scheduler or None.
+        The optimizer, the configuration of its scheduler or None, and its groups, each with the parameters of all
+        ranks that it was given.
 
     Raises:
         ValueError: several optimizers or schedulers, or an optimizer that a pipeline cannot drive.
@@ -40,6 +41,8 @@ def configured_optimizer(
             raise
         # Lightning's advice, manual optimization, would be refused here.
         raise ValueError(f"configure_optimizers returns several optimizers: {ONE_OF_EACH}") from None
+    if len(optimizers) > 1:  # with manual optimization
+        raise ValueError(f"configure_optimizers returns {len(optimizers)} optimizers: {ONE_OF_EACH}")
     if len(schedulers) > 1:
         raise ValueError(f"configure_optimizers returns {len(schedulers)} schedulers: {ONE_OF_EACH}")
     optimizer = optimizers[0]
@@ -56,20 +59,13 @@ def configured_optimizer(
             f"configure_optimizers returns {type(optimizer).__name__}: a pipeline works with a torch "
             "optimizer whose step needs no closure"
         )
+    given = [(group, list(group["params"])) for group in optimizer.param_groups]
     # Groups may name layers that run elsewhere, such as self.head.parameters().
     for group in optimizer.param_groups:
-        group["params"] = [weight for weight in group["params"] if weight in local]
-    return optimizer, schedulers[0] if schedulers else None
-
-
-def renew_parameters(module: nn.Module) -> None:
-    """Replace every Parameter by a new one of the same data, with sharing and DeepSpeed's mark kept."""
-    renewed: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, old in part._parameters.items():
-            if old is None:
-                continue
-            if old not in renewed:
-                renewed[old] = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                renewed[old].ds_pipe_replicated = getattr(old, "ds_pipe_replicated", False)  # type: ignore[attr-defined]
-            part._parameters[name] = renewed[old]
+        kept = [weight in local for weight in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [value for value, is_here in zip(group[key], kept, strict=True) if is_here]
+    for weight in [weight for weight in optimizer.state if weight not in local]:
+        del optimizer.state[weight]  # such as Adagrad's, which are there from the beginning
+    return optimizer, schedulers[0] if schedulers else None, given

@@ -74,6 +74,26 @@ def _is_over(trainer: Any, num_epochs: int, num_steps: float) -> bool:
     return trainer.current_epoch >= num_epochs if num_epochs else trainer.global_step >= num_steps
 
 
+def note_on_resuming(trainer: Any, first_batch: int) -> str | None:
+    """What a run must be told that goes on within an epoch; None where its data go on there, too.
+
+    Args:
+        first_batch: The number, within its epoch, of the first batch that is trained on now.
+    """
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders):
+        return None  # Lightning has given it its state
+    num_batches = trainer.num_training_batches
+    left = "the rest" if math.isinf(num_batches) else f"its last {num_batches - first_batch:g} batches"
+    return (
+        f"training goes on within epoch {trainer.current_epoch}, at batch {first_batch}, but the data loader "
+        f"begins that epoch anew: its first batches are trained on again in the place of {left}, as Lightning "
+        "does without this strategy, so the losses are not those of an unbroken run. Resume from a checkpoint of "
+        "the end of an epoch, or give the loader state_dict() and load_state_dict(), as torchdata's "
+        "StatefulDataLoader has them"
+    )
+
+
 def folder_of_logs(trainer: Any) -> str | None:
     """This rank's directory of this run's logs by its first logger, as ``ModelCheckpoint`` has it."""
     if not trainer.loggers:

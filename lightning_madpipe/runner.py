@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.collectives import gather_objects, portable
-from deepspeed_partition.engine.first_failure import raised_by_all
+from deepspeed_partition.engine.first_failure import in_words, is_raised_by_all, raised_by_all
+from lightning_madpipe.batch_runs import BatchRun, Piece
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
+from lightning_madpipe.loss_mode import LossOfBatches
 from lightning_madpipe.metrics import MetricValue
 from lightning_madpipe.parcels import packed, pickled, unpacked
 from lightning_madpipe.recorded import Call, make
@@ -55,8 +57,11 @@ class BatchRunner:
         base_seed: The same on every rank.
         batch_numbers: Counts batches, alike on all ranks.
         namespace: ``pytorch_lightning`` or ``lightning.pytorch``.
+        check_layers: Called once in each mode, with what a step of it gives ``forward`` for the first micro-batch,
+            and the samples of each micro-batch.
         call_hooks: Called when the gradients of a step are there, and what its batches did is known.
         refusal: The host's exception with a sentence.
+        loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
     """
 
     def __init__(
@@ -71,18 +76,34 @@ class BatchRunner:
         base_seed: int,
         batch_numbers: Iterator[int],
         namespace: str,
+        check_layers: Callable[[Sequence[Any], Sequence[int]], None],
         call_hooks: Callable[[], None],
         refusal: Callable[[str], Exception],
+        loss: str,
     ) -> None:
         self.steps = steps
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
         self._namespace, self._call_hooks, self._refusal = namespace, call_hooks, refusal
-        self._window: list[list[MicroBatch]] = []
+        self._check_layers, self._checked = check_layers, set[bool]()
+        self._window: list[BatchRun] = []
+        self._loss_option = loss
+        self._losses = LossOfBatches(
+            option=loss,
+            num_micro_batches=num_micro_batches,
+            module=module,
+            pipeline=pipeline,
+            engine=engine,
+            steps=steps,
+            forward=self._forward_only,
+            again=self._uneven,
+            refusal=refusal,
+        )
         self._device = engine.device
         self._last_loss = torch.zeros((), device=self._device)
         self._rehearsed: set[str] = set()
+        self._evaluated: set[str] = set()
         self._read: dict[str, bool] = {}
         self._told: set[str] = set()
         self._before: Leftovers | None = None
@@ -117,22 +138,27 @@ class BatchRunner:
             before, 0 where there is none.
         """
         engine, trainer = self._engine, self._trainer
-        self._window.append(self._micro_batches("training_step", batch, arguments))
+        self._window.append(self._run_of("training_step", batch, arguments))
         if trainer.fit_loop._should_accumulate():
             return self._last_loss
         window, self._window = self._window, []
-        for micro_batches in window:
-            total = sum(micro_batch.size for micro_batch in micro_batches)
-            for micro_batch in micro_batches:
-                share = micro_batch.size / total / trainer.accumulate_grad_batches
-                micro_batch.loss_scale = share * engine.gradient_accumulation_steps()
-        in_order = [micro_batch for micro_batches in window for micro_batch in micro_batches]
+        # A rank that has met an error since the last step says so where the others begin the next one.
+        engine.meet(sum(len(run.micro_batches) for run in window))
+        self._losses.prepare(window)
+        scale = engine.gradient_accumulation_steps() / trainer.accumulate_grad_batches
+        for run in window:
+            run.whole.loss_scale = scale
+            for micro_batch in run.micro_batches:
+                share = micro_batch.size / run.whole.size if micro_batch.share is None else micro_batch.share
+                micro_batch.loss_scale = share * scale
+        in_order = [label for run in window for label in run.labels]
         engine.micro_batches = len(in_order)
         if engine.global_steps == 0:
-            engine.set_train_micro_batch_size(in_order[0].size)  # known now; the plan's chain names it
+            first = window[0].micro_batches[0]
+            engine.set_train_micro_batch_size(first.size)  # known now; the plan's chain names it
         engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
         engine.around_measurements = lambda: self._measurement(in_order)
-        with self._announced_shapes(in_order):
+        with self._announced_shapes(window):
             engine.train_batch(self._feed(in_order))
         result = self._results[-1]
         self._last_loss = torch.tensor(result.loss, device=self._device)
@@ -146,24 +172,41 @@ class BatchRunner:
         Returns:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
-        micro_batches = self._micro_batches(step, batch, arguments)
+        run = self._run_of(step, batch, arguments)
         # In inference mode, which Lightning may have entered, the engine would allocate buffers that
         # training cannot use.
-        with torch.inference_mode(False), torch.no_grad(), self._announced_shapes(micro_batches):
-            self._engine.eval_batch(
-                self._feed(micro_batches),
-                compute_loss=True,
-                reduce_output=None,
-                bcast_loss=False,
-                num_micro_batches=len(micro_batches),
-            )
-            [result] = self._share([micro_batches])
+        with torch.inference_mode(False), torch.no_grad():
+            self._go_forward(run)
+            [result] = self._share([run])
         self._log_again(result)
         if self._read[step]:
             return result.returned
         return None if result.loss is None else torch.tensor(result.loss, device=self._device)
 
-    def _before_optimizer_step(self, window: Sequence[Sequence[MicroBatch]]) -> None:
+    def _go_forward(self, run: BatchRun) -> None:
+        with self._announced_shapes([run]):
+            self._engine.eval_batch(
+                self._feed(run.labels),
+                compute_loss=True,
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=len(run.micro_batches),
+            )
+
+    def _forward_only(self, run: BatchRun) -> str | None:
+        """Take a batch through the pipeline, of which nothing stays; what a layer raised on some rank."""
+        with torch.inference_mode(False), torch.no_grad(), self.steps.rehearsal():
+            try:
+                self._go_forward(run)
+            except Exception as flaw:
+                if not is_raised_by_all(flaw):
+                    raise
+                return in_words(flaw)  # it comes again where it is told, if it is not for want of memory
+            finally:
+                self._before = None
+        return None
+
+    def _before_optimizer_step(self, window: Sequence[BatchRun]) -> None:
         """Let every rank have what the steps did, then call the hooks that see the gradients of all of it."""
         self._results = self._share(window)
         for result in self._results:
@@ -172,62 +215,79 @@ class BatchRunner:
 
     # Micro-batches
 
-    def _micro_batches(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> list[MicroBatch]:
+    def _run_of(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> BatchRun:
         if self.begins or step not in self._read:
             self._agree(step, batch)
             self.begins = False
-        try:
-            pieces = split_batch(batch, self._num_micro_batches)
-        except ValueError as flaw:
-            raise self._refusal(f"{step}: {flaw}") from None
         # Primes keep the seeds of ranks, batches and pieces apart.
         data_parallel_rank = self._pipeline.mpu().get_data_parallel_rank()
         seed = self._base_seed + 7919 * next(self._batch_numbers) + data_parallel_rank
-        micro_batches = [
-            MicroBatch(
-                step=step,
-                data=piece,
-                size=batch_size_of(piece),
-                arguments=arguments,
-                seed=seed + 15485863 * place,
-                place=place,
-                is_last=place == len(pieces) - 1,
-                keeps_returned=self._read[step],
-            )
-            for place, piece in enumerate(pieces)
-        ]
+        evaluates_once = step != "training_step" and self._loss_option != "mean"
+        # The first one shows how outputs grow with the samples; all ranks cut it alike.
+        run = self._cut(step, batch, arguments, seed, uneven=evaluates_once and step not in self._evaluated)
+        run.runs_once = evaluates_once and len(run.micro_batches) > 1
+        if run.runs_once:
+            self._evaluated.add(step)
         if step not in self._rehearsed:
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
-            with self.steps.rehearsal():
-                self.steps.inputs(micro_batches[0])
+            with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
+                inputs = self.steps.inputs(run.micro_batches[0])
+            if self._module.training not in self._checked:
+                with self.steps.rehearsal():
+                    sizes = [micro_batch.size for micro_batch in run.micro_batches]
+                    self._check_layers(inputs if isinstance(inputs, tuple) else (inputs,), sizes)
+                self._checked.add(self._module.training)
             self._rehearsed.add(step)
-        return micro_batches
+        return run
 
-    def _feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
+    def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
+        try:
+            pieces = split_batch(batch, self._num_micro_batches, uneven=uneven)
+        except ValueError as flaw:
+            raise self._refusal(f"{step}: {flaw}") from None
+        known: dict[str, Any] = {"step": step, "arguments": arguments, "keeps_returned": self._read[step]}
+        micro_batches = [
+            MicroBatch(
+                data=piece,
+                size=batch_size_of(piece),
+                seed=seed + 15485863 * place,
+                place=place,
+                is_last=place == len(pieces) - 1,
+                **known,
+            )
+            for place, piece in enumerate(pieces)
+        ]
+        return BatchRun(micro_batches, MicroBatch(data=batch, size=batch_size_of(batch), seed=seed, **known))
+
+    def _uneven(self, run: BatchRun) -> BatchRun:
+        whole = run.whole
+        return self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=True)
+
+    def _feed(self, labels: Sequence[MicroBatch | Piece]) -> Iterator[tuple[Any, MicroBatch | Piece]]:
         """What the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
         is_first, is_last = self._engine.is_first_stage(), self._engine.is_last_stage()
         if is_last:
             self._remember()
-        for micro_batch in micro_batches:
-            yield self.steps.inputs(micro_batch, is_last_stage=is_last) if is_first else None, micro_batch
+        for label in labels:
+            yield self.steps.inputs_of(label, is_last_stage=is_last) if is_first else None, label
 
     @contextmanager
-    def _measurement(self, in_order: Sequence[MicroBatch]) -> Iterator[None]:
+    def _measurement(self, in_order: Sequence[MicroBatch | Piece]) -> Iterator[None]:
         with self.steps.rehearsal():
             yield
         # The first pipeline was measured alone. Its steps begin anew: they may gather something from the others.
         self._engine.set_dataiterator(self._feed(in_order))
 
     @contextmanager
-    def _announced_shapes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+    def _announced_shapes(self, window: Sequence[BatchRun]) -> Iterator[None]:
         """Where shapes differ within a batch, let the engine send them with every micro-batch of it.
 
         Otherwise it sends them once per batch.
         """
         engine = self._engine
         before = engine.dynamic_shape
-        shapes = {shapes_of(micro_batch.data) for micro_batch in micro_batches}
+        shapes = {shapes_of(micro_batch.data) for run in window for micro_batch in run.micro_batches}
         engine.dynamic_shape = before or len(shapes) > 1
         try:
             yield
@@ -242,11 +302,29 @@ class BatchRunner:
         """
         reads = self._somebody_reads(step)
         if self._pipeline.num_stages > 1:
-            mine = fingerprint_of(batch), reads
+            mine = fingerprint_of(batch), reads, self._num_batches(step)
             everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
-            reads = any(theirs for _, theirs in everyone)
-            self._check_same_batch([tensors for tensors, _ in everyone])
+            reads = any(theirs for _, theirs, _ in everyone)
+            self._check_same_batch([tensors for tensors, _, _ in everyone])
+            self._check_same_number([number for _, _, number in everyone])
         self._read[step] = reads
+
+    def _num_batches(self, step: str) -> Any:
+        """Of an epoch, as far as Lightning knows."""
+        trainer = self._trainer
+        if step == "training_step":
+            return trainer.num_training_batches
+        if step == "validation_step":
+            return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        return trainer.num_test_batches if step == "test_step" else trainer.num_predict_batches
+
+    def _check_same_number(self, everyone: Sequence[Any]) -> None:
+        if any(theirs != everyone[0] for theirs in everyone):
+            said = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(everyone))
+            raise self._refusal(
+                f"the ranks of a pipeline read the same data, and their epochs have different numbers of batches "
+                f"({said}): give all ranks the same loader"
+            )
 
     def _check_same_batch(self, everyone: Sequence[Any]) -> None:
         for rank, tensors in enumerate(everyone[1:], start=1):
@@ -279,13 +357,13 @@ class BatchRunner:
         self._before = before if is_cut else None
         engine.when_given_up = before.undo if before is not None and undoable else None
 
-    def _share(self, window: Sequence[Sequence[MicroBatch]]) -> list[StepResult]:
+    def _share(self, window: Sequence[BatchRun]) -> list[StepResult]:
         """The results of the window's batches; with them go to every rank of the pipeline all other traces.
 
         Raises:
-            Exception: what a step raised, on every rank; in training on those of all pipelines.
+            Exception: why what a step returned has no result, on every rank; in training on all pipelines'.
         """
-        step = window[0][0].step
+        step = window[0].whole.step
         outcome = self._outcome(window, step) if self._engine.is_last_stage() else None
         if self._pipeline.num_stages > 1:
             grid = self._pipeline.mpu()
@@ -309,15 +387,15 @@ class BatchRunner:
                 make(call, self._module, self._device)
         return outcome.results
 
-    def _outcome(self, window: Sequence[Sequence[MicroBatch]], step: str) -> Outcome:
-        in_order = [micro_batch for micro_batches in window for micro_batch in micro_batches]
-        error = next((micro_batch.error for micro_batch in in_order if micro_batch.error is not None), None)
+    def _outcome(self, window: Sequence[BatchRun], step: str) -> Outcome:
+        in_order = [micro_batch for run in window for micro_batch in run.done]
+        rules = self._losses.log_rules if step == "training_step" else {}
+        error: Exception | None = None
         results: list[StepResult] = []
-        if error is None:
-            try:
-                results = [result_of(micro_batches) for micro_batches in window]
-            except ValueError as flaw:
-                error = self._refusal(str(flaw))
+        try:
+            results = [result_of(run.done, rules) for run in window]
+        except ValueError as flaw:
+            error = self._refusal(str(flaw))
         changes = [] if self._before is None else self._before.changes()
         for kind in [] if self._before is None else self._before.changed_objects():
             self._say(

@@ -14,6 +14,8 @@ from deepspeed.pipe import TiedLayerSpec
 
 from deepspeed_partition.engine import folders
 from deepspeed_partition.engine.collectives import from_rank_0
+from deepspeed_partition.engine.resuming import say_what_was_unpickled
+from deepspeed_partition.engine.unpickling import Reader
 from lightning_madpipe import checkpoints
 from lightning_madpipe.agreement import on_every_rank
 from lightning_madpipe.names import OneDeviceNames
@@ -51,7 +53,8 @@ class Checkpointing(DeepSpeedStrategy):
         checkpoint, whose weights DeepSpeed writes, it is this rank's part, by the same names.
         """
         collect = checkpoints.consolidated_state if self._dumps_weights else checkpoints.local_state
-        return collect(self._module, self.pipeline, self._names)
+        with self.pipeline.layers_of_user.lent():
+            return collect(self._module, self.pipeline, self._names)
 
     @property
     def checkpoint_io_plugin(self) -> Any:
@@ -70,7 +73,8 @@ class Checkpointing(DeepSpeedStrategy):
             self._meet()
         self._dumps_weights = bool(weights_only)
         try:
-            return dump(connector, bool(weights_only))
+            with self.pipeline.layers_of_user.lent():
+                return dump(connector, bool(weights_only))
         finally:
             self._dumps_weights = True
 
@@ -110,15 +114,23 @@ class Checkpointing(DeepSpeedStrategy):
                     "storage_options are for a checkpoint of weights only: DeepSpeed writes the full one itself"
                 )
             else:
-                self._save_folder(checkpoint, Path(path))
+                with self.pipeline.layers_of_user.lent():
+                    self._save_folder(checkpoint, Path(path))
         except (OSError, ValueError) as flaw:
             raise self._refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
-        unfinished = folders.unfinished(path)
         from_rank_0(lambda: _make_room(path))
+        try:
+            self._fill_folder(checkpoint, path)
+        except Exception:
+            self.deepspeed_engine.give_up_folder(path)
+            raise
+
+    def _fill_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+        unfinished = folders.unfinished(path)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        outside = checkpoints.outside_state(self._module, self.pipeline)
+        outside = checkpoints.outside_state(self._module, self.pipeline, self._names)
         shapes = checkpoints.shapes_of_all(self.pipeline)
         self.deepspeed_engine.save_checkpoint(
             str(unfinished),
@@ -157,6 +169,8 @@ class Checkpointing(DeepSpeedStrategy):
                     "a file holds no states of a pipeline's optimizer: load its weights with "
                     "load_from_checkpoint() and fit without ckpt_path, or resume from a checkpoint folder"
                 )
+            if self.deepspeed_engine.options.checkpoint_checksums and "://" not in path:
+                from_rank_0(lambda: checkpoints.check_archive(Path(path)))
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
             return on_every_rank(lambda: _read_file(self.checkpoint_io, path, keywords))
         except ValueError as flaw:
@@ -165,29 +179,36 @@ class Checkpointing(DeepSpeedStrategy):
     def _load_folder(self, path: Path, fitting: bool) -> dict[str, Any]:
         engine = self.deepspeed_engine
         shapes = checkpoints.shapes_of_all(self.pipeline)
+        options, folder = engine.options, checkpoints.folder_of(path)
+        reader = Reader(options.unpickle)
 
         def check() -> checkpoints.SavedModel:
-            saved = checkpoints.read_folder(path)
+            saved = checkpoints.read_folder(path, verify=options.checkpoint_checksums)
             checkpoints.check_same_model(path, saved, type(self._module).__name__, shapes, self._names)
             return saved
 
         saved = from_rank_0(check)
         if fitting and (saved.global_step or not engine.global_steps):
             _, checkpoint = engine.load_checkpoint(
-                str(path), load_lr_scheduler_states=False, load_module_strict=self._module.strict_loading
+                str(path),
+                tag=checkpoints.TAG,
+                load_lr_scheduler_states=False,
+                load_module_strict=self._module.strict_loading,
             )
             if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
-                outside = on_every_rank(lambda: checkpoints.outside_of_all(path, saved))
+                outside = on_every_rank(lambda: checkpoints.outside_of_all(path, saved, reader))
                 checkpoint[checkpoints.OUTSIDE_STATE] = outside
             self._batches.draws = checkpoint.get(checkpoints.DRAWS, self._batches.draws)
         else:
+            engine.verify_files(folder)
             if fitting:
                 # Back to the beginning, as the learning-rate finder goes: there are no states yet to load, and
                 # the plan that was made meanwhile holds.
                 self._start_engine(self._module.trainer)
                 self._start_runner(self._module.trainer)
-            checkpoint = on_every_rank(lambda: checkpoints.load_weights(path, saved, self.pipeline))
-        self._module.load_state_dict(checkpoint.get(checkpoints.OUTSIDE_STATE, {}), strict=False)
+            checkpoint = on_every_rank(lambda: checkpoints.load_weights(path, saved, self.pipeline, reader))
+            say_what_was_unpickled(reader)
+        checkpoints.load_outside_state(self._module, self.pipeline, checkpoint.get(checkpoints.OUTSIDE_STATE, {}))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -227,5 +248,5 @@ def _make_room(path: Path) -> None:
 
 
 def _finish(path: Path, model: Mapping[str, Any]) -> None:
-    checkpoints.write_model_file(folders.unfinished(path), model)
+    checkpoints.write_model_file(folders.unfinished(path), model, path.name)
     folders.publish(path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 import random
+import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,11 +20,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deepspeed_partition.engine.attempts import OUT_OF_MEMORY
 from deepspeed_partition.engine.transplant import preserved_random_state
-from lightning_madpipe.batches import join_pieces, map_children, tensors_of
+from lightning_madpipe.batch_runs import BatchRun, Dims, Piece, Root, as_tuple, cut_inputs
+from lightning_madpipe.batches import join_pieces, map_children, shapes_of, tensors_of
+from lightning_madpipe.elsewhere import ElsewhereError
 from lightning_madpipe.leftovers import Leftovers
+from lightning_madpipe.losses import Tried
 from lightning_madpipe.metrics import BatchMetrics, MetricValue, metrics_of
+from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.recorded import Call, recorded_loggers
 
 SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
@@ -56,6 +62,8 @@ class MicroBatch:
     """Whether somebody will read what the step returns."""
     loss_scale: float = 1.0
     """Its share in the loss of the optimizer step, times the number that DeepSpeed divides by."""
+    share: float | None = None
+    """Its factor in the loss of the Lightning batch, where micro-batches have a loss each; None: its samples."""
     loss: Tensor | None = None
     """What the step returned, unscaled; None where it returned no loss."""
     returned: Any = None
@@ -63,8 +71,6 @@ class MicroBatch:
     log_calls: list[LogCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     """Of loggers and of ``self.print``."""
-    error: Exception | None = None
-    """Raised by the step, to be raised again on every rank when the batch is through."""
 
 
 class StepResult(NamedTuple):
@@ -73,6 +79,10 @@ class StepResult(NamedTuple):
     loss: float | None
     log_calls: list[LogCall]
     returned: Any
+
+
+class NoLossError(Exception):
+    """A training step that is tried returns no loss that depends on the outputs."""
 
 
 class _InputTaken(BaseException):
@@ -111,6 +121,9 @@ class UserSteps:
         self._ignored = ignored
         self._log_signature = inspect.signature(type(module).log)
         self._metrics = BatchMetrics()
+        self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
+        self._dims: dict[str, Dims] = {}
+        self._told: set[str] = set()
         self.running: str | None = None
         """The name of the step that runs."""
         self.rehearsing = False
@@ -138,6 +151,28 @@ class UserSteps:
             is_last_stage: Whether this rank runs all of the step, too. Otherwise tensors that it changed in place
                 stay so until the last stage's arrive.
         """
+        try:
+            taken = self._taken(micro_batch, is_last_stage)
+        except ElsewhereError as flaw:
+            with pipeline_of(self._module).elsewhere.lifted():
+                taken = self._taken(micro_batch, is_last_stage)
+            if taken is not None:
+                raise self._error(
+                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {flaw}"
+                ) from None
+        if taken is None:
+            raise self._error(
+                f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
+            )
+        if not taken or not all(isinstance(value, Tensor) for value in taken):
+            kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
+            raise self._error(
+                f"{micro_batch.step} calls {self._called} with {kinds}: only tensors can be sent to a pipeline"
+            )
+        return taken[0] if len(taken) == 1 else taken
+
+    def _taken(self, micro_batch: MicroBatch, is_last_stage: bool) -> tuple[Any, ...] | None:
+        """What the step calls the layers with; None if it does not."""
         taken: tuple[Any, ...] | None = None
 
         def take(*arguments: Any, **keywords: Any) -> None:
@@ -158,40 +193,152 @@ class UserSteps:
             pass
         finally:
             before.undo()
-        if taken is None:
-            raise self._error(
-                f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
-            )
-        if not taken or not all(isinstance(value, Tensor) for value in taken):
-            kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
-            raise self._error(
-                f"{micro_batch.step} calls {self._called} with {kinds}: only tensors can be sent to a pipeline"
-            )
-        return taken[0] if len(taken) == 1 else taken
+        return taken
 
-    def loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
-        """Run the step on the pipeline's ``outputs``; what comes of it is left in ``micro_batch``.
+    def inputs_of(self, label: MicroBatch | Piece, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
+        """The inputs of a micro-batch: what its own step passes to the pipeline, or its piece of the batch's."""
+        if isinstance(label, MicroBatch):
+            return self.inputs(label, is_last_stage=is_last_stage)
+        run = label.run
+        if label.place == 0:
+            run.inputs = list(self._inputs_of_pieces(run, is_last_stage=is_last_stage))
+        tensors, run.inputs[label.place] = run.inputs[label.place], None
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def _inputs_of_pieces(self, run: BatchRun, *, is_last_stage: bool) -> list[tuple[Tensor, ...]]:
+        whole = as_tuple(self.inputs(run.whole, is_last_stage=is_last_stage))
+        if len(run.micro_batches) == 1:
+            return [whole]
+        first = run.micro_batches[0]
+        key = first.step, shapes_of(first.data), shapes_of(run.whole.data)
+        if key not in self._shapes_of_pieces:
+            if len(self._shapes_of_pieces) > 1000:  # of sequences of all lengths
+                self._shapes_of_pieces.clear()
+            with self.rehearsal():
+                pieces = as_tuple(self.inputs(first))
+            self._shapes_of_pieces[key] = [tuple(tensor.shape) for tensor in pieces]
+        try:
+            return cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
+        except ValueError as flaw:
+            raise self._error(f"{first.step}: {flaw}") from None
+
+    def loss(self, outputs: Any, label: MicroBatch | Piece) -> Tensor:
+        """Run the step on the pipeline's ``outputs``; what comes of it is left in its micro-batch or batch.
 
         Returns:
-            The loss times ``loss_scale``; zero where the step returns no loss, as validation may, and where it
-            raises: the other ranks, which are in the middle of the batch, hear of its ``error`` at the end.
+            The loss times ``loss_scale``; zero where the step returns no loss, as validation may. Where the step
+            runs once for a batch, zero for all micro-batches but the last one; the backward of each gives its
+            outputs the gradients of the batch's loss.
 
         Raises:
-            OutOfMemoryError: in a batch that may run again.
+            Exception: what the step raises, unless it is only measured: when it is trained on, it raises that
+                again, and every rank hears of it.
         """
+        if isinstance(label, MicroBatch):
+            return self._loss_or_error(outputs, label)
+        run, tensors = label.run, as_tuple(outputs)
+        trains = torch.is_grad_enabled()
+        if label.place == 0:
+            run.begin()
+        run.collect(tensors)
+        value = torch.zeros((), device=self._module.device)
+        if label.is_last and run.asks is not None:
+            run.asks(run, isinstance(outputs, tuple))
+        elif label.is_last:
+            loss = self._loss_of_batch(run, isinstance(outputs, tuple), trains)
+            run.loss = loss if trains and loss.requires_grad else None
+            value = loss.detach()
+        if not trains:
+            return value
+        return Root.apply(value, functools.partial(run.gradients_of, label.place), *tensors)
+
+    def _loss_of_batch(self, run: BatchRun, is_tuple: bool, trains: bool) -> Tensor:
+        step, pieces = run.whole.step, run.outputs
+        try:
+            joined = self.join(run, trains=trains)
+        except ValueError as flaw:
+            if trains:
+                raise self._error(f"{step}: {flaw}") from None
+            # Nothing is trained by it: as micro-batches, each with its own step.
+            self._say(f"{step} runs once per micro-batch, and not once per batch, because {flaw}")
+            run.fell_apart = True
+            for outputs, micro_batch in zip(pieces, run.micro_batches, strict=True):
+                value = self._loss_or_error(outputs if is_tuple else outputs[0], micro_batch)
+            return value
+        loss = self._loss_or_error(joined if is_tuple else joined[0], run.whole)
+        if trains and not loss.requires_grad:
+            raise self._error(
+                f"the loss of {step} needs no gradient: it does not depend on what {self._called} returns"
+            )
+        return loss
+
+    def join(self, run: BatchRun, *, trains: bool) -> tuple[Tensor, ...]:
+        """The outputs of a batch as of one forward.
+
+        Raises:
+            ValueError: they cannot be joined.
+        """
+        step = run.micro_batches[0].step
+        joined = run.join(self._dims.get(step), trains=trains)
+        if len(set(run.sizes)) > 1:
+            self._dims[step] = run.dims  # seen, where micro-batches of one size show nothing
+        return joined
+
+    def try_once(self, micro_batch: MicroBatch, outputs: tuple[Tensor, ...], is_tuple: bool) -> Tried:
+        """Run the step on ``outputs`` as leaves, to know its loss, their gradients and what it logs.
+
+        Within a rehearsal.
+
+        Raises:
+            Exception: whatever the step raises.
+            NoLossError: it returns none.
+        """
+        leaves = tuple(
+            tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor for tensor in outputs
+        )
+        passed: list[tuple[Any, ...]] = []
+        logged: list[LogCall] = []
+
+        def answer(*arguments: Any, **_: Any) -> Any:
+            passed.append(arguments)
+            return leaves if is_tuple else leaves[0]
+
+        def log(*arguments: Any, **keywords: Any) -> None:
+            bound = self._log_signature.bind(self._module, *arguments, **keywords)
+            logged.append(self._checked(micro_batch, bound.arguments))
+
+        with torch.enable_grad():
+            start = _now(self._module.device)
+            returned = self._run(micro_batch, answer, log, lambda _: None, again=True)
+            middle = _now(self._module.device)
+            loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
+                raise NoLossError
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True))
+            gradients = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+            end = _now(self._module.device)
+        return Tried(
+            loss=float(loss.detach()),
+            gradients=gradients,
+            passed=passed[0],
+            log_calls=logged,
+            seconds=(middle - start, end - middle),
+        )
+
+    def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
         try:
             return self._loss(outputs, micro_batch)
         except Exception as flaw:
-            if isinstance(flaw, OUT_OF_MEMORY) and self._may_run_again():
+            if not self.rehearsing:
+                if isinstance(flaw, ElsewhereError):
+                    raise self._other_weights(micro_batch, flaw) from None
                 raise
-            micro_batch.error = flaw
-            tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-            floating = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
-            return torch.stack([t.sum() * 0.0 for t in floating]).sum() if floating else torch.zeros(())
+            return _nothing_of(outputs)
 
     def _loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
         micro_batch.log_calls, micro_batch.calls = [], []
-        micro_batch.loss = micro_batch.returned = micro_batch.error = None
+        micro_batch.loss = micro_batch.returned = None
         if micro_batch.place == 0:
             self._metrics.begin()
         num_calls = 0
@@ -219,12 +366,10 @@ class UserSteps:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
+            if micro_batch.share == 0.0:
+                return _nothing_of(outputs)
             if micro_batch.place == 0 and self._is_cut and self._has_other_weights(loss, ends):
-                raise self._error(
-                    f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
-                    "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
-                    "optimizer's weight_decay, or let the layers return what the loss needs"
-                )
+                raise self._other_weights(micro_batch)
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":
             raise self._error(
@@ -232,6 +377,14 @@ class UserSteps:
                 "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
             )
         return torch.zeros((), device=self._module.device)
+
+    def _other_weights(self, micro_batch: MicroBatch, flaw: Exception | None = None) -> Exception:
+        return self._error(
+            f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
+            "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
+            "optimizer's weight_decay, or let the layers return what the loss needs"
+            + (f" ({flaw})" if flaw is not None else "")
+        )
 
     def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
         """Whether gradients of ``loss`` reach weights other than through the graph of the outputs, ``ends``."""
@@ -246,6 +399,11 @@ class UserSteps:
                     return True
                 todo.extend(following for following, _ in node.next_functions)
         return False
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(f"madpipe: {sentence}", stacklevel=2)
 
     @property
     def _called(self) -> str:
@@ -266,7 +424,10 @@ class UserSteps:
             again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
         """
         data = _copied(micro_batch.data) if again else micro_batch.data
-        layers = call if self._attribute == "forward" else _SequentialStandIn(call, self._called, self._error)
+        layers = call
+        if self._attribute != "forward":
+            sequential = getattr(self._module, self._attribute)
+            layers = _SequentialStandIn(sequential, call, self._called, self._error)
 
         def show(*values: Any, **keywords: Any) -> None:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
@@ -323,15 +484,18 @@ class UserSteps:
 class _SequentialStandIn:
     """What ``self.net`` is while a step runs: it can be called as a whole, and nothing else."""
 
-    def __init__(self, call: Callable[..., Any], called: str, error: type[Exception]) -> None:
-        self._call = call
+    def __init__(
+        self, sequential: nn.Module, call: Callable[..., Any], called: str, error: type[Exception]
+    ) -> None:
+        self._sequential, self._call = sequential, call
         self._refusal = error(
             f"forward() uses parts of {called.removesuffix('()')}, whose layers run on other ranks: call it as "
             "a whole, or name the layers in pipeline_layers()"
         )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._call(*arguments, **keywords)
+        with _replaced(self._sequential, "forward", self._call):
+            return self._sequential(*arguments, **keywords)  # with its hooks
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -345,33 +509,44 @@ class _SequentialStandIn:
         raise self._refusal
 
 
-def result_of(micro_batches: Sequence[MicroBatch]) -> StepResult:
+def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] | None = None) -> StepResult:
     """The loss, the logs and the output of a Lightning batch from those of its micro-batches.
 
     Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
     ``reduce_fx`` is sum, min or max, that is applied.
+
+    Args:
+        log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`.
 
     Raises:
         ValueError: somebody reads what the step returns, and it cannot be joined.
     """
     with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
     losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
-    sizes = [micro_batch.size for micro_batch in with_loss]
-    loss = _weighted_mean(losses, sizes) if losses else None
-    return StepResult(loss, _merged_logs(micro_batches), _joined_output(micro_batches))
+    loss = _weighted_sum(losses, _shares_of(with_loss)) if losses else None
+    return StepResult(loss, merged_logs(micro_batches, log_rules or {}), _joined_output(micro_batches))
 
 
 def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
     first = micro_batches[0]
     if not first.keeps_returned:
         return None
+    if len(micro_batches) == 1:
+        return first.returned
     pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
     return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
 
 
-def _merged_logs(micro_batches: Sequence[MicroBatch]) -> list[LogCall]:
+def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, str] = "samples") -> list[LogCall]:
+    """The log calls of a batch from those of its micro-batches.
+
+    Args:
+        rules: How means are merged, one for all or by name: weighted by ``samples``, which is the default, or as
+            the ``loss`` is; or as a ``sum``.
+    """
     # The k-th call with a name is merged with the k-th call of the other micro-batches.
     same: dict[tuple[str, int], list[tuple[LogCall, int]]] = defaultdict(list)
+    shares = _shares_of(micro_batches)
     for micro_batch in micro_batches:
         seen: Counter[str] = Counter()
         for log_call in micro_batch.log_calls:
@@ -387,8 +562,19 @@ def _merged_logs(micro_batches: Sequence[MicroBatch]) -> list[LogCall]:
         weights = [log_call.get("batch_size") or size for log_call, size in calls]
         values = [next(floats) for _ in calls]
         first = calls[0][0]
-        merged.append({**first, "value": _reduced(first, values, weights), "batch_size": sum(weights)})
+        rule = rules if isinstance(rules, str) else rules.get(first["name"], "samples")
+        if len(calls) == len(shares) and rule != "samples" and _is_mean(first):
+            value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
+        else:
+            value = _reduced(first, values, weights)
+        merged.append({**first, "value": value, "batch_size": sum(weights)})
     return merged
+
+
+def _is_mean(log_call: LogCall) -> bool:
+    reduce_fx = log_call.get("reduce_fx", "mean")
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    return name not in ("sum", "min", "max")
 
 
 def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
@@ -397,6 +583,17 @@ def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int])
     # What Lightning doesn't know, it refuses when the merged value is logged.
     plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
     return plain[name](values) if name in plain else _weighted_mean(values, weights)
+
+
+def _shares_of(micro_batches: Sequence[MicroBatch]) -> list[float]:
+    """What the loss of each counts in that of the batch."""
+    total = sum(micro_batch.size for micro_batch in micro_batches)
+    return [each.size / total if each.share is None else each.share for each in micro_batches]
+
+
+def _weighted_sum(values: Sequence[float], shares: Sequence[float]) -> float:
+    # A micro-batch in which no label counts has no loss: a mean over nothing is NaN.
+    return sum(value * share for value, share in zip(values, shares, strict=True) if share)
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
@@ -408,6 +605,18 @@ def _as_floats(values: Sequence[Any]) -> list[float]:
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     floats = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _nothing_of(outputs: Any) -> Tensor:
+    """A loss of 0 that depends on ``outputs``."""
+    floating = [t for t in as_tuple(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.stack([t.sum() * 0.0 for t in floating]).sum() if floating else torch.zeros(())
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _graph_of(outputs: Any) -> list[Any]:

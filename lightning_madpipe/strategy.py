@@ -13,35 +13,64 @@ import copy
 import gc
 import importlib
 import inspect
+import logging
+import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
-from deepspeed_partition.engine.transplant import preserved_random_state
+from deepspeed_partition.engine.collectives import from_rank_0, gather_objects
+from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.engine.joining import watch_joining
+from deepspeed_partition.engine.transplant import exchange_layers, has_layers, preserved_random_state
+from deepspeed_partition.engine.watch import watch
 from deepspeed_partition.planner.plan import Plan
+from lightning_madpipe.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION, ON_RANK_ZERO, Elsewhere
 from lightning_madpipe.groups import PipelineGroups
-from lightning_madpipe.limits import clips_by_value, notes_on, refusal_of
+from lightning_madpipe.layer_check import Verdict, check_layers
+from lightning_madpipe.limits import (
+    all_at_once,
+    clips_by_value,
+    layers_of_statistics,
+    notes_on,
+    notes_on_hooks,
+    notes_on_statistics,
+    refusals_of,
+    refusals_of_callbacks,
+    refusals_of_hooks,
+    refusals_of_normalization,
+)
+from lightning_madpipe.loss_mode import LOSSES
 from lightning_madpipe.metrics import gather_between_pipelines
-from lightning_madpipe.module import PIPELINE, detach_layers, find_layers, refuse_other_calls
+from lightning_madpipe.module import (
+    HOLDER,
+    PipelineCall,
+    PipelineHolder,
+    find_layers,
+    pipeline_of,
+    refuse_other_calls,
+)
 from lightning_madpipe.names import one_device_names
 from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
-from lightning_madpipe.optimizers import configured_optimizer, renew_parameters
-from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs
+from lightning_madpipe.optimizers import configured_optimizer
+from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resuming
 from lightning_madpipe.runner import BatchRunner
 from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config, read_config
 from lightning_madpipe.steps import UserSteps
+from lightning_madpipe.whole import PLACES, LayersOfUser, can_be_whole
 
 MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
@@ -61,6 +90,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             and layers move. 0: they are measured one by one on the first micro-batch, before the first optimizer
             step, as where nothing would be trained after the warm-up.
         stage: ZeRO stage, 0 or 1.
+        loss: ``"auto"`` finds out, before the first step and wherever batches give a reason to, how the loss of a
+            batch comes from those of its micro-batches: as their mean, weighted by samples, or by labels that are
+            not ignored and the like; else, as ``"batch"`` always does, the step runs once on all outputs of a
+            batch, so that all forwards of a batch come before its first backward. ``"mean"`` asks for the mean
+            over micro-batches, whatever the loss is, and runs evaluation per micro-batch, too.
         memory: Bytes of each device, also ``"16GB"``. None: the device's own; on a CPU the machine's memory
             divided by its processes.
         bandwidth: Bytes per second between neighbours, also ``"12GB/s"``. None: measured.
@@ -72,6 +106,19 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         save_plan: Where the plan is written. None: ``madpipe-plan.json`` in the logger's directory, if it has one.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
+        checkpoint_checksums: Whether a checkpoint gets a checksum of each file, and whether those are verified
+            before it is loaded; left out, yes.
+        unpickle: Whether files of a checkpoint may be unpickled, which can run any code: True, all of them; False,
+            none; left out, only those with objects of classes of your own, which is said.
+        patience_seconds: After so long without progress the log says which rank waits for which. 0: it does not.
+            None: 20.
+        whole_model: Where all layers have their trained values when ``fit``, ``validate``, ``test`` or ``predict``
+            has returned: ``"every_rank"`` (the default), ``"rank_zero"``, or ``"none"``. Elsewhere, and where
+            memory is short, to read a layer of another rank raises; ``gather_model()`` brings them later.
+        check_layers: Compare ``pipeline_layers()`` with what ``forward`` computes, before the first step of a fit,
+            in training and in evaluation, and refuse where they differ. One process does it, in two forwards and
+            two backwards of one micro-batch through the whole model, on copies, which take three times its weights
+            with the gradients; layer by layer where that does not fit. False: the list is trained as it is.
         config: DeepSpeed configuration, a dict or the path of a JSON file. Its own ``pipeline.madpipe`` gives
             the options that are not given here.
         cluster_environment: As in Lightning's ``DeepSpeedStrategy``.
@@ -83,10 +130,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     Limits: the part of a step after its call of ``forward`` runs on the last stage only. The other ranks learn
     what it logs, returns and leaves behind on the module when the batch is through; it may wait for the last
-    stages of other pipelines and for nobody else. A step runs once per micro-batch. ``on_after_backward`` comes
-    once per optimizer step. On a rank that does not run the layer ``module.head`` its weights stay the initial
-    ones. Checkpoints are DeepSpeed's directories; those of weights only are ordinary Lightning files of the whole
-    model. FEATURES.md goes through the rest.
+    stages of other pipelines and for nobody else. ``training_step`` runs once per micro-batch, or once per batch
+    where ``loss`` says so. ``on_after_backward`` comes once per optimizer step. On a rank that does not run the
+    layer ``module.head`` nobody can read its weights until the run has ended. Checkpoints are DeepSpeed's
+    directories; those of weights only are ordinary Lightning files of the whole model. FEATURES.md goes through
+    the rest.
     """
 
     strategy_name = "madpipe"
@@ -101,6 +149,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         num_micro_batches: int | None = None,
         warmup_epochs: int = 1,
         stage: int = 0,
+        loss: str = "auto",
         memory: int | str | None = None,
         bandwidth: float | str | None = None,
         latency_seconds: float | str | None = None,
@@ -111,6 +160,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         save_plan: str | Path | None = None,
         time_limit_seconds: float | None = None,
         save_timeline: str | Path | None = None,
+        checkpoint_checksums: bool | None = None,
+        unpickle: bool | None = None,
+        patience_seconds: float | None = None,
+        whole_model: Literal["every_rank", "rank_zero", "none"] = "every_rank",
+        check_layers: bool = True,
         config: Mapping[str, Any] | str | Path | None = None,
         cluster_environment: Any = None,
         process_group_backend: str | None = None,
@@ -127,8 +181,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if warmup_epochs is None:
             raise ValueError("warmup_epochs is None, not a whole number of at least 0")
         check_count("warmup_epochs", warmup_epochs, least=0)
+        if whole_model not in PLACES:
+            raise ValueError(f"whole_model is {whole_model!r}, not one of {', '.join(map(repr, PLACES))}")
         if stage not in (0, 1):
             raise ValueError(f"stage is {stage!r}: a pipeline works with ZeRO stage 0 or 1")
+        if loss not in LOSSES:
+            raise ValueError(f"loss is {loss!r}: it is one of {', '.join(map(repr, LOSSES))}")
+        self.loss = loss
         super().__init__(
             zero_optimization=stage > 0,
             stage=stage,
@@ -148,6 +207,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "save_plan": None if save_plan is None else str(save_plan),
             "time_limit_seconds": time_limit_seconds,
             "save_timeline": None if save_timeline is None else str(save_timeline),
+            "checkpoint_checksums": checkpoint_checksums,
+            "unpickle": unpickle,
+            "patience_seconds": patience_seconds,
         }
         self.config = self._given_config = checked_config(self.config, options, stage)
         num_steps = self.config["pipeline"]["madpipe"].get("warmup_steps")
@@ -155,13 +217,18 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             raise ValueError(f"warmup_epochs is {warmup_epochs} and warmup_steps is {num_steps}: give one of them")
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
+        self.check_layers = check_layers
         # One epoch is what nobody asked for.
         self.warmup_epochs = 0 if warmup_epochs == 1 and num_steps is not None else warmup_epochs
+        self.whole_model = whole_model
         self._warm_up: WarmUpOfFit | None = None
+        self._let_metrics_go: Callable[[], None] = lambda: None
         self._engine: MadPipeEngine | None = None
         self._runner: BatchRunner | None = None
         self._base_seed = 0
         self._batch_numbers = count(1)
+        self._is_first_batch = False
+        self._all_are_here = False
 
     # What is there after setup
 
@@ -178,8 +245,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     @property
     def pipeline(self) -> PipelineModule:
-        """DeepSpeed's module with this rank's layers, a child of the LightningModule."""
-        return getattr(self._module, PIPELINE)
+        """DeepSpeed's module with this rank's layers, which stay the LightningModule's where the user put them."""
+        return pipeline_of(self._module)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -195,7 +262,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     @property
     def wraps_optimizer(self) -> bool:
         """Whether DeepSpeed puts an optimizer of its own around the user's, on flat copies of the weights."""
-        low = any(self.config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+        low = self.precision_plugin.precision != "32-true"
+        low = low or any(self.config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
         return low or self.config.get("zero_optimization", {}).get("stage", 0) > 0
 
     @property
@@ -220,9 +288,19 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     # Processes and devices
 
     def setup_environment(self) -> None:
+        watch.begin_anew()
+        environment = self.cluster_environment
+        launched = environment is not None and not environment.creates_processes_externally
+        watch_joining(os.getppid() if launched and self.local_rank > 0 else None)
         kind = self.root_device.type
         if kind not in ("cpu", "cuda"):
             raise self._refusal(f"the madpipe strategy runs on CPUs and CUDA devices, not on {kind}")
+        reasons = list(refusals_of_callbacks(self._module.trainer, self._lightning("callbacks")))
+        if self._module.trainer.state.fn == "fit" and reasons:
+            # Their own setup hooks, which come next, would speak of a DeepSpeed strategy.
+            base = self._lightning("core.module").LightningModule
+            reasons = list(refusals_of(self._module.trainer, self._module, base, self._lightning("callbacks")))
+            raise self._refusal(all_at_once(type(self._module).__name__, reasons))
         self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
         self.setup_distributed()
 
@@ -252,32 +330,108 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
         base, callbacks = self._lightning("core.module").LightningModule, self._lightning("callbacks")
-        refusal = refusal_of(trainer, module, base, callbacks)
-        if refusal is not None:
-            raise self._refusal(refusal)
+        self._refuse_what_cannot_run(trainer)
         self.accelerator.setup(trainer)  # type: ignore[union-attr]
         self.precision_plugin.convert_module(module)
         # Every rank takes its seeds from rank 0: one model and one course, however the layers are cut.
         self._base_seed = self.broadcast(torch.initial_seed() % 2**31)
-        if getattr(module, PIPELINE, None) is None:
-            self._build_pipeline()
-        elif self.pipeline.num_stages != self._resolved_num_stages():
-            raise self._refusal(
-                f"this {type(module).__name__} runs in {self.pipeline.num_stages} stages already and not in "
-                f"num_stages={self._resolved_num_stages()}: build a new one"
-            )
-        module.to(self.root_device)
+        self._spread_layers()
+        # An RNN reads its own weights when it is moved, also one that another rank runs; these are on the CPU.
+        with self.pipeline.elsewhere.lifted() if self.root_device.type == "cpu" else nullcontext():
+            module.to(self.root_device)
         self._start_engine(trainer)
         self.model = module
         self._watch_dumps(trainer)
         if trainer.state.fn == "fit":
             self._prepare_callbacks(trainer, base, callbacks)
         self._start_runner(trainer)
+        self._take_sigterm(trainer)
         self.barrier()
+
+    def _take_sigterm(self, trainer: Any) -> None:
+        """Let SIGTERM to any rank end all of them, after the batch that runs.
+
+        Lightning's handler (2.6) broadcasts from within: it may have stopped its rank in the middle of a transfer
+        that the others wait for, and they never come to the broadcast.
+        """
+        connector, engine = trainer._signal_connector, self.deepspeed_engine
+        asked = False
+
+        def note(number: int, _: Any) -> None:
+            nonlocal asked
+            if not asked and self.launcher is not None:
+                self.launcher.kill(number)  # its processes have handlers like this one
+            asked = True
+
+        def stop() -> None:
+            connector.received_sigterm = True
+            announce("some rank was asked to end by SIGTERM: all ranks end after this batch", logging.WARNING)
+
+        # Attributes of Lightning (2.5 to 2.6), which registers the method after setup() and reads the flag at the
+        # end of each batch.
+        connector._sigterm_notifier_fn = note
+        # Before each batch of training it tells all ranks what rank 0 knows, which they know here.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        engine.wants_to_stop = lambda: asked and not connector.received_sigterm
+        engine.when_asked_to_stop = stop
+        engine.data_ends_with_batch = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other ranks hear of an exception that this one has met alone."""
+        super().on_exception(exception)
+        if not is_raised_by_all(exception):
+            what = self._module.trainer.state.fn.value
+            watch.tell_that_this_rank_leaves(f"left {what}() with {in_words(exception)}")
+            if self._engine is not None:
+                self._engine.tell_at_next_batch(exception)
+        if is_raised_by_all(exception) and isinstance(exception, Exception):
+            watch.begin_anew()  # all are here, and may go on
+        self._all_are_here = is_raised_by_all(exception)
+
+    def _refuse_what_cannot_run(self, trainer: Any) -> None:
+        """Give all reasons at once, before anything is built."""
+        module, fitting = self._module, trainer.state.fn == "fit"
+        base, callbacks = self._lightning("core.module").LightningModule, self._lightning("callbacks")
+        reasons = list(refusals_of(trainer, module, base, callbacks))
+        reasons += self._flaws_of_layers()
+        if reasons and fitting:
+            reasons += self._flaws_of_optimizer()
+        if reasons:
+            raise self._refusal(all_at_once(type(module).__name__, reasons))
+
+    def _flaws_of_layers(self) -> list[str]:
+        module, num_stages = self._module, self._resolved_num_stages()
+        try:
+            call = self._found_layers()
+        except ValueError as flaw:
+            return list(flaw.args)
+        num_layers = len(call.layers)
+        flaws = [*refusals_of_normalization(module, num_stages), *refusals_of_hooks(module, call)]
+        if num_layers >= num_stages:
+            return flaws
+        return [
+            *flaws,
+            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages: take fewer "
+            "stages, or finer layers",
+        ]
+
+    def _flaws_of_optimizer(self) -> list[str]:
+        """What else would be refused, where the run is refused anyway."""
+        configure = self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers
+        weights = set(self._module.parameters())
+        try:
+            configured_optimizer(configure, self._module, weights, flattened=self.wraps_optimizer)
+        except ValueError as flaw:
+            return [str(flaw)]
+        except Exception as flaw:  # the user's code, in a run that does not begin
+            return [f"configure_optimizers raises {type(flaw).__name__}: {flaw}"]
+        return []
 
     def _prepare_callbacks(self, trainer: Any, base: Any, callbacks: Any) -> None:
         defaults = [kind.on_before_backward for kind in (base, callbacks.Callback)]
-        for note in notes_on(trainer, self._module, defaults):
+        with self.pipeline.elsewhere.lifted():
+            hooks = list(notes_on_hooks(self._module, self.pipeline.call_of_module))
+        for note in [*notes_on(trainer, self._module, defaults), *hooks]:
             self._lightning("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
         whole = self.pipeline.whole_module()
         for callback in trainer.callbacks:
@@ -287,22 +441,54 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 num_stages = self.pipeline.num_stages
                 count_pipelines(callback, num_pipelines=self.world_size // num_stages, num_stages=num_stages)
 
-    def _build_pipeline(self) -> None:
-        module, num_stages = self._module, self._resolved_num_stages()
+    def _found_layers(self) -> PipelineCall:
+        pipeline = pipeline_of(self._module)
+        is_whole = pipeline is None or pipeline.is_whole
         # Which layers a rank builds must not shift the random numbers that follow.
-        with preserved_random_state():
-            try:
-                call = find_layers(module)
-            except ValueError as flaw:
-                raise self._refusal(str(flaw)) from None
-            if len(call.layers) < num_stages:
+        with preserved_random_state(), nullcontext() if is_whole else pipeline.elsewhere.lifted():
+            return find_layers(self._module)
+
+    def _spread_layers(self) -> None:
+        """Let each rank have its own layers only, where a run before had them, if there was one."""
+        module, pipeline, call = self._module, pipeline_of(self._module), self._found_layers()
+        if pipeline is not None:
+            if pipeline.num_stages == self._resolved_num_stages() and has_layers(pipeline, call.layers):
+                exchange_layers(pipeline, call.layers)
+            elif self._is_whole_everywhere():
+                self._stop_engine()
+                object.__delattr__(module, HOLDER)
+                pipeline = None
+            else:
                 raise self._refusal(
-                    f"{type(module).__name__} has {len(call.layers)} pipeline layers for {num_stages} stages: "
-                    "take fewer stages, or finer layers"
+                    f"this {type(module).__name__} lies in {pipeline.num_stages} stages, and has other layers now "
+                    f"or is to run in num_stages={self._resolved_num_stages()}: bring its layers together first, "
+                    "with trainer.strategy.gather_model() on every rank"
                 )
+        if pipeline is None:
+            pipeline = self._built_pipeline(call)
+        pipeline.call_of_module = call
+        pipeline.one_device_names = one_device_names(module, call)
+        whole = whole_module(module, call)
+        pipeline.whole_module = lambda: whole  # not as a child of the pipeline
+        pipeline.elsewhere = Elsewhere(module, pipeline)
+        pipeline.whole_in_reach = pipeline.elsewhere.lifted
+        pipeline.train = pipeline.elsewhere.take_over_modes
+        if pipeline.num_stages > 1:
+            pipeline.allow_calls()
+            pipeline.allow_calls = refuse_other_calls(module, call.attribute, self._refusal)
+        # Not a child: the layers have the user's names, and no others.
+        object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
+        pipeline.elsewhere.hide()
+        pipeline.is_whole = False
+        # Lightning's summary would run it through the whole model, of which this rank has a part.
+        if module.example_input_array is not None:
+            pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def _built_pipeline(self, call: PipelineCall) -> PipelineModule:
+        with preserved_random_state():
             pipeline = PipelineModule(
                 layers=call.layers,
-                num_stages=num_stages,
+                num_stages=self._resolved_num_stages(),
                 plan=self.config["pipeline"]["madpipe"].get("plan"),
                 seed_layers=any(isinstance(layer, LayerSpec) for layer in call.layers),
                 base_seed=self._base_seed,
@@ -310,18 +496,76 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         # The seeds make a LayerSpec the same layer on any rank. In training they would reset everybody's
         # random numbers before each layer.
         pipeline.seed_layers = False
-        pipeline.called_attribute = call.attribute
-        pipeline.model_name = type(module).__name__  # which the plan names
-        pipeline.one_device_names = one_device_names(module, call)
+        pipeline.model_name = type(self._module).__name__  # which the plan names
         pipeline.engine = lambda: None
-        whole = whole_module(module, call)
-        pipeline.whole_module = lambda: whole  # not as a child of the pipeline
-        detach_layers(module, call)
-        if num_stages > 1:
-            refuse_other_calls(module, call.attribute, self._refusal)
-        setattr(module, PIPELINE, pipeline)
-        # Lightning's summary would run it through the whole model, of which this rank has a part.
-        module.example_input_array = None
+        pipeline.layers_of_user = LayersOfUser(pipeline)
+        pipeline.allow_calls = lambda: None
+        pipeline.example_input_array = None
+        return pipeline
+
+    def _is_whole_everywhere(self) -> bool:
+        return self.reduce_boolean_decision(self.pipeline.is_whole)
+
+    # What is there when a run has ended
+
+    def teardown(self) -> None:
+        """End a run, and put the whole model where ``whole_model`` says."""
+        if self._engine is not None and pipeline_of(self.lightning_module) is not None:
+            self._let_metrics_go()
+            self._engine.retire()
+            if self._module.trainer.interrupted and not self._all_are_here:
+                # Others may not have met the exception, and would never come.
+                self._stay_spread(AFTER_AN_EXCEPTION)
+            elif self.whole_model == "none":
+                self._stay_spread(AFTER_A_RUN)
+            else:
+                self._gather(self.whole_model)
+        pipeline = pipeline_of(self.lightning_module)
+        is_spread = pipeline is not None and not pipeline.is_whole
+        with pipeline.elsewhere.lifted() if is_spread else nullcontext():
+            super().teardown()  # which moves the module to the CPU
+
+    def gather_model(self) -> None:
+        """Put the whole model on every rank, after a run that left each rank with its own layers. Collective.
+
+        Raises:
+            MisconfigurationException: there is not enough memory for it, on every rank.
+        """
+        if not self._is_whole_everywhere():
+            self._gather("every_rank")
+        if not self.pipeline.is_whole:
+            raise self._refusal("the whole model cannot be put on every rank: the line before this one says why")
+
+    def _gather(self, place: str) -> None:
+        pipeline, module = self.pipeline, self._module
+        if not can_be_whole(pipeline):
+            self._stay_spread(AFTER_A_RUN)
+            return
+        with pipeline.elsewhere.lifted():
+            reason = pipeline.layers_of_user.gather(place)
+        if reason is not None:
+            announce(
+                f"the whole model is not put on {place.replace('_', ' ')}, because {reason}: each rank keeps its "
+                "own layers, and whole_model='rank_zero' or 'none' asks for less",
+                logging.WARNING,
+            )
+            self._stay_spread(AFTER_A_RUN)
+        elif place == "rank_zero" and not self.is_global_zero:
+            self._stay_spread(ON_RANK_ZERO)
+        else:
+            pipeline.elsewhere.show()
+            pipeline.whole_in_reach = self._refuse_moves
+            pipeline.allow_calls()
+            pipeline.is_whole = True
+            if pipeline.example_input_array is not None:
+                module.example_input_array = pipeline.example_input_array
+
+    def _stay_spread(self, sentence: str) -> None:
+        self.pipeline.elsewhere.sentence = sentence
+        self.pipeline.elsewhere.hide()
+
+    def _refuse_moves(self) -> Any:
+        raise self._refusal("layers move in a run only, and this one has ended: call recut in a hook of fit")
 
     def _start_engine(self, trainer: Any) -> None:
         self._stop_engine()
@@ -330,16 +574,21 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         optimizer, scheduler = None, None
         if fitting:
             try:
-                optimizer, scheduler = configured_optimizer(
-                    self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers,
-                    self._module,
-                    set(self.pipeline.parameters()),
-                    flattened=self.wraps_optimizer,
-                )
+                # All ranks make the same groups, by the names of all parameters.
+                with self.pipeline.elsewhere.lifted():
+                    optimizer, scheduler, given = configured_optimizer(
+                        self._lightning("core.optimizer")._init_optimizers_and_lr_schedulers,
+                        self._module,
+                        set(self.pipeline.parameters()),
+                        flattened=self.wraps_optimizer,
+                    )
             except ValueError as flaw:
                 raise self._refusal(str(flaw)) from None
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
+        layers = self.pipeline.layers_of_user
+        with self.pipeline.elsewhere.lifted():
+            layers.hand_over(low=self.precision_plugin.precision != "32-true", fitting=fitting)
         self._engine, engine_optimizer, _, _ = initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             model=self.pipeline,
@@ -350,6 +599,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         )
         self.pipeline.engine = weakref.ref(self._engine)
         if fitting:
+            layers.refine_masters()
+            layers.remember_groups(given)
             self.optimizers = [engine_optimizer]
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
             if scheduler is not None:
@@ -369,18 +620,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self.config["zero_optimization"] = {**self.config.get("zero_optimization", {}), "stage": 1}
 
     def _stop_engine(self) -> None:
-        """End what an earlier fit, validate or test left on the pipeline, of this Trainer or of another one.
-
-        An engine that goes cuts its parameters from their optimizer, and Python may call it again for that at
-        any time: the next engine gets parameters of its own.
-        """
-        engine = self.pipeline.engine()
-        if engine is not None:
-            engine.destroy()
+        """End what an earlier fit, validate or test left on the pipeline, of this Trainer or of another one."""
+        engine, layers = self.pipeline.engine(), self.pipeline.layers_of_user
+        is_there = engine is not None and not engine.is_destroyed
+        layers.take_back(has_masters=is_there)
+        if is_there:
+            engine.release()
         self._engine = None
         self.optimizers = []
-        self._lightning("strategies.deepspeed").remove_module_hooks(self.pipeline)
-        renew_parameters(self.pipeline)
         gc.collect()
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -417,9 +664,15 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         return closure()
 
+    def on_train_start(self) -> None:
+        self._is_first_batch = True
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._batches.begin_training_epoch()
+        elif self._is_first_batch and (note := note_on_resuming(self._module.trainer, batch_idx)) is not None:
+            announce(note, logging.WARNING)
+        self._is_first_batch = False
 
     def on_train_end(self) -> None:
         if self._warm_up is not None and self.deepspeed_engine.is_warming_up:
@@ -438,7 +691,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         module, engine = self._module, self.deepspeed_engine
         steps = UserSteps(
             module,
-            self.pipeline.called_attribute,
+            self.pipeline.call_of_module.attribute,
             self.precision_plugin.forward_context,
             self._exception,
             # What a LightningModule has before its user gives it anything.
@@ -453,15 +706,58 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             pipeline=self.pipeline,
             engine=engine,
             steps=steps,
+            check_layers=self._compare_layers,
             num_micro_batches=self._resolved_num_micro_batches(),
             base_seed=self._base_seed,
             batch_numbers=self._batch_numbers,
             namespace=self.namespace,
             call_hooks=self._call_hooks_before_step,
             refusal=self._refusal,
+            loss=self.loss,
         )
-        gather_between_pipelines(module, self.gather_state)
+        self._let_metrics_go = gather_between_pipelines(module, self.gather_state)
         self.leave_out_needless_advice()
+
+    def _compare_layers(self, arguments: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Let rank 0 compare the layers with ``forward``; every rank hears what it found.
+
+        Args:
+            arguments: What the step gives ``forward``, for the first micro-batch.
+            sizes: The samples of each micro-batch.
+        """
+        call, engine = self.pipeline.call_of_module, self.deepspeed_engine
+        half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+
+        def compare() -> Verdict:
+            if not self.check_layers or call.attribute != "forward":
+                return Verdict()  # one nn.Sequential is called as it is
+            with self.pipeline.elsewhere.lifted():
+                return check_layers(
+                    self._module,
+                    call,
+                    arguments,
+                    device=engine.device,
+                    dtype=half,
+                    context=self.precision_plugin.forward_context,
+                    traces=lambda: self._batches.steps.leftovers(undoable=True),
+                )
+
+        verdict = from_rank_0(compare)
+        if verdict.difference is not None:
+            raise self._refusal(verdict.difference)
+        notes = list(verdict.notes)
+        if self._module.training and len(sizes) > 1:
+            notes += notes_on_statistics(self._layers_of_statistics(), verdict.statistics, sizes)
+        for note in notes:
+            self._lightning("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
+
+    def _layers_of_statistics(self) -> list[str]:
+        inside = self.pipeline.elsewhere.inside
+        named = ((f"self.{name}", part) for name, part in self._module.named_modules() if part in inside)
+        made = ((type(part).__name__, part) for part in self.pipeline.elsewhere.made_for_the_pipeline())
+        mine = [*layers_of_statistics(named), *layers_of_statistics(made)]
+        everyone = gather_objects(mine, self.pipeline.mpu().get_pipe_parallel_group())
+        return list(dict.fromkeys(name for names in everyone for name in names))
 
     @property
     def _batches(self) -> BatchRunner:

@@ -6,7 +6,11 @@ Written like ``callback_cases.py``.
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import shutil
+import struct
+import zipfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -411,6 +415,124 @@ def _cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flipped_bits(host: cases.Host) -> dict[str, Any]:
+    """One bit in the middle of each file of a checkpoint, and of one with weights only."""
+    trainer = trained(host, seeded(Keeping), max_epochs=1, strategy={"stage": 1})
+    path, file = host.folder / "flipped.ckpt", host.folder / "flipped-weights.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(file, weights_only=True)
+    trainer.strategy.barrier()
+    found: dict[str, Any] = {}
+    for victim in [*sorted((path / "checkpoint").iterdir()), file]:
+        data = victim.read_bytes()
+        place = data.find(b"blocks") if victim.suffix == ".json" else _in_a_tensor(victim, len(data))
+        changed = bytearray(data)
+        changed[place if place >= 0 else len(data) // 2] ^= 4
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            victim.write_bytes(changed)
+        trainer.strategy.barrier()
+        if victim == file:
+            found[victim.name] = _tested(host, file)
+        else:
+            record = {
+                "fit": refused(lambda: trained(host, seeded(Keeping), ckpt_path=path, strategy={"stage": 1}))
+            }
+            if "optim_states" not in victim.name:  # which is not read then
+                record["test"] = _tested(host, path)
+            if trainer.is_global_zero:
+                import lightning_madpipe
+
+                record["consolidate"] = refused(
+                    lambda: lightning_madpipe.consolidate(path, host.folder / "x.ckpt")
+                )
+            found[victim.name] = record
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            victim.write_bytes(data)
+        trainer.strategy.barrier()
+    found["whole"] = [_tested(host, path), _tested(host, file)]
+    return found
+
+
+def _in_a_tensor(path: Path, num_bytes: int) -> int:
+    """A byte of the last tensor in an archive."""
+    with zipfile.ZipFile(path) as archive:
+        last = max(
+            (info for info in archive.infolist() if "/data/" in info.filename), key=lambda x: x.header_offset
+        )
+    with path.open("rb") as opened:
+        opened.seek(last.header_offset + 26)
+        name, extra = struct.unpack("<HH", opened.read(4))
+    return last.header_offset + 30 + name + extra + last.file_size // 2
+
+
+def _tested(host: cases.Host, path: Path) -> str:
+    run = host.trainer(strategy={"algorithm": CUT})
+    return refused(lambda: run.test(seeded(Keeping), cases.loader(16), ckpt_path=path, verbose=False))
+
+
+class Settings:
+    """An object of a class of the script, in its hyper-parameters."""
+
+
+class Configured(Keeping):
+    def __init__(self, settings: Settings | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Trace:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def foreign_checkpoints(host: cases.Host) -> dict[str, Any]:
+    """What somebody else may have put into a checkpoint."""
+    trainer = trained(host, seeded(lambda: Configured(Settings())), max_epochs=1)
+    path, trace = host.folder / "configured.ckpt", host.folder / "trace"
+    trainer.save_checkpoint(path)
+    trainer.strategy.barrier()
+    copies = {name: host.folder / f"{name}.ckpt" for name in ("bomb", "outside")}
+    if trainer.is_global_zero:
+        for copy in copies.values():
+            shutil.copytree(path, copy)
+            (copy / "checkpoint" / "madpipe-files.json").unlink()
+        layer = copies["bomb"] / "checkpoint" / "layer_03-model_states.pt"
+        torch.save({"x": Trace(trace)}, layer)
+        for copy, change in (
+            (copies["bomb"], {"layer_03-model_states.pt": layer.stat().st_size}),
+            (copies["outside"], {"../../secret": 1}),
+        ):
+            model = copy / "checkpoint" / "madpipe-model.json"
+            said = json.loads(model.read_text())
+            said["files"].update(change)
+            model.write_text(json.dumps(said))
+        (host.folder / "secret").write_text("sixteen letters.")
+    trainer.strategy.barrier()
+
+    def resumed(path: Path, **strategy: Any) -> str:
+        return refused(lambda: trained(host, seeded(Configured), ckpt_path=path, strategy=strategy))
+
+    return {
+        "said": resumed(path),
+        "strict": resumed(path, unpickle=False),
+        "bomb": resumed(copies["bomb"]),
+        "bomb, tested": refused(
+            lambda: host.trainer(strategy={"algorithm": CUT}).test(
+                seeded(Configured), cases.loader(16), ckpt_path=copies["bomb"], verbose=False
+            )
+        ),
+        "outside": resumed(copies["outside"]),
+        "trace": trace.exists(),
+    }
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         model_checkpoints, resumed_by_word, whole_model_files, names_and_values, files_of_one_device,
@@ -419,6 +541,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     4: [whole_model_files],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [draws_go_on, failed_saves, wrong_checkpoints],
+    2: [draws_go_on, failed_saves, wrong_checkpoints, flipped_bits, foreign_checkpoints],
     4: [],
 }

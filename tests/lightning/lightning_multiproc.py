@@ -20,10 +20,13 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)
 
+import after_fit_cases  # noqa: E402
 import callback_cases  # noqa: E402
 import epoch_cases  # noqa: E402
 import lightning_cases as cases  # noqa: E402
+import loss_cases  # noqa: E402
 import map_cases  # noqa: E402
+import naming_cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
 import step_cases  # noqa: E402
 from harness import forget_engines  # noqa: E402  found in tests/engine, as map_cases finds its plans
@@ -268,10 +271,11 @@ def plan_files(host: cases.Host) -> dict[str, Any]:
 class Gradients(pl.Callback):
     """Counts the parameters with a gradient when Lightning says that all of them are there."""
 
-    num_with, num_without = 0, 0
+    num_with, num_without, num_elements = 0, 0, 0
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         gradients = [weight.grad for weight in module.parameters()]
+        self.num_elements = sum(weight.numel() for weight in module.parameters())
         self.num_with += sum(gradient is not None for gradient in gradients)
         self.num_without += sum(gradient is None for gradient in gradients)
 
@@ -285,7 +289,8 @@ def own_layers_only(host: cases.Host) -> dict[str, Any]:
     trainer.fit(module, cases.loader(16))
     return {
         "model is the module": trainer.model is module,
-        "local": sum(weight.numel() for weight in module.parameters()),
+        "local": gradients.num_elements,
+        "after fit": sum(weight.numel() for weight in module.parameters()),
         "all": num_parameters,
         "gradients": [gradients.num_with, gradients.num_without],
         "readable": isinstance(module.head, nn.Linear),
@@ -322,9 +327,16 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
         only_pipeline = [*only_pipeline, *more.ONLY_PIPELINE[num_processes]]
     if os.environ.get("CASES_OF") == "steps":
         same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
+    if os.environ.get("CASES_OF") == "losses":
+        same, only_pipeline = loss_cases.SAME_AS_SINGLE[num_processes], loss_cases.ONLY_PIPELINE[num_processes]
     if os.environ.get("CASES_OF") == "callbacks":
         same = callback_cases.SAME_AS_SINGLE[num_processes]
         only_pipeline = callback_cases.ONLY_PIPELINE[num_processes]
+    if os.environ.get("CASES_OF") == "names":
+        same, only_pipeline = naming_cases.SAME_AS_SINGLE[num_processes], naming_cases.ONLY_PIPELINE[num_processes]
+    if os.environ.get("CASES_OF") == "after":
+        same = after_fit_cases.SAME_AS_SINGLE[num_processes]
+        only_pipeline = after_fit_cases.ONLY_PIPELINE[num_processes]
     chosen = list(same) if mode != "launcher" else [cases.plain]
     if mode == "pipeline":
         chosen += only_pipeline

@@ -1,6 +1,7 @@
-"""Rank 1 alone meets an exception, and wants a checkpoint of it.
+"""A rank alone meets an exception.
 
-torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER
+torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER          rank 1, and wants a checkpoint of it
+torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER sample   rank 0, because its callback calls the module
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import lightning_cases as cases
 import pytorch_lightning as pl
+import torch
 
 import lightning_madpipe.saving
 
@@ -22,10 +24,19 @@ class FailingAlone(pl.Callback):
             raise OSError("only this disk is full")
 
 
+class SamplingOnRankZero(pl.Callback):
+    @pl.utilities.rank_zero_only
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        module(torch.ones(1, cases.NUM_FEATURES))
+
+
 if __name__ == "__main__":
     lightning_madpipe.saving.MEETING_SECONDS = 1.0
     folder = Path(sys.argv[1])
     host = cases.Host(folder, 2, pipelined=True)
+    if sys.argv[2:] == ["sample"]:
+        trainer = host.trainer(SamplingOnRankZero(), max_epochs=1, strategy={"algorithm": [0, 4, 8]})
+        trainer.fit(cases.Classifier(), cases.loader(16), cases.loader(16))
     keep = pl.callbacks.OnExceptionCheckpoint(folder)
     trainer = host.trainer(FailingAlone(), keep, enable_checkpointing=True, strategy={"algorithm": [0, 4, 8]})
     trainer.fit(cases.Classifier(), cases.loader(54))

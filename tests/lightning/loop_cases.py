@@ -337,6 +337,13 @@ class MaskedLayer(nn.Module):
         return torch.tanh(self.linear(x + bias)).masked_fill(~kept, 0.0), kept, bias
 
 
+class SpreadLayer(MaskedLayer):
+    """The same with a parameter for each, as for one device: the pipeline gives it the members of the tuple."""
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return super().forward((x, kept, bias))
+
+
 class MaskedHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +357,8 @@ class Masked(cases.Steps):
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
         widths = [cases.NUM_FEATURES, *[cases.WIDTH] * 4]
-        self.layers = nn.ModuleList(MaskedLayer(a, b) for a, b in pairwise(widths))
+        kinds = (SpreadLayer, MaskedLayer, SpreadLayer, MaskedLayer)
+        self.layers = nn.ModuleList(kind(a, b) for kind, (a, b) in zip(kinds, pairwise(widths), strict=True))
         self.head = MaskedHead()
 
     def pipeline_layers(self) -> list[nn.Module]:
@@ -359,7 +367,7 @@ class Masked(cases.Steps):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         handed_on: Any = inputs
         for layer in self.pipeline_layers():
-            handed_on = layer(handed_on)
+            handed_on = layer(*handed_on) if isinstance(layer, SpreadLayer) else layer(handed_on)
         return handed_on
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -121,14 +121,16 @@ class Changing(cases.Classifier):
 
 
 def refused_predictions(host: Host) -> dict[str, Any]:
-    def predict(build: Callable[[], Any], num_samples: int = 16) -> str:
-        return refused(lambda: host.trainer().predict(build(), cases.loader(num_samples)))
+    def predict(build: Callable[[], Any], num_samples: int = 16, loss: str = "mean") -> str:
+        trainer = host.trainer(strategy={"loss": loss})
+        return refused(lambda: trainer.predict(build(), cases.loader(num_samples)))
 
     return {
         "no forward": predict(NoForward),
         "a list": predict(cases.Classifier),
         "a scalar": predict(Scalar),
         "other fields": predict(Changing, 5),
+        "once per batch": [predict(build, 5, "auto") for build in (Scalar, Changing)],
     }
 
 
@@ -185,7 +187,8 @@ def unread(host: Host) -> dict[str, Any]:
     callbacks = [watching] if os.environ.get("RANK", "0") == "0" else []
     if not host.pipelined:
         return {"read": None}
-    read = refused(lambda: host.trainer(*callbacks).validate(seeded(Unread), cases.loader(21), verbose=False))
+    trainer = host.trainer(*callbacks, strategy={"loss": "mean"})
+    read = refused(lambda: trainer.validate(seeded(Unread), cases.loader(21), verbose=False))
     return {"read": read}
 
 
@@ -412,8 +415,8 @@ def summed(host: Host) -> dict[str, Any]:
     for whole in (False, True):
         module = seeded(Summed)
         size, accumulated = (16, 1) if whole or host.pipelined else (4, 4)
-        num_micro_batches = {"num_micro_batches": 1 if whole else 4}
-        trainer = host.trainer(max_epochs=2, accumulate_grad_batches=accumulated, strategy=num_micro_batches)
+        strategy = {"num_micro_batches": 1 if whole else 4, "loss": "mean"}
+        trainer = host.trainer(max_epochs=2, accumulate_grad_batches=accumulated, strategy=strategy)
         trainer.fit(module, DataLoader(cases.samples(48), batch_size=size), cases.loader(21, seed=3))
         records.append(plain(dict(trainer.callback_metrics)))
     return {"records": records}

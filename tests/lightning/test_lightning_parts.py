@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,8 +21,8 @@ from torch import nn
 import lightning_madpipe
 from deepspeed_partition.engine.parameter_groups import EveryGroup
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
-from lightning_madpipe.module import detach_layers, find_layers
-from lightning_madpipe.optimizers import renew_parameters
+from lightning_madpipe.elsewhere import Elsewhere, ElsewhereError
+from lightning_madpipe.module import find_layers
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_config
 from lightning_madpipe.steps import MicroBatch, UserSteps, result_of
@@ -94,15 +97,94 @@ def test_fingerprints_tell_batches_apart() -> None:
     assert fingerprint_of(batch)[1:] == fingerprint_of(same)[1:]
 
 
-def test_layers_leave_the_module_and_stay_readable() -> None:
+class HalfAPipeline(nn.Module):
+    """What a rank has that runs the layers ``held``."""
+
+    def __init__(self, layers: Sequence[Any], held: Sequence[int]) -> None:
+        super().__init__()
+        self._layer_specs, self.tied_modules, self.loss_fn = list(layers), nn.ModuleDict(), None
+        for index in held:
+            self.add_module(str(index), layers[index])
+
+
+def test_layers_of_other_ranks_keep_their_places_and_cannot_be_read() -> None:
     module = Classifier()
-    head = module.head
+    whole, weight = dict(module.named_parameters()), module.head.weight
     call = find_layers(module)
     assert call.attribute == "forward" and len(call.layers) == 8
-    detach_layers(module, call)
-    assert list(module.parameters()) == []
-    assert module.head is head and "class_weights" in module.state_dict()
+    pipeline = HalfAPipeline(call.layers, held=(0, 1, 2))
+    elsewhere = Elsewhere(module, pipeline)
+    elsewhere.hide()
+    here = [name for name in whole if name.startswith(("embed.", "blocks.0.", "blocks.1."))]
+    assert [name for name, _ in module.named_parameters()] == here
+    assert list(module.state_dict()) == ["class_weights", *here]
+    assert all(module.get_parameter(name) is whole[name] for name in here)
+    assert len(module.blocks) == 5 and module.get_submodule("blocks.3") is module.blocks[3]
+    # The form can be read, and nothing else.
+    assert "in_features=12" in repr(module) and module.head.weight.shape == (4, 12)
+    assert module.head.bias is not None and hasattr(module.head, "weight")
+    for read in (
+        lambda: module.get_parameter("head.weight"),
+        lambda: module.head.weight + 1,
+        lambda: torch.stack([module.head.weight]),
+        lambda: module.head.weight.detach(),
+        lambda: module.head.weight.data,
+        lambda: module.head.weight.tolist(),
+        lambda: module.head(torch.zeros(2, 12)),
+        lambda: isinstance(module.head.weight, nn.Parameter),
+        lambda: setattr(module.head, "weight", nn.Parameter(torch.zeros(4, 12))),
+        lambda: module.blocks[3].linear.weight.norm(),
+    ):
+        with pytest.raises(ElsewhereError, match=r"(head|blocks\.3\.linear)\.weight is asked for on a rank"):
+            read()
+    with pytest.raises(ElsewhereError):
+        _ = copy.deepcopy(module).head.weight + 1
+    with elsewhere.lifted():
+        assert dict(module.named_parameters()) == whole and module.head.weight is weight
+    pipeline._modules["7"] = pipeline._modules.pop("2")
+    elsewhere.hide()  # as after a move
+    assert [name for name, _ in module.named_parameters()] == [*here[:4], "head.weight", "head.bias"]
+    elsewhere.show()
+    assert dict(module.named_parameters()) == whole
     assert module(torch.zeros(2, 8)).shape == (2, 4)
+
+
+def test_a_tensor_that_stands_beside_its_layer_is_hidden_with_it() -> None:
+    module = Classifier()
+    module.shared, module.bare = module.head.weight, nn.Linear(12, 4, bias=False)
+    module.bare.weight = module.head.weight
+    pipeline = HalfAPipeline(find_layers(module).layers, held=(0,))
+    elsewhere = Elsewhere(module, pipeline)
+    elsewhere.hide()
+    assert [name for name, _ in module.named_parameters()] == ["embed.weight", "embed.bias"]
+    for read in (lambda: module.shared + 1, lambda: module.bare.weight + 1):
+        with pytest.raises(ElsewhereError):
+            read()
+
+
+def test_layers_without_a_name_of_the_user_are_parameters_all_the_same() -> None:
+    module = Classifier()
+    layers = [*find_layers(module).layers, nn.Linear(4, 4), nn.Dropout(0.5)]
+    pipeline = HalfAPipeline(layers, held=(7, 8, 9))
+    elsewhere = Elsewhere(module, pipeline)
+    elsewhere.hide()
+    names = [name for name, _ in module.named_parameters()]
+    assert names == ["head.weight", "head.bias", "pipeline_module.8.weight", "pipeline_module.8.bias"]
+    # What DeepSpeed does before each batch leaves the user's modes as they are.
+    module.head.eval()
+    assert elsewhere.take_over_modes(True) is pipeline
+    assert module.training and not module.head.training and layers[9].training
+    module.eval()
+    elsewhere.take_over_modes(True)
+    assert not layers[9].training
+    # A batch that is evaluated in the middle of training: by all layers, and by none afterwards.
+    module.train()
+    module.head.eval()
+    elsewhere.take_over_modes(True)
+    elsewhere.take_over_modes(False)
+    assert module.training and not any(layers[index].training for index in (7, 8, 9))
+    elsewhere.take_over_modes(True)
+    assert [layers[index].training for index in (7, 8, 9)] == [False, True, True]
 
 
 def test_a_sequential_needs_no_method() -> None:
@@ -183,8 +265,8 @@ class NoLoss(Step):
 )
 def test_steps_that_cannot_run_on_a_pipeline(module: type, sentence: str) -> None:
     steps, micro = UserSteps(module(), "forward"), micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)])
-    assert steps.loss(torch.zeros(4, 4), micro) == 0
-    assert isinstance(micro.error, ValueError) and sentence in str(micro.error)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        steps.loss(torch.zeros(4, 4), micro)
 
 
 def test_random_numbers_of_a_step_are_its_own() -> None:
@@ -344,18 +426,6 @@ def test_the_strategy_is_registered_by_name() -> None:
     assert isinstance(strategy, DeepSpeedStrategy)
     with pytest.raises(ValueError, match="namespace"):
         lightning_madpipe.strategy_class("pytorch_thunder")
-
-
-def test_renewed_parameters_share_data_and_ties() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-    first.bias.requires_grad_(False)
-    module = nn.Sequential(first, second)
-    before = first.weight
-    renew_parameters(module)
-    assert first.weight is not before and first.weight is second.weight
-    assert first.weight.data_ptr() == before.data_ptr()
-    assert not first.bias.requires_grad and second.bias.requires_grad
 
 
 def test_schedulers_see_the_groups_that_were_dropped() -> None:

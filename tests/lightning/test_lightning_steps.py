@@ -16,13 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_cases import Classifier
+from test_lightning_parts import HalfAPipeline
 from test_lightning_pipeline import HERE, Records, assert_same, python, records_of, torchrun
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_madpipe.batches import join_pieces, map_children, split_batch
+from lightning_madpipe.elsewhere import Elsewhere
 from lightning_madpipe.leftovers import Leftovers, make_changes
-from lightning_madpipe.module import detach_layers, find_layers
+from lightning_madpipe.metrics import metrics_of
+from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
 from lightning_madpipe.parcels import packed, unpacked
 
 
@@ -67,7 +70,7 @@ def test_logs_of_every_form_and_hook(two: Records) -> None:
         printed.append(record.pop("printed"))
         assert_same(record, {k: v for k, v in two.reference["logs_everywhere"].items() if k != "printed"})
     assert two.reference["logs_everywhere"]["advice"] == 0
-    # Three batches in two epochs; on a pipeline each in four micro-batches. Rank 0 alone prints.
+    # Three batches in two epochs, in training in four micro-batches each. Rank 0 alone prints.
     assert printed == [6, 24, 0]
 
 
@@ -101,6 +104,7 @@ def test_predictions_that_cannot_be_are_refused_on_every_rank(two: Records) -> N
     assert "predict_step calls self.forward() with list" in refusals["a list"]
     assert "what predict_step returns, a Tensor of shape ()" in refusals["a scalar"]
     assert "has different fields for the micro-batches" in refusals["other fields"]
+    assert refusals["once per batch"] == ["not refused"] * 2
 
 
 def test_a_layer_that_gives_a_dict_is_refused_on_every_rank(two: Records) -> None:
@@ -258,8 +262,13 @@ def test_the_network_of_a_metric_is_no_layer() -> None:
     module = Classifier()
     module.distance = NetworkDistance()
     call = find_layers(module)
-    detach_layers(module, call)
-    assert len(call.layers) == 8 and module.distance in module.children()
+    pipeline = HalfAPipeline(call.layers, held=())
+    pipeline.elsewhere = Elsewhere(module, pipeline)
+    pipeline.elsewhere.hide()
+    assert len(call.layers) == 8
+    object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
+    assert metrics_of(module) == {"distance": module.distance}
+    assert {name.partition(".")[0] for name, _ in module.named_parameters()} == {"distance"}
 
 
 class Stateful(nn.Module):

@@ -1,0 +1,535 @@
+"""What is there when fit, validate, test or predict has returned, and what is said when something differs.
+
+Cases of ``lightning_multiproc.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+import unittest.mock
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning_cases as cases
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from pytorch_lightning import callbacks as shipped
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+CUT = {"algorithm": [0, 3, 8]}
+
+
+def refused(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (MisconfigurationException, ValueError, NotImplementedError, RuntimeError) as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return "not refused"
+
+
+class Said(logging.Handler):
+    """The lines of MadPipe's log on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Said:
+        logging.getLogger("deepspeed_partition").addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("deepspeed_partition").removeHandler(self)
+
+
+# Checkpoint folders where Lightning reads a file
+
+
+def read_where_a_file_is_expected(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    best = ModelCheckpoint(host.folder / "best", monitor="loss", filename="best")
+    module = cases.Classifier(optimizer="sgd")
+    host.trainer(best, strategy=CUT).fit(module, cases.loader(54), cases.loader(21, seed=3))
+    path = best.best_model_path
+    loaded = cases.Classifier.load_from_checkpoint(path, optimizer="sgd")
+    mapped = cases.Classifier.load_from_checkpoint(path, map_location=torch.device("cpu"))
+    alone = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    read = alone.strategy.load_checkpoint(path)
+    inputs = cases.samples(5).tensors[0]
+    safely = cases.Classifier.load_from_checkpoint(path, weights_only=True)
+    return {
+        "weights_only": safely.eval()(inputs).tolist(),
+        "outputs": loaded.eval()(inputs).tolist(),
+        "mapped": mapped.eval()(inputs).tolist(),
+        "names": list(read["state_dict"]),
+        "step": read["global_step"],
+    }
+
+
+def folders_that_are_not_read(host: cases.Host) -> dict[str, Any]:
+    path = host.folder / "best" / "best.ckpt"
+    return {
+        "another folder": refused(lambda: cases.Classifier.load_from_checkpoint(host.folder)),
+        "note": (path / "README.txt").read_text(),
+    }
+
+
+# Refusals
+
+
+class Everything(pl.LightningModule):
+    """What a script for a GAN may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.generator.parameters()), torch.optim.SGD(self.discriminator.parameters())]
+
+
+class SharedAndOutside(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, self.blocks[0], self.head]
+
+
+class Finetuning(shipped.BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.embed)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+def all_reasons(host: cases.Host) -> dict[str, Any]:
+    def of(build: Callable[[], Any], *callbacks: Any, **arguments: Any) -> str:
+        return refused(lambda: host.trainer(*callbacks, max_epochs=1, **arguments).fit(build(), cases.loader(16)))
+
+    return {
+        "everything": of(Everything, sync_batchnorm=True),
+        "layers": of(SharedAndOutside),
+        "one": of(cases.Classifier, sync_batchnorm=True),
+        "finetuning": of(cases.Classifier, Finetuning()),
+        "callbacks": of(cases.Classifier, Finetuning(), shipped.ModelPruning("l1_unstructured", amount=0.5)),
+    }
+
+
+# torch.compile
+
+
+class CompiledSequential(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+def compiled_sequential(host: cases.Host) -> dict[str, Any]:
+    return cases.fit(host, CompiledSequential, cases.loader(32), strategy={"algorithm": [0, 2, 5]})
+
+
+# Going on within an epoch
+
+
+class Remembering:
+    """A loader whose position is a part of the checkpoint."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        batches = list(cases.loader(64))
+        start, self.place = self.place, 0
+        for place in range(start, 4):
+            self.place = place + 1
+            yield batches[place]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def resumed_within_an_epoch(host: cases.Host) -> dict[str, Any]:
+    record = {}
+    for kind, loader in (("plain", lambda: cases.loader(64)), ("remembering", Remembering)):
+        whole = _losses(host, loader, host.folder / f"{kind}-whole")
+        begun = _losses(host, loader, host.folder / kind, max_steps=6)
+        path = str(next((host.folder / kind).glob("*.ckpt")))
+        with Said() as said:
+            rest = _losses(host, loader, None, ckpt_path=path)
+        with Said() as quiet:
+            full = str(next((host.folder / f"{kind}-whole").glob("*.ckpt")))
+            _losses(host, loader, None, ckpt_path=full, max_epochs=3)
+        record[kind] = {
+            "rows": rest,
+            "unbroken": begun + rest == whole,
+            "said": [line for line in said.lines if "within epoch" in line],
+            "quiet": [line for line in quiet.lines if "within epoch" in line],
+        }
+    return record
+
+
+def _losses(host: cases.Host, loader: Callable[[], Any], folder: Path | None, **arguments: Any) -> list[Any]:
+    pl.seed_everything(0, verbose=False)
+    recorder, ckpt_path = cases.Recorder(), arguments.pop("ckpt_path", None)
+    keep = [] if folder is None else [ModelCheckpoint(folder, save_last=False, every_n_train_steps=2)]
+    trainer = host.trainer(recorder, *keep, strategy=CUT, **{"max_epochs": 2, **arguments})
+    trainer.fit(cases.Classifier(optimizer="sgd"), loader(), ckpt_path=ckpt_path)
+    return [[step, round(loss, 6)] for step, loss in recorder.rows]
+
+
+# The module after a run
+
+
+class Freezing(cases.Classifier):
+    """A frozen layer, a normalization with statistics, and parts that the user left in eval mode."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.normalize = nn.BatchNorm1d(cases.WIDTH, affine=False).eval()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[4].eval()
+        self.example_input_array = torch.ones(1, cases.NUM_FEATURES)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks[:3], self.normalize, *self.blocks[3:], torch.tanh, self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in (*self.blocks[:3], self.normalize, *self.blocks[3:]):
+            x = block(x)
+        return self.head(torch.tanh(x))
+
+
+def seen(module: Any) -> dict[str, Any]:
+    """What a script may ask a module for when a run has returned."""
+    inputs = cases.samples(5).tensors[0].to(next(module.parameters()).dtype)
+    with torch.no_grad():
+        outputs = module(inputs)
+        copied = copy.deepcopy(module)(inputs)
+        pickled = pickle.loads(pickle.dumps(module))(inputs)
+    assert torch.equal(outputs, copied) and torch.equal(outputs, pickled)
+    state = module.state_dict()
+    return {
+        "outputs": outputs.tolist(),
+        "state": {name: value.double().sum().item() for name, value in state.items()},
+        "types": sorted({str(value.dtype) for value in state.values()}),
+        "frozen": [name for name, weight in module.named_parameters() if not weight.requires_grad],
+        "modes": [name for name, part in module.named_modules() if part.training],
+        "children": [name for name, _ in module.named_modules()],
+        "attributes": sorted({key for weight in module.parameters() for key in vars(weight) if key[:2] != "ds"}),
+        "example": module.example_input_array is not None,
+    }
+
+
+def fitted(
+    host: cases.Host, module: Any, *callbacks: Any, ckpt_path: Any = None, **arguments: Any
+) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    recorder = cases.Recorder()
+    trainer = host.trainer(recorder, *callbacks, **{"strategy": {"algorithm": [0, 3, 9]}, **arguments})
+    trainer.fit(module, cases.loader(54), ckpt_path=ckpt_path)
+    return {"rows": recorder.rows, "trainer": trainer}
+
+
+def count_calls(layer: Any, *_: Any) -> None:
+    layer.num_calls = getattr(layer, "num_calls", 0) + 1
+
+
+def whole_again(host: cases.Host) -> dict[str, Any]:
+    """The module after fit, validate and test, fitted again, and changed in between."""
+    pl.seed_everything(0, verbose=False)
+    module = Freezing(optimizer="sgd")
+    weights = dict(module.named_parameters())
+    module.blocks[0].register_forward_hook(count_calls)
+    first = fitted(host, module)
+    trainer, record = first["trainer"], {"first": first["rows"], "after fit": seen(module)}
+    record["same objects"] = all(weight is weights[name] for name, weight in module.named_parameters())
+    in_groups = {id(weight) for group in trainer.optimizers[0].param_groups for weight in group["params"]}
+    record["in the optimizer"] = sorted(name for name, weight in weights.items() if id(weight) in in_groups)
+    record["validated"] = trainer.validate(module, cases.loader(21, seed=3), verbose=False)
+    record["after validate"] = seen(module)
+    record["predicted"] = torch.cat(trainer.predict(Predicting(module), cases.loader(8))).tolist()
+    record["second"] = fitted(host, module, max_epochs=1)["rows"]
+    module.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
+    record["changed"] = fitted(host, module, max_epochs=1)["rows"]
+    module.head = nn.Linear(cases.WIDTH, cases.NUM_CLASSES)
+    with torch.no_grad():
+        module.head.weight.fill_(0.1)
+        module.head.bias.zero_()
+    record["other head"] = fitted(host, module, max_epochs=1)["rows"]
+    record["other cut"] = fitted(host, module, max_epochs=1, strategy={"algorithm": [0, 5, 9]})["rows"]
+    record["after all"] = seen(module)
+    alone = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[recorder := cases.Recorder()],
+        strategy=SingleDeviceStrategy("cpu"),
+    )  # fmt: skip
+    alone.fit(module, cases.loader(54))
+    record["alone"], record["after alone"] = recorder.rows, seen(module)
+    record["back"] = fitted(host, module, max_epochs=1)["rows"]
+    record["hooked"] = module.blocks[0].num_calls > 0
+    return record
+
+
+class Predicting(pl.LightningModule):
+    """Another module around the same layers."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def pipeline_layers(self) -> list[Any]:
+        return self.inner.pipeline_layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+class OptimizerFromOutside(cases.Classifier):
+    """As where a script builds the optimizer and hands it to the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self) -> Any:
+        return self.given
+
+
+def optimizer_from_outside(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    module = OptimizerFromOutside()
+    rows = [fitted(host, module, max_epochs=1, strategy=CUT)["rows"] for _ in range(2)]
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    return {"rows": rows, "names": [names[id(weight)] for weight in module.given.param_groups[0]["params"]]}
+
+
+class WithMetric(cases.TiedLanguageModel):
+    """Layers that share weights, and a metric, whose states the pipelines gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        returned = super().training_step(batch, batch_idx)
+        self.mean(returned["loss"].detach())
+        return returned
+
+
+def tied_and_metric(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    module = WithMetric()
+    tokens = torch.randint(cases.VOCABULARY, (24, 7), generator=torch.Generator().manual_seed(5))
+    host.trainer(strategy={"algorithm": [0, 3, 6]}).fit(module, DataLoader(TensorDataset(tokens), 8))
+    again = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    with torch.no_grad():
+        return {"logits": again(tokens[:2]).flatten()[:20].tolist(), "names": list(module.state_dict())}
+
+
+def compiled_again(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    module, inputs = CompiledSequential(), cases.samples(3).tensors[0]
+    rows = []
+    for _ in range(2):
+        recorder = cases.Recorder()
+        host.trainer(recorder, max_epochs=1, strategy={"algorithm": [0, 2, 5]}).fit(module, cases.loader(32))
+        rows.append(recorder.rows)
+    with torch.no_grad():
+        return {"rows": rows, "outputs": module(inputs).tolist(), "names": list(module.state_dict())}
+
+
+# In half precision, and beside it
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32 ZeRO-1": {"stage": 1},
+    "bf16": {"precision": "bf16-mixed"},
+    "bf16 ZeRO-1": {"precision": "bf16-mixed", "stage": 1},
+    "true bf16": {"precision": "bf16-true"},
+}
+
+
+def in_every_precision(host: cases.Host) -> dict[str, Any]:
+    return {name: _in_precision(host, name, dict(settings)) for name, settings in PRECISIONS.items()}
+
+
+def _in_precision(host: cases.Host, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    module = Freezing(optimizer="sgd")
+    frozen = module.blocks[1].linear.weight.detach().clone()
+    strategy = {"algorithm": [0, 3, 9], **({"stage": settings.pop("stage")} if "stage" in settings else {})}
+    trainer = fitted(host, module, strategy=strategy, max_epochs=1, **settings)["trainer"]
+    record, after = {"after fit": seen(module)}, copy.deepcopy(module.state_dict())
+    # What Lightning's file of the whole model has, of the masters, is what the module has.
+    path = host.folder / f"{name}.ckpt"
+    trainer.save_checkpoint(path, weights_only=True)
+    saved = torch.load(path, weights_only=False)["state_dict"]
+    record["as saved"] = all(torch.equal(saved[key].to(value), value) for key, value in after.items())
+    record["frozen"] = torch.equal(frozen.to(after["blocks.1.linear.weight"]), after["blocks.1.linear.weight"])
+    trainer.save_checkpoint(host.folder / f"{name} full.ckpt")
+    record["unchanged by saving"] = same_state(module, after)
+    trainer.validate(module, cases.loader(21, seed=3), verbose=False)
+    record["unchanged by validate"] = same_state(module, after)
+    resumed = Freezing(optimizer="sgd")
+    found = fitted(host, resumed, strategy=strategy, ckpt_path=str(host.folder / f"{name} full.ckpt"), **settings)
+    record["resumed"] = found["rows"]
+    with torch.no_grad():
+        module.head.bias.add_(1.0)
+        module.embed.bias.add_(1.0)
+    trainer.fit_loop.max_epochs = 2
+    trainer.save_checkpoint(host.folder / f"{name} changed.ckpt", weights_only=True)
+    changed = torch.load(host.folder / f"{name} changed.ckpt", weights_only=False)["state_dict"]
+    record["changed is saved"] = [
+        float((changed[key].to(after[key]) - after[key]).mean()) for key in ("head.bias", "embed.bias")
+    ]
+    return record
+
+
+def same_state(module: Any, state: dict[str, Any]) -> bool:
+    return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+# Where the layers do not come back
+
+
+class Interrupting(pl.Callback):
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise self.kind("stopped here")
+
+
+class InterruptingValidation(pl.Callback):
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            raise ArithmeticError("validation stopped here")
+
+
+def whole_elsewhere(host: cases.Host) -> dict[str, Any]:
+    """Each read of a layer that did not come back raises; gather_model() brings it."""
+    record: dict[str, Any] = {}
+    for place in ("rank_zero", "none"):
+        module = cases.Classifier(optimizer="sgd")
+        trainer = fitted(host, module, strategy={**CUT, "whole_model": place}, max_epochs=1)["trainer"]
+        record[place] = {**ends_of(module), "gathered": gathered_state(trainer, module)}
+    for kind, stops in (
+        ("agreed", Interrupting(ArithmeticError)),
+        ("interrupted", Interrupting(KeyboardInterrupt)),
+        ("validation", InterruptingValidation()),
+    ):
+        module = cases.Classifier(optimizer="sgd")
+        with contextlib.suppress(ArithmeticError, SystemExit):
+            trainer = host.trainer(stops, strategy=CUT, max_epochs=1)
+            trainer.fit(module, cases.loader(54), cases.loader(21, seed=3))
+        record[kind] = {**ends_of(module), "second": fitted(host, module, strategy=CUT)["rows"]}
+        record[kind]["whole"] = refused(lambda module=module: module.head.weight.sum().item())
+    record["other stages"] = _spread_and_cut_otherwise(host)
+    from lightning_madpipe import whole
+
+    with unittest.mock.patch.object(whole, "SHARE_OF_FREE_MEMORY", 0.0), Said() as said:
+        module = cases.Classifier(optimizer="sgd")
+        bf16 = {"precision": "bf16-mixed", "strategy": CUT}
+        trainer = fitted(host, module, max_epochs=1, **bf16)["trainer"]
+        record["short"] = {**ends_of(module), "refused": refused(trainer.strategy.gather_model)}
+    record["short"]["said"] = [line for line in said.lines if "whole model" in line]
+    return record
+
+
+def _spread_and_cut_otherwise(host: cases.Host) -> dict[str, Any]:
+    module = cases.Classifier(optimizer="sgd")
+    trainer = fitted(host, module, strategy={**CUT, "whole_model": "none"}, max_epochs=1)["trainer"]
+    again = {"strategy": {"num_stages": 1}, "max_epochs": 1}
+    sentence = refused(lambda: fitted(host, module, **again))
+    trainer.strategy.gather_model()
+    return {"refused": sentence, "then": refused(lambda: fitted(host, module, **again))}
+
+
+def ends_of(module: Any) -> dict[str, str]:
+    inputs = torch.ones(1, cases.NUM_FEATURES)
+    return {
+        "embed": refused(lambda: module.embed.weight.sum().item()),
+        "head": refused(lambda: module.head.weight.sum().item()),
+        "call": refused(lambda: module(inputs)),
+        "names": sorted(name.split(".")[0] for name in module.state_dict()),
+    }
+
+
+def gathered_state(trainer: Any, module: Any) -> list[float]:
+    trainer.strategy.gather_model()
+    return [value.double().sum().item() for value in module.state_dict().values()]
+
+
+def specs_after_fit(host: cases.Host) -> dict[str, Any]:
+    """Nobody but its own rank knows what a LayerSpec builds."""
+    module = Specs()
+    fitted(host, module, max_epochs=1, strategy={"algorithm": [0, 2, 4]})
+    again = fitted(host, module, max_epochs=1, strategy={"algorithm": [0, 2, 4]})["rows"]
+    return {"names": list(module.state_dict()), "call": refused(lambda: module(1)), "again": len(again)}
+
+
+class Specs(cases.Steps):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def pipeline_layers(self) -> list[Any]:
+        from deepspeed.pipe import LayerSpec
+
+        ends = [
+            LayerSpec(nn.Linear, cases.NUM_FEATURES, cases.WIDTH),
+            LayerSpec(cases.Block),
+            LayerSpec(cases.Block),
+        ]
+        return [*ends, LayerSpec(nn.Linear, cases.WIDTH, cases.NUM_CLASSES)]
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [
+        read_where_a_file_is_expected,
+        compiled_sequential,
+        resumed_within_an_epoch,
+        whole_again,
+        optimizer_from_outside,
+        tied_and_metric,
+        compiled_again,
+    ],
+    4: [],
+}
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [folders_that_are_not_read, all_reasons, in_every_precision, whole_elsewhere, specs_after_fit],
+    4: [],
+}

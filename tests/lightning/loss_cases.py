@@ -1,0 +1,428 @@
+"""Losses that are no plain mean over samples: on a pipeline as in one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning_cases as cases
+import pytorch_lightning as pl
+import torch
+from lightning_cases import Host
+from loop_cases import pipeline_index, refused, seeded
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+VOCABULARY, LENGTH, PAD = 17, 7, 0
+
+
+class Layers(pl.LightningModule):
+    """Eight layers, as in the other cases."""
+
+    first: Callable[[], nn.Module] = staticmethod(lambda: nn.Linear(cases.NUM_FEATURES, cases.WIDTH))
+    num_outputs = cases.NUM_CLASSES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = self.first()
+        self.blocks = nn.ModuleList(cases.Block() for _ in range(5))
+        self.head = nn.Linear(cases.WIDTH, self.num_outputs)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, torch.tanh, self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(x))
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss_of(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class LanguageModel(Layers):
+    """The usual batch of Hugging Face: labels of -100 where there is padding, and on some prompts."""
+
+    first = staticmethod(lambda: nn.Embedding(VOCABULARY, cases.WIDTH))
+    num_outputs = VOCABULARY
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        logits = self(batch["input_ids"])
+        shifted, labels = logits[:, :-1], batch["labels"][:, 1:]
+        return F.cross_entropy(shifted.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+class Masked(LanguageModel):
+    """The same mean, over a mask, and perplexity besides."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        each = F.cross_entropy(
+            self(batch["input_ids"])[:, :-1].transpose(1, 2), batch["input_ids"][:, 1:], reduction="none"
+        )
+        mask = batch["attention_mask"][:, 1:]
+        loss = (each * mask).sum() / mask.sum()
+        if self.trainer.training:
+            self.log("perplexity", loss.exp())
+            self.log("tokens", mask.sum().float())
+        return loss
+
+
+class PaddingAsLabel(LanguageModel):
+    """Padding is known by its token alone."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        logits, labels = self(batch["input_ids"])[:, :-1], batch["input_ids"][:, 1:]
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=PAD)
+
+
+class ClassWeighted(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2, 7.0]))
+        self.accuracy = MulticlassAccuracy(cases.NUM_CLASSES)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("plain", (logits.argmax(-1) == y).float().mean())
+        return self.criterion(logits, y)
+
+
+class HiddenWeights(Layers):
+    """Weights that nobody can find: the step runs once."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y, weight=torch.tensor([1.0, 3.0, 0.2, 7.0]))
+
+
+class Contrastive(Layers):
+    """InfoNCE on two views, which go through the network as one batch (SimCLR)."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, _ = batch
+        z = F.normalize(self(torch.cat([x, x.flip(-1) + 0.1])), dim=-1)
+        similar = z @ z.t() / 0.3
+        similar = similar.masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        positive = torch.arange(len(z)).roll(len(x))
+        return F.cross_entropy(similar, positive)
+
+
+class Summed(Layers):
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y, reduction="sum") / 16
+
+
+class Divided(Layers):
+    """A mean by hand."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        loss = torch.zeros(())
+        for logits, label in zip(self(x), y, strict=True):
+            loss = loss + F.cross_entropy(logits, label)
+        return loss / len(x)
+
+
+class Statistics(Layers):
+    """A loss with the statistics of the batch (as Barlow Twins or VICReg)."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        z = self(x)
+        z = (z - z.mean(0)) / (z.std(0) + 1.0)
+        covariance = z.t() @ z / len(z)
+        return (covariance - torch.eye(z.shape[1])).square().sum() + F.cross_entropy(z, y)
+
+
+class Roots(Layers):
+    """The loss is a mean, and what is logged is none."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        loss = F.mse_loss(self(x), F.one_hot(y, cases.NUM_CLASSES).float())
+        if self.trainer.training:
+            self.log("root", loss.sqrt())
+            self.log("samples", float(len(x)))
+        return loss
+
+
+class TimeFirst(LanguageModel):
+    """Batches along dimension 1 within the network."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        logits = self(batch["input_ids"].t()).transpose(0, 1)
+        z = F.normalize(logits.mean(1), dim=-1)
+        return F.cross_entropy(z @ z.t(), torch.arange(len(z)))
+
+
+class Changing(Layers):
+    """Becomes another loss after some steps."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        return loss if self.global_step < 5 else loss + logits.mean(0).square().sum()
+
+
+class Denoising(Layers):
+    """Draws for each sample: micro-batches may draw their own."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(F.dropout(self(x + 0.1 * torch.randn_like(x)), 0.1), y)
+
+
+class MixUp(Layers):
+    """Draws a permutation of the batch."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        order = torch.randperm(len(x))
+        logits = self(0.7 * x + 0.3 * x[order])
+        return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y[order])
+
+
+class Hungry(cases.Block):
+    """Runs out of memory in training where ``FAILURES`` says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if FAILURES and torch.is_grad_enabled():
+            FAILURES[0] -= 1
+            if FAILURES[0] < 0:
+                FAILURES.pop(0)
+                raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
+        return super().forward(x)
+
+
+FAILURES: list[int] = []
+"""How many forwards go well before each that runs out of memory."""
+
+
+class HungryContrastive(Contrastive):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[-1].__class__ = Hungry  # the same weights
+
+
+def texts(num: int, *, padded: bool = True, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Samples whose lengths rise with their place in a batch, so that micro-batches have different ones."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index in range(num):
+        length = 2 + index * 5 % (LENGTH - 1) if padded else LENGTH
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
+        mask = (torch.arange(LENGTH) < length).long()
+        ids = ids * mask
+        labels = torch.where(mask.bool(), ids, -100)
+        samples.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return samples
+
+
+def later_padded(num: int) -> list[dict[str, torch.Tensor]]:
+    """No padding in the first batches, then some in each: one with the same number in all micro-batches before."""
+    return texts(32, padded=False) + texts(num - 32)
+
+
+def only_tokens(samples: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": sample["input_ids"]} for sample in samples]
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    said: list[str] = []
+    logger = logging.getLogger("deepspeed_partition.engine")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def weights_of(host: Host, trainer: Any, module: Any) -> dict[str, Any]:
+    if not host.pipelined:
+        states = module.state_dict()
+    else:
+        from deepspeed_partition.engine.collectives import from_rank_0
+
+        own = trainer.strategy.lightning_module_state_dict()
+        states = from_rank_0(lambda: own)
+    return {
+        name: [float(value.double().sum()), float(value.double().square().sum())]
+        for name, value in sorted(states.items())
+        if not name.startswith("criterion")
+    }
+
+
+def fitted(
+    host: Host, build: Callable[[], Any], data: Any, validation: Any = None, batch_size: int = 16, **arguments: Any
+) -> dict[str, Any]:
+    """The steps' losses, what was logged, the weights in the end, and how the loss was taken."""
+    module, recorder = seeded(build), cases.Recorder()
+    strategy = {"algorithm": cases_cut(), "warmup_epochs": 0, **arguments.pop("strategy", {})}
+    arguments.setdefault("max_epochs", 2)
+    data = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
+    if validation is not None:
+        validation = DataLoader(validation, batch_size=batch_size)
+    with listening() as said:
+        trainer = host.trainer(recorder, strategy=strategy, **arguments)
+        trainer.fit(module, data, validation)
+    record = cases.fit_record(trainer, module, recorder.rows)
+    if host.pipelined:
+        from deepspeed_partition.engine.collectives import from_rank_0
+
+        losses = trainer.strategy._batches._losses
+        found = {"once": losses.once, "weight": list(losses.weight), "said": from_rank_0(lambda: said)}
+        plan = trainer.strategy.plan
+        found["flushed"] = None if plan is None else is_flushed(plan)
+    else:
+        found = None
+    return {"record": {**record, "weights": weights_of(host, trainer, module)}, "found": found}
+
+
+def is_flushed(plan: Any) -> bool:
+    last = f"B{len(plan.stages) - 1}"
+    [order] = [order for order in plan.step.order if any(name == last for name, _ in order)]
+    names = [name for name, _ in order]
+    return names.index(last) > max(place for place, name in enumerate(names) if name == f"F{last[1:]}")
+
+
+def cases_cut() -> Any:
+    return [0, 4, 8]
+
+
+def labelled(num: int, seed: int = 1) -> TensorDataset:
+    return cases.samples(num, seed) if seed != 1 else cases.samples(num)
+
+
+def losses(host: Host) -> dict[str, Any]:
+    """54 samples: the last batch has six, in micro-batches of 2, 2, 1 and 1."""
+    return {
+        "padded": fitted(host, LanguageModel, texts(54), texts(22, seed=2)),
+        "padded later": fitted(host, LanguageModel, later_padded(80), texts(22, seed=2), max_epochs=1),
+        "masked": fitted(host, Masked, texts(54), texts(22, seed=2)),
+        "padding as label": fitted(host, PaddingAsLabel, only_tokens(later_padded(80)), max_epochs=1),
+        "class weights": fitted(host, ClassWeighted, labelled(54), labelled(21, 3)),
+        "hidden weights": fitted(host, HiddenWeights, labelled(54), labelled(21, 3)),
+        "contrastive": fitted(host, Contrastive, labelled(54), labelled(21, 3)),
+        "summed": fitted(host, Summed, labelled(54), labelled(21, 3)),
+        "divided": fitted(host, Divided, labelled(54), labelled(21, 3)),
+        "statistics": fitted(host, Statistics, labelled(54), labelled(22, 3)),
+        "time first": fitted(host, TimeFirst, texts(54), texts(22, seed=2)),
+        "accumulated": fitted(host, Contrastive, labelled(54), accumulate_grad_batches=3),
+        "accumulated padded": fitted(host, LanguageModel, texts(54), accumulate_grad_batches=3),
+        "asked for": fitted(host, Roots, labelled(54), strategy={"loss": "batch"}),
+        "warmed up": fitted(
+            host, Contrastive, labelled(54), max_epochs=3, strategy={"algorithm": "madpipe", "warmup_steps": 3}
+        ),
+        "warmed up padded": fitted(host, LanguageModel, texts(54), strategy={"warmup_steps": 3}),
+        "given up": given_up(host),
+        "clipped": fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
+    }
+
+
+def given_up(host: Host) -> dict[str, Any]:
+    """Steps of a warm-up run out of memory in a first and in a later micro-batch, and run again."""
+    FAILURES[:] = [1, 3] if host.pipelined else []
+    strategy = {"algorithm": [0, 2, 8], "warmup_steps": 4}
+    found = fitted(host, HungryContrastive, labelled(54), max_epochs=2, strategy=strategy)
+    if host.pipelined:
+        said = [sentence for sentence in found["found"]["said"] if "ran out of memory" in sentence]
+        assert len(said) in (0, 2), said  # rank 0 says them
+    FAILURES.clear()
+    return found
+
+
+def turned(host: Host) -> dict[str, Any]:
+    """What is found when, and what is drawn for each sample or for a batch."""
+    long = {"max_epochs": 3, "strategy": {"algorithm": "madpipe"}}
+    found = {
+        "changing": fitted(host, Changing, labelled(64), **long)["found"],
+        "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
+        "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
+        "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
+        "roots": fitted(host, Roots, labelled(32), max_epochs=1)["found"],
+    }
+    for record in found.values():
+        record["said"] = [each for each in record["said"] if "loss" in each or "plan was made" in each]
+    return found
+
+
+def low(host: Host) -> dict[str, Any]:
+    precision = {"precision": "bf16-mixed" if host.pipelined else "32-true"}
+    return {
+        "padded": fitted(host, LanguageModel, texts(54), texts(22, seed=2), **precision),
+        "contrastive": fitted(host, Contrastive, labelled(54), labelled(21, 3), **precision),
+    }
+
+
+def planned(host: Host) -> dict[str, Any]:
+    """A plan file that was made for 1F1B, with and without room for all micro-batches in flight."""
+    from deepspeed_partition import Plan
+
+    path = host.folder / "1f1b.json"
+    fitted(host, Divided, labelled(16), max_epochs=1, strategy={"save_plan": str(path)})
+    plan = Plan.load(path)
+    found = fitted(host, Contrastive, labelled(54), strategy={"plan": str(path)})
+    alone = fitted(host, Contrastive, labelled(54))
+    tight = host.folder / f"tight-{torch.distributed.get_rank()}.json"
+    smaller = replace(plan.platform, memory_bytes=max(plan.peak_memory_bytes))
+    replace(plan, platform=smaller).save(tight)
+    return {
+        "record": found["record"],
+        "alone": alone["record"],
+        "said": [each for each in found["found"]["said"] if "plan's stages" in each],
+        "tight": refused(
+            lambda: fitted(host, Contrastive, labelled(16), max_epochs=1, strategy={"plan": str(tight)})
+        ),
+        "unknown": refused(lambda: host.trainer(strategy={"loss": "sum"})),
+    }
+
+
+def batches_of(host: Host, samples: Any, size: int) -> DataLoader:
+    """Those of a pipeline, of two; of one process those of both, by turns."""
+    batches = list(DataLoader(samples, batch_size=size))
+    if host.pipelined:
+        batches = batches[pipeline_index(int(os.environ["RANK"])) :: 2]
+    return DataLoader(batches, batch_size=None)
+
+
+def replicated(host: Host) -> dict[str, Any]:
+    """Two pipelines of two stages: the mean of the losses of their batches, as with Lightning's DDP."""
+    arguments: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 1 if host.pipelined else 2}
+    arguments["strategy"] = {"num_stages": 2, "algorithm": [0, 4, 8]}
+    found = {
+        "padded": fitted(host, LanguageModel, batches_of(host, texts(48), 12), **arguments),
+        "contrastive": fitted(host, Contrastive, batches_of(host, labelled(48), 12), **arguments),
+    }
+    for record in found.values():
+        record["record"] = {"weights": record["record"]["weights"]}
+    return found
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [losses, low], 4: [replicated]}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [turned, planned], 4: []}

@@ -1,0 +1,242 @@
+"""Cases: names of parameters, groups by name, hooks and attributes from before, what is said of layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning_cases as cases
+import torch
+from lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+MOVES = {"algorithm": [0, 4, 5], "warmup_steps": 2, "warmup_epochs": 0}
+
+
+class ByName(cases.SequentialClassifier):
+    """A rate of its own for the last layer, and no decay of biases, both told by names."""
+
+    def configure_optimizers(self) -> Any:
+        last = [weight for name, weight in self.named_parameters() if name.startswith("net.4")]
+        biases = [
+            weight for name, weight in self.named_parameters() if name.endswith("bias") and "net.4" not in name
+        ]
+        named = {id(weight) for weight in (*last, *biases)}
+        rest = [weight for weight in self.parameters() if id(weight) not in named]
+        assert len(last) == 2 and len(biases) == 3 and len(rest) == 3
+        return torch.optim.AdamW(
+            [{"params": rest}, {"params": biases, "weight_decay": 0.0}, {"params": last, "lr": 1e-4}], lr=2e-2
+        )
+
+
+class PerParameter(cases.SequentialClassifier):
+    """A group per parameter, as layer-wise rates are written."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [weight], "lr": 0.3 / (i + 1)} for i, weight in enumerate(self.parameters())]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class Named(cases.SequentialClassifier):
+    """What `named_parameters` are passed to the optimizer, as newer versions of torch allow."""
+
+    def configure_optimizers(self) -> Any:
+        weights = dict(self.named_parameters())
+        return torch.optim.SGD([weights[name] for name in sorted(weights)], lr=0.2, momentum=0.5)
+
+
+def groups_by_name(host: Host) -> dict[str, Any]:
+    records = [
+        cases.fit(host, build, cases.loader(54), strategy=strategy)
+        for build in (ByName, PerParameter, Named)
+        for strategy in ({}, MOVES, {**MOVES, "stage": 1})[: 3 if build is ByName else 2]
+    ]
+    for record in records:
+        del record["rates"]  # ZeRO's optimizer has the groups of its rank
+    return {"records": records}
+
+
+class Normalized(cases.Steps):
+    """Layers whose weights are made of others, and a frozen batch normalization; a hook doubles an output."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.first = nn.utils.weight_norm(nn.Linear(NUM_FEATURES, WIDTH))
+        self.second = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        prune.l1_unstructured(self.third, "weight", amount=0.5)
+        self.fourth = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+        with torch.no_grad():
+            self.norm.running_mean.normal_()
+        self.norm.eval()
+        self.second.register_forward_hook(lambda layer, arguments, output: output * 2)
+        for name, weight in self.named_parameters():
+            weight.original_name, weight.no_decay = name, name.endswith("bias")
+        self.fourth.weight.register_hook(lambda gradient: gradient * 0.25)
+        self.head.bias.register_hook(lambda gradient: gradient * 3)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.first, self.second, self.norm, torch.tanh, self.third, self.fourth, self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not self.norm.training
+        return self.head(self.fourth(self.third(torch.tanh(self.norm(self.second(self.first(x)))))))
+
+
+class Attributes(Callback):
+    """Whether parameters have what the user gave them, in every step."""
+
+    complete = True
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for name, weight in module.named_parameters():
+            self.complete &= weight.original_name == name and weight.no_decay == name.endswith("bias")
+
+
+def hooks_and_attributes(host: Host) -> dict[str, Any]:
+    records = []
+    for strategy in ({"warmup_epochs": 0}, {**MOVES, "algorithm": [0, 5, 7]}):
+        attributes = Attributes()
+        record = cases.fit(host, Normalized, cases.loader(54), callbacks=[attributes], strategy=strategy)
+        records.append({**record, "attributes": attributes.complete})
+    return {"records": records}
+
+
+class Around(cases.SequentialClassifier):
+    """Hooks on what is called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_forward_pre_hook(lambda net, arguments: (arguments[0] * 0.5,))
+        self.net.register_forward_hook(lambda net, arguments, output: output + 0.1)
+        self.register_forward_hook(lambda module, arguments, output: output * 0.5)
+
+
+def hooks_around(host: Host) -> dict[str, Any]:
+    return cases.fit(host, Around, cases.loader(54))
+
+
+# In a pipeline only
+
+
+class Watch(Callback):
+    """The names that a rank sees in hooks, and what it gets for those of other ranks."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[str]] = {}
+        self.got: dict[str, str] = {}
+
+    def look(self, hook: str, module: Any) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        assert names == [name for name in module.state_dict() if name != "class_weights"]
+        self.seen[hook] = names
+        for name in ("net.0.weight", "net.2.linear.bias", "net.4.weight"):
+            try:
+                weight = module.get_parameter(name)
+                self.got[f"{hook} {name}"] = "the trained one" if weight.grad_fn is None else "another"
+                assert any(weight is here for here in module.parameters())
+            except RuntimeError as flaw:
+                self.got[f"{hook} {name}"] = str(flaw)
+            assert module.get_submodule(name.rpartition(".")[0]) is not None
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.look("on_fit_start", module)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.look(f"on_before_optimizer_step {min(trainer.global_step, 3)}", module)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.look("on_validation_epoch_end", module)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.look("on_train_end", module)
+
+
+def names_in_hooks(host: Host) -> dict[str, Any]:
+    watch = Watch()
+    cases.fit(host, ByName, cases.loader(54), callbacks=[watch], strategy=MOVES)
+    return {"seen": watch.seen, "got": watch.got, "all": [name for name, _ in ByName().named_parameters()]}
+
+
+class LeftOut(cases.Classifier):
+    """What the refusal of a module without ``pipeline_layers()`` suggests, with a ReLU forgotten."""
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, self.head]
+
+
+class OnlyInTraining(cases.Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        return logits if self.training else logits.softmax(-1)
+
+
+class Contained(cases.Steps):
+    """Layers in a module that ``forward`` calls, with a hook on it."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.encoder = nn.Sequential(nn.Linear(NUM_FEATURES, WIDTH), nn.Tanh())
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+        self.encoder.register_forward_hook(self.collect)
+
+    def collect(self, *_: Any) -> None: ...
+
+    def pipeline_layers(self) -> list[Any]:
+        return [*self.encoder, self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+class Synchronized(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.SyncBatchNorm(WIDTH))
+
+
+class BatchNormalized(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(WIDTH))
+        self.net.insert(3, nn.BatchNorm1d(WIDTH).eval())
+        self.net[0].weight.register_hook(lambda gradient: gradient)
+        self.net[0].register_forward_hook(lambda *_: None)
+
+
+def said_of_layers(host: Host) -> dict[str, Any]:
+    def refused(module: Any, **strategy: Any) -> str:
+        try:
+            host.trainer(max_epochs=1, strategy=strategy).fit(module, cases.loader(16), cases.loader(16, seed=3))
+        except MisconfigurationException as refusal:
+            return str(refusal)
+        return "not refused"
+
+    def warned(**strategy: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert refused(BatchNormalized(), **strategy) == "not refused"
+        return [str(each.message) for each in caught if str(each.message).startswith("madpipe: ")]
+
+    return {
+        "left out": refused(LeftOut()),
+        "left out, unchecked": refused(LeftOut(), check_layers=False),
+        "in evaluation": refused(OnlyInTraining()),
+        "hook on a container": refused(Contained()),
+        "synchronized": refused(Synchronized()),
+        "batch normalization": warned(warmup_epochs=0),
+        "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
+    }
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [groups_by_name, hooks_and_attributes, hooks_around],
+    4: [],
+}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [names_in_hooks, said_of_layers], 4: []}

@@ -1,0 +1,357 @@
+"""``pipeline_layers()`` is compared with ``forward``: what differs is refused by its place, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from test_lightning_parts import HalfAPipeline
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_madpipe.elsewhere import Elsewhere
+from lightning_madpipe.layer_check import Verdict, _Check, check_layers
+from lightning_madpipe.leftovers import Leftovers
+from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
+
+
+class Net(pl.LightningModule):
+    """Each case gives it a ``forward`` and a list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.act, self.drop, self.norm = nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(6)
+        self.spectral = nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.old = nn.utils.weight_norm(nn.Linear(6, 6))
+        self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.counts, self.seen = 0, []
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any, mask: Any = None, scale: float = 1.0) -> Any:
+        if isinstance(x, tuple):
+            x, mask = x
+        x = self.linear(x) * scale
+        return x if mask is None else (x * mask, mask)
+
+
+def reverse(x: torch.Tensor) -> torch.Tensor:
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return -gradient
+
+    return Reverse.apply(x)
+
+
+def without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x = m.a(x)
+    return m.c(m.b(x))
+
+
+def looped(m: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = m.b(m.a(x))
+    return m.c(x)
+
+
+def watched(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    h.register_hook(lambda gradient: gradient * 0.1)
+    return m.c(m.b(h))
+
+
+def traced(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.counts += 1
+    m.seen.append(x)
+    h = m.a(x)
+    m.log("size", h.mean())
+    return m.c(m.b(h))
+
+
+def in_place(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.c(m.b(F.relu_(m.a(x))))
+
+
+def noisy(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.randn(3)  # nobody uses it
+    return m.c(m.drop(m.b(m.drop(m.a(x)))))
+
+
+def straight_through(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.c(m.b(m.a(x))) + (m.a.weight - m.a.weight.detach()).sum()
+
+
+def plain(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.c(m.b(m.a(x)))
+
+
+def names(text: str) -> Callable[[Any], list[Any]]:
+    return lambda m: [getattr(m, name) for name in text.split()]
+
+
+DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]], str]] = {
+    "functional relu": (
+        lambda m, x: m.c(m.b(F.relu(m.a(x)))),
+        names("a b c"),
+        "forward() calls relu between layer 0 (Linear) and layer 1 (Linear): list nn.ReLU() there",
+    ),
+    "what changes nothing yet": (
+        lambda m, x: m.c(m.b(m.a(x).clamp(-1e6, 1e6))),
+        names("a b c"),
+        "calls clamp between layer 0 (Linear) and layer 1 (Linear), which changes nothing in the first",
+    ),
+    "what changes nothing yet, in place": (
+        lambda m, x: m.c(m.b(m.a(x).masked_fill_(x[..., :1] == 1e6, 0.0))),
+        names("a b c"),
+        "masked_fill_ between layer 0 (Linear) and layer 1 (Linear), which changes nothing",
+    ),
+    "what changes no input yet": (
+        lambda m, x: plain(m, torch.nan_to_num(x)),
+        names("a b c"),
+        "calls nan_to_num before layer 0 (Linear), which",
+    ),
+    "relu in place": (in_place, names("a b c"), "relu_ between layer 0 (Linear) and layer 1 (Linear)"),
+    "module left out": (
+        lambda m, x: m.c(m.b(m.act(m.a(x)))),
+        names("a b c"),
+        "forward() calls self.act (ReLU) between layer 0 (Linear) and layer 1 (Linear): list self.act there",
+    ),
+    "before the first": (lambda m, x: plain(m, x * 2), names("a b c"), "calls mul before layer 0 (Linear)"),
+    "after the last": (
+        lambda m, x: plain(m, x).softmax(-1),
+        names("a b c"),
+        "calls softmax after layer 2 (Linear)",
+    ),
+    "a view": (
+        lambda m, x: m.c(m.b(m.a(x).view(2, -1, 6))),
+        names("a b c"),
+        "calls view between layer 0 (Linear) and layer 1 (Linear)",
+    ),
+    "a layer that forward skips": (
+        lambda m, x: m.c(m.a(x)),
+        names("a b c"),
+        "where the list has layer 1 (Linear), which computes something else",
+    ),
+    "called twice": (looped, names("a b c"), "calls layer 0 (Linear) after layer 1 (Linear)"),
+    "the same twice": (
+        lambda m, x: m.c(m.b(m.a(m.a(x)))),
+        names("a b c"),
+        "calls layer 0 (Linear) a second time, and it stands in the list once",
+    ),
+    "another order": (
+        lambda m, x: m.b(m.c(m.a(x))),
+        names("a b c"),
+        "calls self.c (Linear) between layer 0 (Linear) and layer 1 (Linear)",
+    ),
+    "a skip connection": (
+        lambda m, x: m.c(m.b(m.a(x)) + x),
+        names("a b c"),
+        "calls add between layer 1 (Linear) and layer 2 (Linear)",
+    ),
+    "dropout": (
+        lambda m, x: m.c(m.b(F.dropout(m.a(x), 0.3, m.training))),
+        names("a b c"),
+        "calls dropout between layer 0 (Linear) and layer 1 (Linear)",
+    ),
+    "other dropout": (
+        lambda m, x: m.c(m.b(F.dropout(m.a(x), 0.3, m.training))),
+        names("a drop b c"),
+        "where the list has layer 1 (Dropout), which computes something else",
+    ),
+    "another activation": (
+        lambda m, x: m.c(m.b(F.gelu(m.a(x)))),
+        lambda m: [m.a, F.relu, m.b, m.c],
+        "calls gelu between layer 0 (Linear) and layer 2 (Linear), where the list has layer 1 (relu)",
+    ),
+    "cut gradients": (
+        lambda m, x: m.c(m.b(m.a(x).detach())),
+        names("a b c"),
+        "calls detach between layer 0 (Linear) and layer 1 (Linear), which changes gradients",
+    ),
+    "reversed gradients": (lambda m, x: m.c(reverse(m.b(m.a(x)))), names("a b c"), "which changes gradients"),
+    "a hook on the way": (watched, names("a b c"), "hangs a hook on the gradient between layer 0"),
+    "no gradients": (without_gradients, names("a b c"), "calls layer 0 (Linear) without gradients"),
+    "gradients of a weight": (
+        straight_through,
+        names("a b c"),
+        "after layer 2 (Linear), which changes nothing in the first",
+    ),
+    "keywords": (
+        lambda m, x: m.c(m.two(m.a(x), scale=0.5)),
+        lambda m: [m.a, m.two, m.c],
+        "calls layer 1 (Two) with scale, and in a pipeline it gets only what the layer before",
+    ),
+    "a dict": (lambda m, x: {"logits": plain(m, x)}, names("a b c"), "forward() returns a dict"),
+    "two outputs": (lambda m, x: (plain(m, x), x), names("a b c"), "is not what forward() computes"),
+    "a list that cannot run": (
+        lambda m, x: m.c(F.relu(m.a(x))),
+        lambda m: [m.a, nn.Linear(3, 3), m.c],
+        "which cannot run on what it gets (RuntimeError",
+    ),
+    "in evaluation": (
+        lambda m, x: plain(m, x) if m.training else plain(m, x).softmax(-1),
+        names("a b c"),
+        "calls softmax after layer 2 (Linear)",
+    ),
+}
+
+SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
+    "modules": (plain, names("a b c")),
+    "functional": (
+        lambda m, x: m.c(F.relu(m.b(torch.tanh(m.a(x))))),
+        lambda m: [m.a, torch.tanh, m.b, nn.ReLU(), m.c],
+    ),
+    "an activation that is used twice": (lambda m, x: m.c(m.act(m.b(m.act(m.a(x))))), names("a act b act c")),
+    "dropout layers": (lambda m, x: m.c(m.drop(m.b(m.drop(m.a(x))))), names("a drop b drop c")),
+    "functional dropout": (
+        lambda m, x: m.c(F.dropout(m.b(m.a(x)), 0.5, m.training)),
+        lambda m: [m.a, m.b, nn.Dropout(0.5), m.c],
+    ),
+    "random numbers that nobody uses": (noisy, names("a drop b drop c")),
+    "batch normalization": (lambda m, x: m.c(m.norm(m.a(x))), names("a norm c")),
+    "spectral norm": (lambda m, x: m.c(m.spectral(m.a(x))), names("a spectral c")),
+    "weight norm": (lambda m, x: m.new(m.old(m.a(x))), names("a old new")),
+    "checkpoints": (
+        lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=True)),
+        names("a b c"),
+    ),
+    "other checkpoints": (lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=False)), names("a b c")),
+    "no change": (lambda m, x: m.c(m.b(m.a(x).contiguous().clone()).float()), names("a b c")),
+    "a Sequential around them": (plain, lambda m: [nn.Sequential(m.a, m.b), m.c]),
+    "a tie": (
+        lambda m, x: F.linear(m.b(m.a(x)), m.a.weight),
+        lambda m: [TiedModule("a", m.a), m.b, TiedModule("a", m.a, lambda a, x: F.linear(x, a.weight))],
+    ),
+    "a mask": (
+        lambda m, x: m.c(m.two(m.a(x), x > 0)[0]),
+        lambda m: [lambda x: (m.a(x), x > 0), m.two, lambda x: m.c(x[0])],
+    ),
+    "defaults": (lambda m, x: m.c(m.two(m.a(x), None, scale=1.0)), lambda m: [m.a, m.two, m.c]),
+    "traces": (traced, names("a b c")),
+}
+
+
+def module_of(forward: Callable[..., Any], layers: Callable[[Any], list[Any]]) -> Any:
+    torch.manual_seed(0)
+
+    class Case(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two = Two()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, x)
+
+        def pipeline_layers(self) -> list[Any]:
+            return layers(self)
+
+    return Case()
+
+
+def compare(module: Any, *inputs: torch.Tensor) -> Verdict:
+    call = PipelineCall(layers=tuple(module.pipeline_layers()), attribute="forward")
+    pipeline = HalfAPipeline(call.layers, held=())
+    pipeline.elsewhere = Elsewhere(module, pipeline)
+    object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
+    return check_layers(
+        module,
+        call,
+        inputs or (torch.randn(4, 6),),
+        device=torch.device("cpu"),
+        dtype=None,
+        context=nullcontext,
+        traces=lambda: Leftovers(module, vars(pl.LightningModule()), undoable=True),
+    )
+
+
+@pytest.fixture(params=["whole", "layer by layer"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(_Check, "_fits", lambda self: request.param == "whole")
+    return request.param
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_differs_is_refused_by_its_place(case: str, kind: str) -> None:
+    forward, layers, words = DIFFERENT[case]
+    module = module_of(forward, layers)
+    module.train(case != "in evaluation")
+    found = compare(module)
+    if kind != "whole" and case == "no gradients":
+        assert found.difference is None and "the gradients of its weights were not" in found.notes[-1]
+        return
+    assert found.difference is not None, found
+    assert words in found.difference
+    assert "check_layers=False" in found.difference
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_is_the_same_passes_and_leaves_no_trace(case: str, kind: str) -> None:
+    forward, layers = SAME[case]
+    module = module_of(forward, layers)
+    called: list[str] = []
+    for name, weight in module.named_parameters():
+        weight.register_hook(lambda gradient, name=name: called.append(name))
+    module.b.register_forward_hook(lambda *_: called.append("forward"))
+    before = {name: (value, value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    object.__setattr__(module, HOLDER, PipelineHolder())
+    modules, inputs = [(part, dict(vars(part))) for part in module.modules()], torch.randn(4, 6)
+    numbers = torch.get_rng_state()
+    found = compare(module, inputs)
+    assert found.difference is None
+    assert not called
+    assert torch.equal(numbers, torch.get_rng_state())
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert value is before[name][0] and torch.equal(value, before[name][1]) and value.grad is None
+    for part, was in modules:
+        assert vars(part).keys() == was.keys()
+    assert module.counts == 0 and module.seen == []
+    expected = {
+        "random numbers that nobody uses": "compared layer by layer",
+        "traces": "calls self.log(), sets self.",
+    }
+    told = [note for note in found.notes if "does not fit" not in note]
+    if case in expected and not (case.startswith("random") and kind != "whole"):
+        assert expected[case] in told[0]
+    else:
+        assert not told
+
+
+def test_evaluation_is_compared_too() -> None:
+    module = module_of(*SAME["functional dropout"]).eval()
+    with torch.no_grad():
+        assert compare(module) == Verdict()
+
+
+def test_several_inputs_come_as_a_tuple() -> None:
+    class Case(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.c(self.a(x) + self.b(y))
+
+        def pipeline_layers(self) -> list[Any]:
+            return [lambda pair: self.a(pair[0]) + self.b(pair[1]), self.c]
+
+    assert compare(Case(), torch.randn(3, 6), torch.randn(3, 6)) == Verdict()
+
+
+def test_a_forward_that_cannot_run_is_said_and_not_refused() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not here")
+
+    found = compare(module_of(forward, names("a b c")))
+    assert found.difference is None and "raises RuntimeError here: not here" in found.notes[0]

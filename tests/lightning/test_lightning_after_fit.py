@@ -1,0 +1,133 @@
+"""After fit, validate, test and predict the module is what it is on one device; what differs is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_lightning_pipeline import Records, assert_same, records_of, run, torchrun
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(2, tmp_path_factory.mktemp("after"), "after")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
+        "tied_and_metric", "compiled_again",
+    ],
+)  # fmt: skip
+def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
+    """``load_from_checkpoint(best_model_path)`` was an IsADirectoryError, ``torch.compile(self.net)`` unknown.
+
+    After ``fit`` layers of other stages once kept their initial weights on each rank.
+    """
+    assert_same(two.of(case), two.reference[case], tolerance=1e-4 if case == "whole_again" else 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32 ZeRO-1", "bf16", "bf16 ZeRO-1", "true bf16"])
+def test_the_whole_module_has_the_weights_that_are_saved(two: Records, precision: str) -> None:
+    record = two.of("in_every_precision")[precision]
+    # In bf16-mixed the master weights, as one device has them.
+    types = ["torch.bfloat16"] if precision == "true bf16" else ["torch.float32"]
+    assert [kind for kind in record["after fit"]["types"] if "int" not in kind] == types
+    for fact in ("as saved", "frozen", "unchanged by saving", "unchanged by validate"):
+        assert record[fact], fact
+    assert record["changed is saved"] == pytest.approx([1.0, 1.0], abs=1e-2)
+    assert record["after fit"]["attributes"] == [] and len(record["resumed"]) == 4
+
+
+HERE_IS = "not refused"
+
+
+def test_a_layer_that_did_not_come_back_cannot_be_read(two: Records) -> None:
+    first, second = (rank["whole_elsewhere"] for rank in two.ranks)
+    assert first["rank_zero"]["head"] == first["rank_zero"]["call"] == HERE_IS
+    assert "ElsewhereError: embed.weight is asked for" in second["rank_zero"]["embed"]
+    assert "whole_model='rank_zero' has brought all layers to rank 0 only" in second["rank_zero"]["embed"]
+    for kind in ("none", "short"):
+        for own, other, record in (("embed", "head", first), ("head", "embed", second)):
+            assert record[kind][own] == HERE_IS
+            assert f"{other}.weight is asked for on a rank that did not run its layer" in record[kind][other]
+            assert "trainer.strategy.gather_model() on every rank" in record[kind][other]
+            assert "is called outside a step" in record[kind]["call"]
+            assert own in record[kind]["names"] and other not in record[kind]["names"]
+    for kind in ("rank_zero", "none"):
+        assert first[kind]["gathered"] == second[kind]["gathered"]
+    for kind in ("agreed", "interrupted", "validation"):
+        assert first[kind]["second"] == second[kind]["second"] and first[kind]["whole"] == HERE_IS
+    # Where all ranks have met an exception together, the model is whole behind it.
+    for kind in ("agreed", "interrupted"):
+        assert first[kind]["head"] == first[kind]["call"] == second[kind]["embed"] == HERE_IS
+    said = first["short"]["said"][0]
+    assert "is not put on every rank, because that takes" in said and "to spare" in said
+    assert "cannot be put on every rank" in first["short"]["refused"]
+    assert "has other layers now or is to run in num_stages=1" in first["other stages"]["refused"]
+    assert first["other stages"]["then"] == HERE_IS
+
+
+def test_a_call_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:
+    """The other rank once ended with the words of gloo."""
+    with pytest.raises(pytest.fail.Exception) as ended:
+        run(
+            [*torchrun(2), str(Path(__file__).with_name("lonely_multiproc.py")), str(tmp_path), "sample"],
+            tmp_path / "log",
+        )
+    assert "ended with -1" not in str(ended.value), "it had to be killed"
+    printed = (tmp_path / "log").read_text()
+    assert "self.forward() is called outside a step" in printed
+    assert re.search(
+        r"rank 1 ends: .* rank 0 left fit\(\) with MisconfigurationException: self.forward\(\)", printed
+    )
+
+
+def test_what_only_a_spec_knows_stays_on_its_rank(two: Records) -> None:
+    for rank, names in zip(two.ranks, (["0", "1"], ["2", "3"]), strict=True):
+        record = rank["specs_after_fit"]
+        found = {name.split(".")[1] for name in record["names"] if name.startswith("pipeline_module.")}
+        assert sorted(found) == names and "is called outside a step" in record["call"] and record["again"] == 4
+
+
+def test_a_folder_that_lightning_cannot_read_says_what_to_do(two: Records) -> None:
+    record = two.of("folders_that_are_not_read")
+    assert "is not a complete checkpoint of the madpipe strategy" in record["another folder"]
+    assert 'MyModule.load_from_checkpoint("best.ckpt")' in record["note"]
+
+
+def test_all_reasons_of_a_refusal_come_at_once(two: Records) -> None:
+    record = two.of("all_reasons")
+    everything = record["everything"]
+    assert "5 things keep Everything from running under the madpipe strategy" in everything
+    for reason in (
+        "sync_batchnorm is not available",
+        "uses manual optimization",
+        "overrides backward()",
+        "2 nn.Sequential children",
+        "configure_optimizers returns 2 optimizers",
+    ):
+        assert reason in everything
+    assert "share parameters of Block" in record["layers"] and "(scale; 1 in all)" in record["layers"]
+    assert record["one"].startswith("MisconfigurationException: sync_batchnorm")
+    # Lightning speaks of a DeepSpeed strategy there.
+    assert "the callback Finetuning is not available with a pipeline" in record["finetuning"]
+    assert "DeepSpeed" not in record["finetuning"]
+    assert "Finetuning" in record["callbacks"] and "ModelPruning" in record["callbacks"]
+
+
+def test_going_on_within_an_epoch_is_said_where_the_data_begin_anew(two: Records) -> None:
+    """The losses are those of plain Lightning, which are not those of an unbroken run."""
+    for kind in ("plain", "remembering"):
+        record, reference = two.ranks[0]["resumed_within_an_epoch"][kind], two.reference["resumed_within_an_epoch"]
+        assert_same(record["rows"], reference[kind]["rows"])
+        assert record["quiet"] == []
+    plain, remembering = (two.ranks[0]["resumed_within_an_epoch"][kind] for kind in ("plain", "remembering"))
+    assert not plain["unbroken"] and remembering["unbroken"]
+    [sentence] = plain["said"]
+    assert "training goes on within epoch 1, at batch 2, but the data loader begins that epoch anew" in sentence
+    assert "in the place of its last 2 batches" in sentence and "StatefulDataLoader" in sentence
+    assert remembering["said"] == []
+    assert all(not two.ranks[1]["resumed_within_an_epoch"][kind]["said"] for kind in ("plain", "remembering"))

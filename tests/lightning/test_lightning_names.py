@@ -1,0 +1,63 @@
+"""Users' names, hooks and attributes hold on a pipeline; layers that compute something else are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_lightning_pipeline import Records, assert_same, records_of
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    folder: Path = tmp_path_factory.mktemp("names")
+    return records_of(2, folder, "names")
+
+
+@pytest.mark.parametrize("case", ["groups_by_name", "hooks_and_attributes"])
+def test_what_was_set_before_trains_like_one_process(two: Records, case: str) -> None:
+    for found, expected in zip(two.of(case)["records"], two.reference[case]["records"], strict=True):
+        assert_same(found, expected)
+
+
+def test_hooks_on_what_is_called_as_a_whole_run(two: Records) -> None:
+    assert_same(two.of("hooks_around"), two.reference["hooks_around"])
+
+
+def test_every_hook_sees_the_names_of_the_user(two: Records) -> None:
+    first, second = (rank["names_in_hooks"] for rank in two.ranks)
+    everything = first["all"]
+    assert first["seen"].keys() == second["seen"].keys() and len(first["seen"]) == 7
+    for hook, names in first["seen"].items():
+        assert names and second["seen"][hook] and [*names, *second["seen"][hook]] == everything, hook
+    # Layers moved between the second and the third step.
+    assert len({tuple(names) for names in first["seen"].values()}) == 2
+    for one, other in zip(first["got"].items(), second["got"].items(), strict=True):
+        name = one[0].rpartition(" ")[2]
+        answers = sorted([one[1], other[1]], key=len)
+        assert answers[0] == "the trained one", one[0]
+        assert answers[1].startswith(f"{name} is asked for on a rank that does not run its layer")
+
+
+def test_layers_that_forward_does_not_run_so_are_refused_on_every_rank(two: Records) -> None:
+    said = two.ranks[0]["said_of_layers"]
+    for case in ("left out", "left out, unchecked", "in evaluation", "hook on a container", "synchronized"):
+        assert two.ranks[1]["said_of_layers"][case] == said[case]
+    assert said["left out"].startswith(
+        "pipeline_layers() of LeftOut is not what forward() computes: forward() calls tanh between layer 5 "
+        "(Block) and layer 6 (Linear): list torch.tanh there"
+    )
+    assert said["left out, unchecked"] == "not refused"
+    assert "forward() calls softmax after layer 7 (Linear)" in said["in evaluation"]
+    assert "self.encoder (Sequential) has a forward hook (Contained.collect)" in said["hook on a container"]
+    assert "self.net.1 is a SyncBatchNorm" in said["synchronized"]
+
+
+def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
+    said, others = (rank["said_of_layers"] for rank in two.ranks)
+    about_hooks, about_gradients, about_statistics = said["batch normalization"]
+    assert "self.net.0" in about_hooks and "once per micro-batch" in about_hooks
+    assert "gradient hooks (self.net.0.weight)" in about_gradients
+    assert "self.net.1 (BatchNorm1d) are those of a micro-batch, 4 of the 16 samples" in about_statistics
+    assert "net.3" not in about_statistics and "num_micro_batches" in about_statistics
+    assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
