@@ -99,10 +99,15 @@ class WatchedEngine(MadPipeEngine):
             return
         if isinstance(instruction, Compute):
             time.sleep(self.late_seconds)
-        before = self.live.current_bytes
+        before = self.live.current_bytes - self.unread_bytes()
         self.live.reset_peak()
         super()._execute(instruction)
-        self.held.append((instruction, before, self.live.peak_bytes))
+        self.held.append((instruction, before, self.live.peak_bytes - self.unread_bytes()))
+
+    def unread_bytes(self) -> int:
+        """Of micro-batches that were read at the beginning of the step and are not loaded yet: no plan counts them."""
+        unread = (each for each in self._micro_batches.values() if each[0] is not None)
+        return sum(tensor.untyped_storage().nbytes() for each in unread for tensor in each)
 
 
 class Expected:
@@ -232,6 +237,6 @@ def holds_what_is_planned(chain: Chain, plan: Plan, dynamic_shape: bool) -> None
                     most = expected.before(each)
                     assert before <= most + ALLOWED_BYTES, (case, str(each), before, most)
                     expected.after(each)
-        assert max(peak for *_, peak in engine.held) > planned / 2, "nothing was counted"
+        assert max(peak for *_, peak in engine.held) > planned / 3, "nothing was counted"
         assert all(size <= SMALL_BYTES for size in left), left
         assert not any(reference() is not None for reference in data.given)
