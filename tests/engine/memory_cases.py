@@ -105,7 +105,7 @@ class WatchedEngine(MadPipeEngine):
         self.held.append((instruction, before, self.live.peak_bytes - self.unread_bytes()))
 
     def unread_bytes(self) -> int:
-        """Of micro-batches that were read at the beginning of the step and are not loaded yet: no plan counts them."""
+        """The bytes of micro-batches that were read and are not loaded yet, which no plan counts."""
         unread = (each for each in self._micro_batches.values() if each[0] is not None)
         return sum(tensor.untyped_storage().nbytes() for each in unread for tensor in each)
 
