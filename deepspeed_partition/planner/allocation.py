@@ -1,4 +1,4 @@
-"""What is decided about where: the cut of the chain into stages, and the device of each stage."""
+"""The allocation: the partition of the chain into stages, and the device of each stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from itertools import pairwise
 from deepspeed_partition.planner.problem import Chain
 
 Rematerialize = bool | tuple[tuple[int, int], ...]
-"""False, True (the whole stage as one block), or the ranges of layers that are recomputed block by block."""
+"""Recomputation of a stage: False, True (the whole stage as one block), or the ranges of layers that are
+recomputed, each as one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +18,11 @@ class Stage:
     """Consecutive layers that run together on one device.
 
     Raises:
-        ValueError: no layers, or a range to recompute that is not within the stage.
+        ValueError: ``layers`` is empty, or a range to recompute is not within the stage.
     """
 
     layers: tuple[int, int]
-    """Half-open: the first layer, and the first layer of what follows."""
+    """Layers of the stage, half-open: its first layer, and the first layer of the next stage."""
     device: int
     rematerialize: Rematerialize = False
 
@@ -42,7 +43,7 @@ class Stage:
 
     @property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of layers that are recomputed, each as one block."""
+        """Return the ranges of layers that are recomputed, each as one block; half-open."""
         if isinstance(self.rematerialize, bool):
             return (self.layers,) if self.rematerialize else ()
         return self.rematerialize
@@ -51,6 +52,8 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Stages in the order of the chain, each on a device.
+
+    ``stages[i]`` runs on device ``stages[i].device``; a device may have several stages (virtual stages).
 
     Raises:
         ValueError: the stages do not follow one another from layer 0.
@@ -69,29 +72,29 @@ class Allocation:
 
     @classmethod
     def contiguous(cls, boundaries: Sequence[int]) -> Allocation:
-        """One stage per device, in order: ``[0, 3, 8]`` is layers 0 to 3 on device 0, 3 to 8 on device 1."""
+        """Make one stage per device: ``[0, 3, 8]`` puts layers 0 to 3 on device 0, and 3 to 8 on device 1."""
         return cls(tuple(Stage(layers=cut, device=device) for device, cut in enumerate(pairwise(boundaries))))
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Where stages begin, and the number of layers: ``parts`` of DeepSpeed."""
+        """First layer of each stage, and the number of layers: ``parts`` of DeepSpeed."""
         return (0, *(stage.layers[1] for stage in self.stages))
 
     @property
     def is_contiguous(self) -> bool:
-        """One stage per device, in the order of the devices."""
+        """Return whether each device has one stage, in the order of the devices."""
         return all(stage.device == index for index, stage in enumerate(self.stages))
 
     def crossing(self, cut: int) -> bool:
-        """Whether the tensor between stage ``cut`` and the next one travels to another device."""
+        """Return whether the tensor between stage ``cut`` and the next one travels to another device."""
         return self.stages[cut].device != self.stages[cut + 1].device
 
 
 def check_boundaries(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:
-    """Boundaries as a user writes them, or one sentence about what is wrong with them.
+    """Check boundaries that a user wrote, and return them as a tuple.
 
     Raises:
-        ValueError: not increasing from 0 to the number of layers.
+        ValueError: they do not increase from 0 to the number of layers; one sentence says what is wrong.
     """
     cuts = tuple(boundaries)
     if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in cuts):

@@ -19,9 +19,9 @@ from deepspeed_partition.planner.problem import Chain, Platform
 Ticks = NDArray[np.int64]
 
 SHORTEST_SECONDS = 1e-9
-"""A whole chain takes at least this long."""
+"""Shortest time that a whole chain may take, in seconds."""
 SLOWEST_TRANSFER = 1e6
-"""A transfer takes at most this many times as long as the whole chain: the clock must resolve both."""
+"""Longest transfer, as a multiple of the time of the whole chain: the clock must resolve both."""
 DIGITS = 15
 """Decimal digits of the whole chain's time in ticks: as many as a float holds for certain."""
 
@@ -34,7 +34,7 @@ class Clock:
 
     @classmethod
     def of(cls, chain: Chain, platform: Platform) -> Clock:
-        """Fine enough that one micro-batch, with transfers over every cut, takes ``DIGITS`` digits of ticks."""
+        """Make a clock on which one micro-batch, with all transfers, takes ``DIGITS`` digits of ticks."""
         total = sum((Fraction(layer.compute_seconds) for layer in chain.layers), Fraction(0))
         total += 2 * sum((Fraction(seconds) for seconds in one_way_seconds(chain, platform)), Fraction(0))
         if not total:
@@ -43,11 +43,11 @@ class Clock:
         return cls(digits + 1 - DIGITS)
 
     def ticks(self, seconds: float) -> int:
-        """The nearest tick to the decimal number that ``seconds`` prints as."""
+        """Return the tick nearest to the decimal number that ``seconds`` prints as."""
         return round(Fraction(repr(seconds)) * Fraction(10) ** -self.exponent)
 
     def seconds(self, ticks: int | Fraction) -> float:
-        """The float nearest to so many ticks."""
+        """Return the float nearest to ``ticks``, in seconds."""
         return float(Fraction(ticks) * Fraction(10) ** self.exponent)
 
 
@@ -77,19 +77,20 @@ class TimedChain:
         self.clock = Clock.of(chain, platform)
         ticks = self.clock.ticks
         self.forward: Ticks = _prefix([ticks(layer.forward_seconds) for layer in chain.layers])
-        """Entry l: the forwards of layers 0 to l."""
+        """Ticks, shape (L + 1,). Entry l: the forwards of layers 0 to l."""
         self.backward: Ticks = _prefix([ticks(layer.backward_seconds) for layer in chain.layers])
         self.one_way: Ticks = np.array([ticks(seconds) for seconds in one_way], dtype=np.int64)
-        """Entry l: one tensor over the boundary before layer l; 0 at the ends of the chain."""
+        """Ticks, shape (L + 1,). Entry l: one tensor over the boundary before layer l; 0 at the ends of the
+        chain."""
 
     @cached_property
     def compute(self) -> Ticks:
-        """Entry l: forwards and backwards of layers 0 to l."""
+        """Ticks, shape (L + 1,). Entry l: forwards and backwards of layers 0 to l."""
         return self.forward + self.backward
 
     @property
     def round_trip(self) -> Ticks:
-        """C(l) of the paper: the activation there and the gradient back."""
+        """Ticks, shape (L + 1,): C(l) of the paper, the activation over a boundary and the gradient back."""
         return 2 * self.one_way
 
     def forward_ticks(self, start: int, stop: int) -> int:
@@ -99,12 +100,12 @@ class TimedChain:
         return int(self.backward[stop] - self.backward[start])
 
     def compute_ticks(self, start: int, stop: int) -> int:
-        """U(k, l) of the paper."""
+        """Forward and backward of layers ``start`` to ``stop``, in ticks: U(k, l) of the paper."""
         return int(self.compute[stop] - self.compute[start])
 
 
 def one_way_seconds(chain: Chain, platform: Platform) -> list[float]:
-    """Entry l: one tensor over the boundary before layer l; 0 at the ends of the chain."""
+    """Seconds, L + 1 entries. Entry l: one tensor over the boundary before layer l; 0 at the ends of the chain."""
     inner = [platform.transfer_seconds(chain.boundary_bytes(cut)) for cut in range(1, chain.num_layers)]
     return [0.0, *inner, 0.0]
 

@@ -1,4 +1,4 @@
-"""Several algorithms on one problem, side by side."""
+"""Comparison of several algorithms on one problem."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from deepspeed_partition.planner.solvers.replicated import MOST_REPLICAS
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
-"""What ``compare`` always shows."""
+"""Algorithms that ``compare`` always shows."""
 SEARCH_LONG = ("contiguous", "madpipe-paper", "madpipe")
-"""The one that takes longest comes last."""
+"""Algorithms that search long, in the order in which they run: the one that takes longest comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """What one algorithm makes of the problem: a plan, or the reason why there is none."""
+    """Result of one algorithm on the problem: a plan, or the reason why there is none."""
 
     algorithm: str
     plan: Plan | None = None
     reason: str | None = None
     smallest_memory_bytes: int | None = None
-    """With which it would have a plan; None where it has one, or where memory is not what it lacks."""
+    """Bytes per device with which the algorithm would have a plan. None: it has a plan, or memory is not what it
+    lacks."""
 
     @property
     def seconds(self) -> float:
-        """What counts: the period, or the step where one was asked for, in an engine that overlaps transfers."""
+        """Seconds that are compared: the period, or the step (transfers overlapped) where one was asked for."""
         assert self.plan is not None
         return seconds_of(self.plan)
 
@@ -59,32 +60,32 @@ class Comparison:
     platform: Platform
     contenders: tuple[Contender, ...]
     lower_bound_seconds: float
-    """No schedule of any allocation has a shorter period."""
+    """Seconds; no schedule of any allocation has a shorter period."""
     replicated: Replicated | None
-    """What PipeDream makes of the problem where it may replicate stages; None on more than ``MOST_REPLICAS``, or
-    where the time was up."""
+    """Result of PipeDream's partitioner where it may replicate stages. None: there are more than
+    ``MOST_REPLICAS`` devices, or the time was up."""
 
     @property
     def fitting(self) -> list[Contender]:
         return [contender for contender in self.contenders if contender.plan is not None]
 
     def bytes_sent(self, contender: Contender) -> float:
-        """Over all links in one step, or without a step for one micro-batch."""
+        """Return the bytes a contender sends over all links in one step, or without a step per micro-batch."""
         assert contender.plan is not None
         return bytes_sent(contender.plan, self.chain)
 
     def bytes_sent_without_pipeline(self, contender: Contender) -> float:
-        """The same in plain data parallelism on all devices."""
+        """Return the bytes that plain data parallelism on all devices sends, counted as in ``bytes_sent``."""
         assert contender.plan is not None
         num_devices, per_step = self.platform.num_devices, contender.plan.step is not None
         return bytes_sent_without_pipeline(self.chain, num_devices, per_step=per_step)
 
     def ratio_to_best(self, contender: Contender) -> float:
-        """How many times as long as the best of them: 1 for that one."""
+        """Return the time of a contender divided by that of the best one: 1 for the best."""
         return contender.seconds / min(each.seconds for each in self.fitting)
 
     def nothing_fits(self) -> InfeasibleError:
-        """Why there is no contender with a plan."""
+        """Return the error that says why no contender has a plan."""
         needs = [
             (contender.smallest_memory_bytes, contender.algorithm)
             for contender in self.contenders
@@ -102,7 +103,7 @@ class Comparison:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what the table shows, in seconds and bytes."""
+        """Return the table as plain data, in seconds and bytes."""
         return {
             "chain": {
                 "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest(),
@@ -158,14 +159,14 @@ def compare(
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Comparison:
-    """Plan with each of the algorithms; one that has no plan says why and stands beside the others.
+    """Plan with each of the algorithms. An algorithm without a plan is listed with the reason.
 
     Args:
-        time_limit_seconds: for all of them together; those that search long have what the others leave.
-        deadline: ends the searches of all.
+        time_limit_seconds: the limit for all of them together; those that search long get what the others leave.
+        deadline: another end of all searches.
 
     Raises:
-        ValueError: an unknown algorithm, or a problem that no algorithm could take.
+        ValueError: an algorithm is unknown, or no algorithm could take the problem.
     """
     names = list(dict.fromkeys(algorithms))
     for name in names:

@@ -1,4 +1,4 @@
-"""Splitting devices into identical pipelines that all-reduce their gradients."""
+"""Division of the devices into identical pipelines that all-reduce their gradients."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from deepspeed_partition.planner.problem import Chain, Platform
 
 AUTO = "auto"
 NEVER_SHARED = 2
-"""Copies of the weights that every pipeline has for itself under ZeRO-1, too: the weights and their gradients."""
+"""Copies of the weights that every pipeline keeps for itself, under ZeRO-1 too: the weights and their
+gradients."""
 
 
 class Split(NamedTuple):
-    """A way to use the devices."""
+    """A way to divide the devices into pipelines."""
 
     num_pipelines: int | None
-    """None: one, and nothing is said about others."""
+    """Number of pipelines. None: one, and the plan says nothing about others."""
     platform: Platform
-    """Of one pipeline, ``weight_copies`` included: that is what it keeps itself."""
+    """Platform of one pipeline; its ``weight_copies`` is what one pipeline keeps itself."""
     num_micro_batches: int | None
-    """Of one pipeline, in a step."""
+    """Micro-batches of one pipeline in a step; None: no step is planned."""
 
 
 def weight_copies_of(weight_copies: float, num_pipelines: int, zero_stage: int | None) -> float:
-    """What one of several pipelines keeps of its weights, in copies of them.
+    """Return the copies of its weights that one of several pipelines keeps.
 
     Under ZeRO-1 the pipelines share the optimizer's states, and the master copy of mixed precision: all but the
     weights and their gradients. With Adam in fp32 that is 2 of 4 copies, in mixed precision 6 of 8.
@@ -37,10 +38,10 @@ def weight_copies_of(weight_copies: float, num_pipelines: int, zero_stage: int |
 
 
 def check_zero_stage(zero_stage: object) -> None:
-    """Refuse what is no stage that a pipeline can have.
+    """Refuse a ZeRO stage that a pipeline cannot have.
 
     Raises:
-        ValueError: neither None, 0 nor 1.
+        ValueError: the stage is not None, 0 or 1.
     """
     if zero_stage is not None and (
         isinstance(zero_stage, bool) or not isinstance(zero_stage, int) or zero_stage not in (0, 1)
@@ -57,16 +58,17 @@ def splits_of(
     data_parallel: int | str,
     zero_stage: int | None = None,
 ) -> list[Split]:
-    """The splits to plan for.
+    """Return the splits to plan for.
 
     Args:
-        platform: all devices.
-        num_micro_batches: of a whole step, which the pipelines share.
-        data_parallel: the number of pipelines, or ``"auto"`` for every one that divides devices and micro-batches.
+        platform: the platform with all devices.
+        num_micro_batches: micro-batches of a whole step, which the pipelines share.
+        data_parallel: the number of pipelines, or ``"auto"`` for every one that divides devices and
+            micro-batches.
         zero_stage: under 1 what ZeRO-1 shares among the pipelines counts once per number of them.
 
     Raises:
-        ValueError: not a number that divides them.
+        ValueError: ``data_parallel`` does not divide the devices and the micro-batches.
     """
     num_devices = platform.num_devices
     shared = f" and the {num_micro_batches} micro-batches of a step" if num_micro_batches is not None else ""
@@ -97,14 +99,14 @@ def splits_of(
 
 
 def seconds_of(plan: Plan, *, in_deepspeed: bool = False) -> float:
-    """What the best split makes shortest: the step, or without one the time per micro-batch of all pipelines.
+    """Return the seconds that the best split minimizes: the step, or the time per micro-batch of all pipelines.
 
-    Without a step weights are updated after every micro-batch, as in PipeDream, and a stage's all-reduce runs
+    Without a step, weights are updated after every micro-batch, as in PipeDream, and a stage's all-reduce runs
     beside its computation: the slower of both sets the pace.
 
     Args:
-        in_deepspeed: the step is that of DeepSpeed's own engine, where it can run the allocation; otherwise of an
-            engine that overlaps transfers. A stage's all-reduce follows its last backward in both.
+        in_deepspeed: take the step of DeepSpeed's own engine, where it can run the allocation; otherwise that of
+            an engine that overlaps transfers. In both, a stage's all-reduce follows its last backward.
     """
     if plan.step is None:
         return max((plan.period_seconds, *plan.allreduce_seconds)) / (plan.data_parallel or 1)
@@ -113,10 +115,10 @@ def seconds_of(plan: Plan, *, in_deepspeed: bool = False) -> float:
 
 
 def bytes_sent(plan: Plan, chain: Chain) -> float:
-    """What one step sends over all links, or without a step one micro-batch.
+    """Return the bytes that one step sends over all links, or without a step one micro-batch.
 
-    Tensors over the cuts, and the all-reduces of the pipelines: once per step, or without one once for a
-    micro-batch in each of them.
+    They are the tensors over the boundaries, and the all-reduces of the pipelines: once per step, or without one
+    once for a micro-batch in each pipeline.
     """
     degree = plan.data_parallel or 1
     cuts = sum(
@@ -130,10 +132,10 @@ def bytes_sent(plan: Plan, chain: Chain) -> float:
 
 
 def bytes_sent_without_pipeline(chain: Chain, num_devices: int, *, per_step: bool) -> float:
-    """The same for plain data parallelism, the whole chain on each of the devices."""
+    """Return the bytes that plain data parallelism sends, per step or per micro-batch."""
     return allreduce_bytes(chain, num_devices) / (1 if per_step else num_devices)
 
 
 def allreduce_bytes(chain: Chain, num_copies: int) -> int:
-    """What one ring all-reduce of all weights sends over all links."""
+    """Return the bytes that one ring all-reduce of all weights sends over all links."""
     return 2 * (num_copies - 1) * sum(layer.weight_bytes for layer in chain.layers)

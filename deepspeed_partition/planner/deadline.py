@@ -1,7 +1,7 @@
-"""When a search must hand over the best that it has, and how far it is.
+"""Deadlines: when a search must return the best answer that it has; and how it reports its progress.
 
-Seconds are those in which a processor worked for the search, not those of the clock on the wall: on a busy machine
-a search takes longer and finds the same plan.
+Seconds are those in which a processor worked for the search, not those of the clock on the wall: on a busy
+machine a search takes longer and finds the same plan.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import time
 from collections.abc import Callable
 
 PATIENCE_FACTOR, PATIENCE_SECONDS = 30, 300.0
-"""A deadline of s seconds of the processor also ends after so many times s, and so much, on the wall: on a machine
-where hardly anything runs any more."""
+"""Limits on the clock on the wall: a deadline of s seconds of the processor also ends after this many times s,
+plus this many seconds. They apply on a machine that hardly runs anything any more."""
 
 
 class DeadlinePassed(Exception):
-    """Nothing is decided."""
+    """Raised where a deadline passes before a search has decided its question."""
 
 
 class Deadline:
-    """Ends after some seconds, when it is stopped, or with the deadline that it is part of.
+    """End of a search: after some seconds, when it is stopped, or with the deadline that it is part of.
 
-    A search asks ``passed()`` between its steps and returns the best it has, unproved. Whoever waits for it
-    calls ``stop()``, from a signal handler for one::
+    A search asks ``passed()`` between its steps and then returns the best answer so far, unproved. A caller that
+    waits can call ``stop()``, for example from a signal handler::
 
         for step in search:
             if problem.deadline.passed():
                 break
 
-    ``Deadline(5, within=problem.deadline)`` gives one part of a search five seconds at the most.
+    ``Deadline(5, within=problem.deadline)`` gives one part of a search at most five seconds.
 
     Args:
-        seconds: of the processor, from now, in the thread that makes the deadline and asks it: what other threads,
-            processes and programs do does not count.
+        seconds: seconds of the processor, from now, in the thread that makes the deadline and asks it: what other
+            threads, processes and programs do is not counted.
         within: the deadline that it is part of.
-        watch: is called with a line of text now and then, for whoever waits.
+        watch: called with a line of text now and then, for whoever waits.
 
     Raises:
         ValueError: ``seconds`` is not more than 0.
@@ -59,34 +59,34 @@ class Deadline:
         self._starved = False
 
     def tell(self, progress: str) -> None:
-        """Say how far the search is, in a line of text."""
+        """Report how far the search is, in a line of text."""
         if self._watch is not None:
             self._watch(progress)
         if self._within is not None:
             self._within.tell(progress)
 
     def stop(self) -> None:
-        """End it now."""
+        """End the search at once."""
         self._stopped = True
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody ended it, rather than the clock."""
+        """Return whether somebody stopped it, rather than the clock."""
         return self._stopped or any(
             other is not None and other.stopped for other in (self._within, self._extended)
         )
 
     @property
     def starved(self) -> bool:
-        """Whether it, or a part of it, ended because the machine was too busy to run the search at all."""
+        """Return whether it, or a part of it, ended because the machine was too busy to run the search."""
         return self._starved
 
     def remaining_seconds(self) -> float:
-        """From 0, when it has passed, to infinity; for solvers that take a time limit of their own."""
+        """Seconds until it passes, from 0 to infinity; for solvers that take a time limit of their own."""
         return self._left(time.thread_time(), time.monotonic())
 
     def _left(self, worked: float, now: float) -> float:
-        """The same from the time of the thread and that on the wall."""
+        """Seconds until it passes, given the thread's time ``worked`` and the time ``now`` on the wall."""
         if self._stopped or (self._extended is not None and self._extended.stopped):
             return 0.0
         if now > self._patience:
@@ -98,28 +98,30 @@ class Deadline:
         return self.remaining_seconds() == 0.0
 
     def part(self, share: float) -> Deadline:
-        """Ends with this one, or after a share of what is left of it."""
+        """Return a deadline that ends with this one, or after ``share`` (0 to 1) of the seconds that are left."""
         part = Deadline(within=self)
         part._end = time.thread_time() + self.remaining_seconds() * share
         return part
 
     def at_least(self, seconds: float) -> Deadline:
-        """Ends with this one, but not before so many seconds from now unless somebody stops it."""
+        """Return a deadline that ends with this one, but not within ``seconds`` unless somebody stops it."""
         longer = Deadline(max(seconds, self.remaining_seconds()))
         longer._extended = self
         return longer
 
     def check(self) -> None:
-        """For steps deep within a search, which has to catch it and to return the best it has.
+        """Raise ``DeadlinePassed`` where it has passed; for steps deep within a search.
+
+        The search catches the exception and returns the best answer so far.
 
         Raises:
-            DeadlinePassed: it has passed.
+            DeadlinePassed: the deadline has passed.
         """
         if self.passed():
             raise DeadlinePassed
 
     def _starve(self) -> None:
-        """End it, and what it is part of, for want of a processor."""
+        """End this deadline, and those that it is part of, because no processor was free."""
         self._starved = True
         if self._within is not None:
             self._within._starve()

@@ -1,4 +1,4 @@
-"""Plans as text: the table of stages, and timelines."""
+"""Plans as text: tables of stages, comparisons, timelines."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:  # both plan, and a plan is drawn
 
 REPLICATED_ROW = "replicated*"
 FILL = {"F": "=", "B": "#", "S": "-"}
-"""What a forward, a backward and a transfer look like in a timeline; idle is a dot."""
+"""Characters of a forward, a backward and a transfer in a timeline; idle time is a dot."""
 
 
 def summary(plan: Plan, width: int = 140) -> str:
-    """The promises of a plan and the table of its stages."""
+    """Return the promises of a plan and the table of its stages, as text."""
     return as_text([stage_table(plan)], width) + "\n".join(promises(plan)) + "\n"
 
 
 def as_text(renderables: Iterable[object], width: int = 140) -> str:
-    """What a terminal of ``width`` columns would show, without colours."""
+    """Return what a terminal of ``width`` columns would show, without colours."""
     buffer = io.StringIO()
     # Names are printed as they are: brackets and colons in them are no markup.
     console = Console(
@@ -45,7 +45,7 @@ def as_text(renderables: Iterable[object], width: int = 140) -> str:
 
 
 def promises(plan: Plan) -> Iterator[str]:
-    """One line each: period, bound, step."""
+    """Yield one line for each promise of a plan: period, lower bound, step."""
     if plan.step is not None:
         proof = "of the steady state"
     elif not plan.proved:
@@ -83,7 +83,7 @@ def promises(plan: Plan) -> Iterator[str]:
 
 
 def stage_table(plan: Plan) -> Table:
-    """A row for each stage; memory is that of its device."""
+    """Table with a row for each stage; memory is that of its device."""
     title = f"{printable(plan.chain.name)}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "device", "in flight"):
@@ -108,7 +108,7 @@ def stage_table(plan: Plan) -> Table:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A row for each algorithm; what does not fit shows the memory with which it would."""
+    """Table with a row for each algorithm; one that does not fit shows the memory with which it would."""
     chain, platform = comparison.chain, comparison.platform
     title = (
         f"{printable(chain.name)}: {chain.num_layers} layers on {platform.num_devices} devices of "
@@ -146,12 +146,12 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def replicated_note() -> str:
-    """What the row of PipeDream's own partitioner means."""
+    """Note below the comparison: what the row of PipeDream's own partitioner means."""
     return f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period\n"
 
 
 def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
-    """What PipeDream's own partitioner would do, which is no plan: its stages are replicated."""
+    """Row of PipeDream's own partitioner; its result is no plan, since its stages are replicated."""
     found = comparison.replicated
     if found is None:
         too_many = comparison.platform.num_devices > MOST_REPLICAS
@@ -179,7 +179,7 @@ def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
 
 
 def replicated_table(found: Replicated) -> Table:
-    """A row for each stage, and for each stage within its replicas."""
+    """Table with a row for each stage, and for each stage within its replicas."""
     chain, pipeline = found.chain, found.pipeline
     devices = ", ".join(
         f"{level.num_workers} {name} at {format_bytes(level.bandwidth)}/s"
@@ -213,7 +213,7 @@ def replicated_table(found: Replicated) -> Table:
 
 
 def replicated_words(found: Replicated) -> str:
-    """What the table says in a sentence."""
+    """Sentence that sums up the table of replicated stages."""
     pipeline = found.pipeline
     return (
         f"By PipeDream's own count, in which nothing waits: period {format_seconds(pipeline.period_seconds)} per "
@@ -223,7 +223,7 @@ def replicated_words(found: Replicated) -> str:
 
 
 def frontier_table(frontier: Frontier) -> Table:
-    """A row for each plan, the fastest first."""
+    """Table with a row for each plan, the fastest first."""
     first = frontier.plans[0]
     platform = first.platform
     title = f"{printable(first.chain.name)}: {first.chain.num_layers} layers on {platform.num_devices} devices"
@@ -246,7 +246,7 @@ def frontier_table(frontier: Frontier) -> Table:
 
 
 def frontier_words(frontier: Frontier) -> str:
-    """What the table says in a sentence or two."""
+    """Sentence or two that sum up the table of a frontier."""
     bargain, first = frontier.bargain(), frontier.plans[0]
     saved = "Nothing is saved for a few per cent of time."
     if bargain is not None:
@@ -256,7 +256,7 @@ def frontier_words(frontier: Frontier) -> str:
 
 
 def _sent(comparison: Comparison, contender: Contender) -> str:
-    """Bytes per step, or per micro-batch, and their share of what plain data parallelism sends."""
+    """Format the bytes sent per step or micro-batch, and their share of what data parallelism sends."""
     return _share(comparison.bytes_sent(contender), comparison.bytes_sent_without_pipeline(contender))
 
 
@@ -265,14 +265,14 @@ def _share(sent: float, plain: float) -> str:
 
 
 def _refusal(contender: Contender) -> tuple[str, str]:
-    """For the columns of memory and cut."""
+    """Texts for the columns of memory and boundaries where a contender has no plan."""
     if contender.smallest_memory_bytes is None:
         return "refused", printable(contender.reason or "")
     return f"does not fit: needs {format_bytes(contender.smallest_memory_bytes)}", ""
 
 
 def cut(plan: Plan) -> str:
-    """``0,3,8``, as ``--algorithm`` takes it; with several stages on a device ``0..3@0 3..5@1 5..8@0``."""
+    """Format boundaries as ``0,3,8``; with several stages on a device as ``0..3@0 3..5@1 5..8@0``."""
     if plan.is_contiguous:
         return ",".join(map(str, plan.boundaries))
     return " ".join(f"{start}..{stop}@{stage.device}" for stage in plan.stages for start, stop in (stage.layers,))
@@ -287,7 +287,7 @@ def _layers(stage: PlannedStage) -> str:
 
 
 def chain_table(chain: Chain) -> Table:
-    """A row for each layer."""
+    """Table with a row for each layer."""
     title = f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}"
     title = printable(title)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -316,7 +316,7 @@ def chain_table(chain: Chain) -> Table:
 
 
 def timeline(plan: Plan, width: int = 96) -> str:
-    """One period of the pattern: a row for each device and each link.
+    """Draw one period of the pattern: a row for each device and each link.
 
     ``F1=====`` is the forward of stage 1; ``B0+2####`` the backward of stage 0 on the micro-batch that came in
     two periods ago; what runs over the end of the period goes on at its beginning.
@@ -348,7 +348,7 @@ def _place(row: list[str], operation: PlacedOperation, period: float) -> None:
 
 
 def step_order(plan: Plan, most: int = 16) -> str:
-    """The order of one step: a row for each device, ``F0.3`` the forward of stage 0 on micro-batch 3."""
+    """Draw the order of one step: a row for each device; ``F0.3`` is the forward of stage 0 on micro-batch 3."""
     assert plan.step is not None
     rows = []
     for device, order in enumerate(plan.step.order):

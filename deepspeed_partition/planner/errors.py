@@ -1,4 +1,4 @@
-"""What the planner raises besides ``ValueError`` for malformed arguments."""
+"""Exceptions of the planner. Malformed arguments raise ``ValueError``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 
 class MadPipeError(Exception):
-    """The root of MadPipe's own errors."""
+    """Base class of MadPipe's own exceptions."""
 
 
 class InfeasibleError(MadPipeError):
-    """A well-formed problem without an answer: no plan fits in memory.
+    """Raised where a well-formed problem has no answer: no plan fits in memory.
 
-    The numbers of the message are attributes too.
+    The numbers of the message are attributes too: ``stage``, ``short_bytes``, ``smallest_memory_bytes``; each may
+    be None.
     """
 
     def __init__(
@@ -25,11 +26,12 @@ class InfeasibleError(MadPipeError):
     ) -> None:
         super().__init__(message)
         self.stage = stage
-        """The stage that does not fit, in the cut that needs least memory."""
+        """Number of the stage that does not fit, in the partition that needs the least memory; None where it is
+        not known."""
         self.short_bytes = short_bytes
-        """How many bytes that stage lacks on its device."""
+        """Bytes that this stage lacks on its device; None where it is not known."""
         self.smallest_memory_bytes = smallest_memory_bytes
-        """The least memory per device for which a plan exists; None where no memory would help."""
+        """Least bytes per device for which a plan exists; None where no memory would help."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # keyword-only arguments do not survive Exception's own pickling
         return _rebuild_infeasible, (
@@ -46,11 +48,11 @@ def _rebuild_infeasible(
 
 
 class BrokenPlanError(MadPipeError):
-    """A plan that its own replay refuses: a bug of MadPipe, never the user's."""
+    """Raised where the replay refuses a plan that the planner made: a bug of MadPipe, never the user's."""
 
 
 class FormatError(MadPipeError, ValueError):
-    """A file or mapping that is not what its format says; the message names the field's path."""
+    """Raised for a file or mapping that does not follow its format; the message names the path of the field."""
 
 
 class PlanFormatError(FormatError):
@@ -62,8 +64,8 @@ class ChainFormatError(FormatError):
 
 
 class PlanMismatchError(MadPipeError, ValueError):
-    """A plan for another model, or for another number of devices."""
+    """Raised for a plan that was made for another model, or for another number of devices."""
 
 
 class TimelineFormatError(FormatError):
-    """A file of measured times that cannot be read, or of another version."""
+    """Raised for a file of measured times that cannot be read, or that has another version."""

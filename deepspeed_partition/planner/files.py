@@ -1,4 +1,4 @@
-"""JSON files: read with every flaw named, written whole or not at all."""
+"""JSON files: reading with a message for what is wrong, and writing as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from deepspeed_partition.planner.units import printable, shown
 from deepspeed_partition.planner.validation import Check, Flaw, compiled
 
 LARGEST_FILE_BYTES = 2**25
-"""Of a chain, a plan, a graph or a timeline; what is larger is none of them."""
+"""Largest size of a file, in bytes: no chain, plan, graph or timeline is larger."""
 MOST_LAYERS = 10_000
-"""Of a chain."""
+"""Largest number of layers of a chain."""
 MOST_VALUES = 10**6
-"""Numbers, texts, lists and objects of a JSON file; a plan for 64 devices and 1000 micro-batches has 500,000."""
+"""Largest number of values (numbers, texts, lists and objects) in a JSON file; a plan for 64 devices and 1000
+micro-batches has 500,000."""
 LONGEST_TEXT = 2**16
-"""Characters of a name, or of any other text in a file."""
+"""Largest number of characters of a name, or of any other text in a file."""
 LONGEST_NAME_BYTES = 255
-"""Of a part of a path, on the file systems of today."""
+"""Largest number of bytes of one part of a path, on the file systems of today."""
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
 def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
-    """The text of a file, refused where it is no text, or too large."""
+    """Return the text of a file; refuse a file that is not text, or too large."""
     try:
         with open(path, "rb") as file:  # not by its size: a device or a pipe has none
             data = file.read(LARGEST_FILE_BYTES + 1)
@@ -48,7 +49,7 @@ def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
 
 
 def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
-    """The JSON in ``text``; what is too large to be looked through is refused first."""
+    """Return the value of JSON in ``text``; refuse a text that is too large before it is parsed."""
     num_values = text.count(",") + text.count("[") + text.count("{")
     if num_values > MOST_VALUES:
         raise error(f"{where}: about {num_values} values, and at most {MOST_VALUES} are read")
@@ -71,7 +72,7 @@ def read_json(path: str | PathLike[str], *, error: type[FormatError]) -> Any:
 
 @cache
 def _checks(schema: str) -> tuple[Check, Check]:
-    """What finds the first flaw of a whole file, and of its format."""
+    """Return two checks, which find the first error in a whole file and in its ``format``."""
     text = (SCHEMAS / f"{schema}.schema.json").read_text(encoding="utf-8")
     whole = json.loads(text)
     kind = {key: whole[key] for key in ("$defs", "type") if key in whole}
@@ -80,10 +81,10 @@ def _checks(schema: str) -> tuple[Check, Check]:
 
 
 def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -> Mapping[str, Any]:
-    """``data`` if it follows the schema, otherwise one sentence that names the first flaw's path.
+    """Return ``data`` if it follows the schema.
 
     Raises:
-        FormatError: ``error``, of which this is the base.
+        FormatError: it does not; one sentence names the path of the first error. ``error`` is the class raised.
     """
     try:
         _check_sizes(data, where, error)
@@ -100,14 +101,14 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
 
 
 def _check_sizes(data: Any, where: str, error: type[FormatError]) -> None:
-    """Refuse what no planner could take, before anything looks at each of its values."""
+    """Refuse data that no planner could take, before anything looks at each of its values."""
     layers = data.get("layers") if isinstance(data, dict) else None
     if isinstance(layers, list) and len(layers) > MOST_LAYERS:
         raise error(f"{where}: layers has {len(layers)} entries, and at most {MOST_LAYERS} are read: group them")
 
 
 def _odd_values(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """The numbers that are no finite float, and the texts that are too long: where they stand, what they are."""
+    """Yield the path and a description of each number that is not finite and each text that is too long."""
     if isinstance(data, int | float):
         if not abs(data) <= sys.float_info.max:
             yield path, f"{shown(data)}, not a finite number"
@@ -125,13 +126,13 @@ def _odd_values(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[t
 
 
 def _dotted(path: Iterable[str | int]) -> str:
-    """``layers[0].name``"""
+    """Join the path of a field: ``layers[0].name``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
     return text.removeprefix(".")
 
 
 def _sentence(flaw: Flaw) -> str:
-    """What is wrong, with the field's path and without the whole file in it."""
+    """Sentence that says what is wrong, with the path of the field and without the whole file in it."""
     path, wanted = _dotted(flaw.path), flaw.wanted
     if flaw.keyword == "required":
         return f"{f'{path}.' if path else ''}{wanted} is missing"
@@ -159,14 +160,14 @@ def _sentence(flaw: Flaw) -> str:
 
 
 def write_text(path: str | PathLike[str], text: str, *, through_link: bool = True) -> None:
-    """Write to a temporary file beside ``path``, then rename it: nobody reads half a file.
+    """Write ``text`` to a temporary file beside ``path``, then rename it, so that nobody reads half a file.
 
     Args:
         through_link: Where ``path`` is a symbolic link, write what it points to. False: the link itself is
             replaced, as is right for a name that the program chose, which others may have planted a link under.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written to.
     """
     target = Path(path).resolve() if through_link else Path(path)
     try:
@@ -181,13 +182,13 @@ def write_text(path: str | PathLike[str], text: str, *, through_link: bool = Tru
 
 @contextmanager
 def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A new file for writing, which takes the name ``target`` when the block ends, and goes if it raises.
+    """Open a new file, which takes the name ``target`` when the block ends; it goes if the block raises.
 
-    It is created exclusively, under a name that nobody can predict: a link that somebody planted in a shared
-    folder is never followed.
+    The file is created exclusively, under a name that nobody can predict: a link that somebody planted in a
+    shared folder is never followed.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written to.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:80]}.", dir=target.parent)
     try:
@@ -203,14 +204,14 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: str | PathLike[str], data: Any, *, through_link: bool = True) -> None:
-    """Write ``data`` as :func:`write_text` does."""
+    """Write ``data`` as JSON, as :func:`write_text` writes a text."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", through_link=through_link)
 
 
 def is_plain(name: object) -> TypeGuard[str]:
-    """Whether ``name`` is the relative name of a file that cannot be outside of the folder it is joined to.
+    """Return whether ``name`` is a relative name that stays within the folder it is joined to.
 
-    Files in subfolders have such names, too. Links within the folder are another question.
+    Files in subfolders have such names, too. Links within the folder are not looked at.
     """
     if not isinstance(name, str) or "\0" in name:
         return False

@@ -1,4 +1,4 @@
-"""The whole trade-off of time against memory."""
+"""Frontier: the trade-off of time against memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, mak
 from deepspeed_partition.planner.problem import Chain, Platform
 
 RESOLUTION = 0.02
-"""Of the memory: two plans of a frontier differ by at least this part of it."""
+"""Least relative difference in memory between two plans of a frontier."""
 POINTS = 20
-"""The time is enough for so many plans at the least."""
+"""Number of plans for which the time is enough at least."""
 SAVES_MEMORY = ("madpipe", "contiguous")
-"""These plan for a period in as little memory as possible."""
+"""Algorithms that can plan for a given period in as little memory as possible."""
 WORTH = 0.05
-"""So much slower is still worth naming, if it saves memory."""
+"""Largest slowdown, relative to the fastest plan, that is worth naming if it saves memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +30,23 @@ class Frontier:
 
     plans: tuple[Plan, ...]
     complete: bool
-    """Down to the smallest memory into which the algorithm fits a plan; otherwise the time was up."""
+    """True: the plans go down to the smallest memory into which the algorithm fits one. False: the time was up."""
 
     def memory_bytes(self, plan: Plan) -> int:
-        """What each device must have."""
+        """Return the bytes that each device must have for a plan."""
         return max(plan.peak_memory_bytes)
 
     def slowdown(self, plan: Plan) -> float:
-        """How much longer than the fastest, as a part of it."""
+        """Return how much longer a plan takes than the fastest one, relative to the fastest."""
         return seconds_of(plan) / seconds_of(self.plans[0]) - 1
 
     def bargain(self) -> Plan | None:
-        """The least memory that costs at most ``WORTH``; None where nothing is saved for that."""
+        """Plan of the least memory whose slowdown is at most ``WORTH``; None where no such plan saves memory."""
         plan = max((plan for plan in self.plans if self.slowdown(plan) <= WORTH), key=seconds_of)
         return None if plan is self.plans[0] else plan
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, in seconds and bytes."""
+        """Return the frontier as plain data, in seconds and bytes."""
         return {
             "complete": self.complete,
             "points": [
@@ -73,13 +73,13 @@ def frontier(
 ) -> Frontier:
     """Plan for less and less memory, from what the fastest plan takes down to the least that any plan takes.
 
-    Each plan is made for ``RESOLUTION`` less memory than the one before used, the last one for the smallest memory
-    of all; and then for its period in less memory, where the algorithm can do that. Where it is exact, so are the
-    points: nothing is faster in the memory that they show.
+    Each plan is made for ``RESOLUTION`` less memory than the plan before it used, the last one for the smallest
+    memory of all. Then, where the algorithm can do that, it is planned again for its period in less memory. Where
+    the algorithm is exact, the points are exact: nothing is faster in the memory that they show.
 
     Args:
-        platform: ``memory_bytes`` is the most that a plan may use.
-        time_limit_seconds: for all of it.
+        platform: its ``memory_bytes`` is the most that a plan may use.
+        time_limit_seconds: the limit for all plans together.
 
     Raises:
         InfeasibleError: not even the first plan fits.
@@ -122,7 +122,7 @@ def frontier(
 
 
 def _undominated(plans: Sequence[Plan]) -> list[Plan]:
-    """Without those that a plan of less memory equals or beats."""
+    """Return the plans without those that a plan of less memory equals or beats."""
     kept: list[Plan] = []
     for plan in reversed(plans):
         if not kept or seconds_of(plan) < seconds_of(kept[-1]):

@@ -1,7 +1,7 @@
-"""From a graph of layers to a chain: an order of the nodes, and the cuts in it that a few tensors cross.
+"""Conversion of a graph of layers to a chain: an order of its nodes, and boundaries that few tensors cross.
 
-At a cut, what crosses is every tensor that was made before it and is read after it, whether the layers at the
-cut use it or not, and every result of the network, which the loss reads at the end. Two things are decided:
+Across a boundary goes every tensor that is made before it and read after it, whether the layers at the boundary
+use it or not, and every result of the network, which the loss reads at the end. Two things are decided:
 
 - *The order.* Of all orders that follow the edges, one where little crosses: the least sum, over all positions,
   of the bytes that cross. With c(S) the bytes alive after the set S of nodes, a set that holds whatever its
@@ -12,8 +12,9 @@ cut use it or not, and every result of the network, which the loss reads at the 
   The sets grow node by node. Where many are possible only the cheapest of each size grow on (``MOST_STEPS``),
   so the order is exact for small graphs and for graphs that narrow often, such as residual and inception
   networks, and a good one elsewhere.
-- *The cuts.* Every position that at most ``FEW_TENSORS`` cross; more, where otherwise one layer would hold a
-  sixteenth of the whole time. Between nodes that cost nothing (views, sizes) only the cheapest position counts.
+- *The boundaries.* Every position that at most ``FEW_TENSORS`` tensors cross. Positions that more tensors cross
+  are added where otherwise one layer would hold a sixteenth of the whole time. Between nodes that cost nothing
+  (views, sizes) only the cheapest position counts.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from deepspeed_partition.planner.problem import Chain, LayerProfile
 from deepspeed_partition.planner.units import shown
 
 FEW_TENSORS = 3
-"""A cut that more tensors cross is made only where a layer would be too long without it."""
+"""Most tensors that cross an ordinary boundary; more cross one only where a layer would be too long without it."""
 LONGEST_SHARE = Fraction(1, 16)
-"""Of the whole time: a layer with as much is cut further where the graph allows."""
+"""Share of the whole time from which on a layer is cut further, where the graph allows it."""
 MOST_STEPS = 200_000
 """Nodes tried in the search for an order, besides the first ``MOST_CHOICES`` of each set: half a second."""
 MOST_CHOICES = 32
-"""Of the nodes that may come next those tried, the first ones."""
+"""Nodes tried of those that may come next in an order, the first ones."""
 MOST_NODES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One operation of a network, for one micro-batch. An input of the network is a node that ``is_input``."""
+    """One operation of a network, for one micro-batch. An input of the network is a node with ``is_input``."""
 
     name: str
     type: str
@@ -49,7 +50,7 @@ class Node:
     weight_bytes: int
     output_bytes: int
     reads: tuple[int, ...] = ()
-    """The nodes whose outputs it reads, as indices; each counts once."""
+    """Nodes whose outputs this one reads, as indices; each counts once."""
     is_input: bool = False
 
     def __post_init__(self) -> None:
@@ -65,28 +66,28 @@ class Node:
 
 
 class Crossing(NamedTuple):
-    """What crosses a cut."""
+    """Tensors that cross one boundary."""
 
     num_tensors: int
-    """Those that have bytes."""
+    """Number of tensors that have bytes."""
     num_bytes: int
 
 
 class GraphError(ValueError):
-    """A graph that is no network of layers."""
+    """Raised for a graph that is no network of layers."""
 
     def __init__(self, message: str, node: int | None = None) -> None:
         super().__init__(message)
         self.node = node
-        """The index of a node to which it applies."""
+        """Index of a node to which the message applies; None: to none."""
 
 
 class LayerGraph:
-    """The nodes of a network; edges are the tensors that they read.
+    """Graph of a network: its nodes, and edges for the tensors that they read.
 
     Raises:
-        GraphError: no nodes besides inputs, too many, nodes that wait for each other in a circle, or a part that
-            is connected to nothing else.
+        GraphError: it has no nodes besides inputs, or too many, nodes that wait for each other in a circle, or a
+            part that is connected to nothing else.
     """
 
     def __init__(self, nodes: Sequence[Node], name: str = "graph") -> None:
@@ -100,14 +101,14 @@ class LayerGraph:
                 f"the graph has {len(self.nodes)} nodes and at most {MOST_NODES} are read: group them"
             )
         self.readers: list[list[int]] = [[] for _ in self.nodes]
-        """For each node the nodes that read its output."""
+        """Indices, for each node, of the nodes that read its output."""
         for index in self.layers:
             for tensor in self.nodes[index].reads:
                 self.readers[tensor].append(index)
         order = self._any_order()
         self._refuse_parts()
         self.results = self._results(order)
-        """The nodes whose outputs the loss reads, at the end."""
+        """Nodes whose outputs the loss reads, at the end."""
 
     def _any_order(self) -> list[int]:
         waits_for = [len(self._made_reads(index)) for index in range(len(self.nodes))]
@@ -138,13 +139,13 @@ class LayerGraph:
             raise GraphError(f"node {names[0]} is not connected with {names[1]}: the graph has parts", apart)
 
     def _made_reads(self, index: int) -> list[int]:
-        """What a node reads besides inputs, which are there from the start."""
+        """Return the nodes that a node reads, without inputs, which are there from the start."""
         return [tensor for tensor in self.nodes[index].reads if not self.nodes[tensor].is_input]
 
     def _results(self, order: Sequence[int]) -> set[int]:
-        """What nobody reads and is there to be read: not a length or an item that the network leaves aside.
+        """Return the results: nodes whose outputs nobody reads, without lengths and items left aside.
 
-        A node that computes something, or hands on what no other node computes with.
+        A result is a node that computes something, or that hands on what no other node computes with.
         """
         leads_on: set[int] = set()
         for index in reversed(order):
@@ -162,7 +163,7 @@ class LayerGraph:
         return {index for index in unused if not self.readers[index]}
 
     def to_chain(self) -> Chain:
-        """The chain of the graph; its layers conserve times and weights."""
+        """Return the chain of the graph; the times and weights of its layers add up to those of the nodes."""
         order = self.order()
         cuts = self.cuts(order)
         crossing = self.crossing(order)
@@ -187,7 +188,7 @@ class LayerGraph:
         )
 
     def crossing(self, order: Sequence[int]) -> list[Crossing]:
-        """Entry p: what crosses a cut before position p of the order; at its end, the results."""
+        """Return, as entry p, what crosses a boundary before position p of the order; at its end, the results."""
         position = {index: place for place, index in enumerate(order)}
         change = [[0, 0] for _ in range(len(order) + 2)]
         for index, node in enumerate(self.nodes):
@@ -203,7 +204,7 @@ class LayerGraph:
         return [Crossing(*each) for each in zip(tensors, num_bytes, strict=True)]
 
     def order(self) -> list[int]:
-        """The nodes besides inputs, each after what it reads."""
+        """Return the nodes besides inputs, each after what it reads."""
         before = {index: _mask(self._made_reads(index)) for index in self.layers}
         after = [_mask(readers) for readers in self.readers]
         size = [node.output_bytes for node in self.nodes]
@@ -244,7 +245,7 @@ class LayerGraph:
         return order[::-1]
 
     def cuts(self, order: Sequence[int]) -> list[int]:
-        """Positions in the order where layers begin, and its length."""
+        """Return the positions in the order where layers begin, and its length."""
         nodes = [self.nodes[index] for index in order]
         crossing = self.crossing(order)
         until = list(accumulate((node.milliseconds for node in nodes), initial=Fraction(0)))
@@ -262,7 +263,7 @@ class LayerGraph:
 
 
 def _cheapest_of_equals(nodes: Sequence[Node], price: Sequence[tuple[int, int]]) -> list[int]:
-    """Positions between nodes; of those between which nothing is computed only the cheapest, none at the ends."""
+    """Return inner positions between nodes; where nothing is computed between several, only the cheapest."""
     groups = [[0]]
     for position, node in enumerate(nodes, start=1):
         if node.costs_nothing:
@@ -273,7 +274,7 @@ def _cheapest_of_equals(nodes: Sequence[Node], price: Sequence[tuple[int, int]])
 
 
 def _exact(milliseconds: float) -> Fraction:
-    """The decimal number that was written."""
+    """Return the decimal number that was written, exactly."""
     return Fraction(repr(milliseconds))
 
 

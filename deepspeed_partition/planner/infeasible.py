@@ -1,4 +1,4 @@
-"""Why nothing fits, and what would do, in one sentence."""
+"""Explanation of why nothing fits, and of what would help, in one sentence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from deepspeed_partition.planner.solvers.road import Placement, Road
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 Solve = Callable[[Problem, Solver], object]
-"""Raises ``InfeasibleError`` where no plan fits."""
+"""Function that plans, and raises ``InfeasibleError`` where no plan fits."""
 
 
 def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleError:
-    """Which stage lacks how much, in the cut that needs least, and what would do.
+    """Return the error that says which stage lacks how many bytes, and what would help.
 
     Args:
-        solve: what found that nothing fits, to be asked again with more memory.
+        solve: the function that found that nothing fits; it is called again with more memory.
     """
     found = solver.smallest_memory(problem)
     memory = problem.platform.memory_bytes
@@ -69,7 +69,7 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
 
 
 def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
-    """The same where the allocation that needs least has several stages on a device."""
+    """Return the error for an allocation that needs the least memory and has several stages on a device."""
     memory = problem.platform.memory_bytes
     device = max(Road(problem, placement).memory, key=lambda each: each.bytes_for_one)
     stages = [placement.cuts[stage : stage + 2] for stage in device.stages]
@@ -86,7 +86,7 @@ def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) ->
 
 
 def _enough_for_step(problem: Problem, solver: Solver, solve: Solve, memory_bytes: int) -> int:
-    """The memory with which a step really fits, tensors that pile up before a slow link included."""
+    """Return the bytes per device with which a step fits, with the tensors that wait for a slow link."""
     while memory_bytes <= LARGEST_MEMORY_BYTES:
         more = problem.with_memory(memory_bytes)
         try:
@@ -117,7 +117,7 @@ def piles_up(problem: Problem, smallest: int) -> InfeasibleError:
 
 
 def no_room_for_flush(problem: Problem, smallest: int) -> InfeasibleError:
-    """Where micro-batches wait in flight until a batch is whole."""
+    """Return the error for a flush, where micro-batches stay in flight until their batch is complete."""
     memory = problem.platform.memory_bytes
     return InfeasibleError(
         f"no plan fits into {format_bytes(memory)} per device: the loss of a batch is computed on all of its "

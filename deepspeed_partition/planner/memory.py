@@ -1,14 +1,14 @@
-"""What a stage of a contiguous allocation keeps on its device, one function per term.
+"""The memory model: bytes of a stage of a contiguous allocation on its device, one function per term.
 
-    weight_copies * weights + in_flight * stash + transient + buffers at its two cuts
+    weight_copies * weights + in_flight * stash + transient + buffers at its two boundaries
 
-Instants, here and wherever a plan's bytes are counted. Something that lasts from a to b is there at the instants t
-with a <= t < b: what ends at an instant is gone when anything begins there. An operation that takes no time, a =
-b, is there at the instant a. So "while the layer runs" and "from the start of its forward to the end of its
-backward" include a single instant: the transient bytes of a stage that takes no time count then, and so does its
-micro-batch where its forward and its backward fall on one instant. All that is there at an instant counts
-together: the sum of the stashes, the largest of the transients. A tensor that waits from a to a has not waited,
-and does not count beyond the buffers that are reserved for it.
+These are the instants that count, here and wherever the bytes of a plan are counted. Something that lasts from a
+to b is there at the instants t with a <= t < b: what ends at an instant is gone when anything begins there. An
+operation that takes no time, a = b, is there at the instant a. So "while the layer runs" and "from the start of
+its forward to the end of its backward" include a single instant: the transient bytes of a stage that takes no
+time count then, and so does its micro-batch where its forward and its backward fall on one instant. All that is
+there at an instant counts together: the sum of the stashes, the largest of the transients. A tensor that waits
+from a to a has not waited, and does not count beyond the buffers that are reserved for it.
 
 The replay (``simulate.py``) counts the same bytes from the operations alone and shares nothing with this file.
 """
@@ -25,11 +25,11 @@ from deepspeed_partition.planner.plan import MemoryUse
 from deepspeed_partition.planner.problem import Chain, Platform
 
 UNLIMITED = 2**40
-"""More micro-batches than any schedule has in flight."""
+"""Number of micro-batches that stands for no limit: more than any schedule has in flight."""
 
 
 def stage_memory(chain: Chain, platform: Platform, start: int, stop: int, in_flight: int) -> MemoryUse:
-    """M(k, l, g) of the paper, section 4.2.1: layers ``start`` to ``stop`` alone on a device."""
+    """Return the bytes of layers ``start`` to ``stop`` on a device: M(k, l, g) of the paper, section 4.2.1."""
     layers = chain.layers[start:stop]
     return MemoryUse(
         weights=platform.weights_bytes(sum(layer.weight_bytes for layer in layers)),
@@ -40,10 +40,10 @@ def stage_memory(chain: Chain, platform: Platform, start: int, stop: int, in_fli
 
 
 def buffer_slots(platform: Platform) -> int:
-    """Tensors kept at each end of a cut.
+    """Return the number of tensors kept at each end of a boundary.
 
-    1F1B* has up to two waiting there, an activation and a gradient or two gradients, so fewer buffers save
-    nothing that can be counted on; where they do, the replay finds a smaller peak.
+    Under 1F1B* up to two tensors wait there: an activation and a gradient, or two gradients. So fewer buffers
+    save nothing that can be counted on; where they do, the replay finds a smaller peak.
     """
     return max(2, platform.comm_buffers)
 
@@ -55,7 +55,10 @@ def _cut_bytes(chain: Chain, start: int, stop: int) -> int:
 
 
 class StageTable:
-    """For all stages of layers k to l at once: what must be known to fit them into memory."""
+    """Bytes of all stages, layers k to l, at once, to fit them into memory.
+
+    Arrays have shape (L + 1, L + 1) and are indexed [k, l], unless said otherwise.
+    """
 
     def __init__(self, chain: Chain, platform: Platform) -> None:
         size = chain.num_layers + 1
@@ -71,23 +74,23 @@ class StageTable:
         buffers = np.array([0, *inner, 0], dtype=np.int64)
         scaled = _times(weights[None, :] - weights[:, None], Fraction(str(platform.weight_copies)))
         self.weights: NDArray[np.int64] = weights
-        """[l]: bytes of the parameters of layers 0 to l, once."""
+        """Bytes of the parameters of layers 0 to l, once; shape (L + 1,), indexed [l]."""
         self.buffers: NDArray[np.int64] = buffers[:, None] + buffers[None, :]
-        """[k, l]: bytes at both cuts of layers k to l; contained in ``fixed``."""
+        """Bytes of the buffers at both boundaries of layers k to l, [k, l]; contained in ``fixed``."""
         self.fixed: NDArray[np.int64] = scaled + self.buffers + transient
-        """[k, l]: bytes that layers k to l need however many micro-batches are in flight."""
+        """Bytes that layers k to l need however many micro-batches are in flight, [k, l]."""
         self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None], 0)
-        """[k, l]: bytes that each micro-batch in flight adds."""
+        """Bytes that each micro-batch in flight adds to layers k to l, [k, l]."""
         self.transient: NDArray[np.int64] = transient
-        """[k, l]: bytes that layers k to l need only while they run; contained in ``fixed``."""
+        """Bytes that layers k to l need only while they run, [k, l]; contained in ``fixed``."""
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
-        """[k, l]: some parameter of layers k to l is trained."""
+        """Booleans, [k, l]: some parameter of layers k to l is trained."""
         self.max_in_flight: NDArray[np.int64] = self._room_for(platform.memory_bytes)
-        """[k, l]: the most micro-batches that fit; 0 where not one does."""
+        """Most micro-batches in flight that fit for layers k to l, [k, l]; 0 where not one fits."""
 
     def with_memory(self, memory_bytes: int) -> StageTable:
-        """The same for devices of another size."""
+        """Return the table for devices with ``memory_bytes``."""
         other = copy(self)
         other.max_in_flight = self._room_for(memory_bytes)
         return other
@@ -101,7 +104,7 @@ class StageTable:
 
 
 def _times(num_bytes: NDArray[np.int64], copies: Fraction) -> NDArray[np.int64]:
-    """``copies`` times as many, rounded up, exactly; from 0 to 2**60."""
+    """Multiply bytes (0 to 2**60) by ``copies``, exactly, and round up."""
     least, most = int(num_bytes.min()), int(num_bytes.max())
     # Python's integers where the product may need more than 64 bits; they take twenty times as long.
     fits = max(most, -least) * copies.numerator < 2**62 and copies.denominator < 2**62

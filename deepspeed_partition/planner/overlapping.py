@@ -1,11 +1,11 @@
 """One synchronous step in an engine that overlaps transfers with computation, simulated event by event.
 
-Operations are held as positions on the road that every micro-batch takes,
+Operations are numbered by their position on the path that every micro-batch takes,
 
     F0 F1 F2 B2 B1 B0           0 1 2 3 4 5 for three stages
 
-and each of them takes the micro-batches in their order, so that all that is waited for is a count. A transfer
-belongs to the position before it.
+Each operation takes the micro-batches in their order, so a count says what has been done. A transfer belongs to
+the position before it.
 
 The replay (``simulate_step.py``) runs the same rules as another program, which searches nothing.
 """
@@ -26,32 +26,33 @@ from deepspeed_partition.planner.problem import Platform
 from deepspeed_partition.planner.schedule import Order
 
 Positions = tuple[int, ...]
-"""What a device runs in a step, in order: the k-th time that a position stands there is micro-batch k."""
+"""Operations of a device in a step, in order, as positions: the k-th time that a position stands there is
+micro-batch k."""
 Choice = Callable[[int, list[int], list[int]], int]
-"""What a free device runs next, from the device and, for each position, how many micro-batches have come to it and
-how many it has begun; negative: it waits."""
+"""Function that chooses what a free device runs next. It gets the device and, for each position, how many
+micro-batches have come to it and how many it has begun; a negative answer means that the device waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """What happened in a step; ticks. Entries are for each position, then for each micro-batch."""
+    """Events of one simulated step, in ticks. Entries are for each position, then for each micro-batch."""
 
     ticks: int
-    """Until the last stage to do so has ended its all-reduce."""
+    """Ticks until the last stage has ended its all-reduce."""
     begins: list[list[int]]
     ends: list[list[int]]
     sends: list[list[int]]
-    """When the transfer after each position begins; empty where there is none."""
+    """Ticks at which the transfer after each position begins, for each micro-batch; empty where there is none."""
     orders: list[list[int]]
-    """What each device did, in order."""
+    """Positions that each device ran, in order."""
 
 
 class StepEngine:
-    """An allocation, ready to run steps.
+    """Simulator of the steps of an allocation.
 
     Args:
-        cuts: boundaries of the stages.
-        devices: of each stage.
+        cuts: the boundaries of the stages, with 0 and the number of layers.
+        devices: the device of each stage.
         allreduce: ticks for each stage; left out, there is one pipeline.
         flushes: Micro-batches of each batch of a step, where the last stage begins no backward of a batch before
             all of its forwards are done. Left out, a backward may follow its own forward.
@@ -67,7 +68,7 @@ class StepEngine:
         flushes: Sequence[int] | None = None,
     ) -> None:
         self.flush_ends = None if flushes is None else frozenset(accumulate(flushes))
-        """Forwards of the last stage after which backwards may begin."""
+        """Counts of forwards of the last stage after which its backwards may begin; None: after each."""
         self.platform: Platform = times.platform
         self.num_stages = len(devices)
         stages = list(pairwise(cuts))
@@ -75,7 +76,7 @@ class StepEngine:
         down = [times.forward_ticks(*stage) for stage in stages]
         up = [times.backward_ticks(*stage) for stage in stages]
         self.ticks = [*down, *reversed(up)]
-        """Of each position."""
+        """Ticks of each position, for one micro-batch."""
         self.device = [*devices, *reversed(devices)]
         self.num_devices = max(devices) + 1
         self.names = [f"F{stage}" for stage in range(len(stages))] + [
@@ -90,7 +91,7 @@ class StepEngine:
         """Ticks of the transfer after each position; None where there is none."""
         links: dict[frozenset[int], int] = {}
         self.link: list[int] = []
-        """Of the transfer after each position; -1 where there is none."""
+        """Number of the link for the transfer after each position; -1 where there is none."""
         for position, ticks in enumerate(self.send):
             ends = frozenset(self.device[position : position + 2])
             self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
@@ -105,14 +106,14 @@ class StepEngine:
         self.tail = self._tails()
         """Ticks from the end of each position to the end of the step, if nothing waits."""
         self.load = [sum(self._ticks_on(device)) for device in range(self.num_devices)]
-        """Of each device for one micro-batch."""
+        """Ticks that each device computes for one micro-batch."""
         self._describe_memory(times, table, stages)
 
     def run(self, num_micro_batches: int, choose: Choice, at_most: int | None = None) -> StepRun | None:
-        """One step; None where it is sure to take longer than ``at_most`` ticks.
+        """Simulate one step; return None where it is sure to take longer than ``at_most`` ticks.
 
         A transfer starts when its link is free and the receiver has fewer than ``slots`` tensors of its kind
-        waiting; of several, the one that became ready first.
+        waiting; of several transfers, the one that became ready first.
 
         Raises:
             ValueError: the orders wait for each other in a circle.
@@ -198,7 +199,7 @@ class StepEngine:
     def _next_transfer(
         self, link: int, ends: list[list[int]], sent: list[int], begun: list[int]
     ) -> tuple[int, int, int] | None:
-        """The rank, the micro-batch and the position of what a free link sends next."""
+        """Return rank, micro-batch and position of what a free link sends next; None where nothing is ready."""
         best: tuple[int, int, int, int] | None = None
         for position in self.users[link]:
             number = sent[position]
@@ -209,7 +210,7 @@ class StepEngine:
         return None if best is None else (best[2], best[1], best[3])
 
     def named(self, orders: Sequence[Sequence[int]]) -> tuple[Order, ...]:
-        """Orders as a plan has them."""
+        """Return orders in the form of a plan."""
         result = []
         for order in orders:
             count = [0] * len(self.ticks)
@@ -221,11 +222,11 @@ class StepEngine:
         return tuple(result)
 
     def bound(self, num_micro_batches: int) -> int:
-        """No order has a shorter step.
+        """Return a lower bound on the step, in ticks: no order has a shorter one.
 
-        A device, or a link, cannot begin before the first micro-batch has come to it, has all micro-batches to do,
-        and then the last one has to go the rest of the road. Likewise a stage, through which a micro-batch takes
-        at least as long as the road below it, and which has room for so many of them.
+        A device, or a link, cannot begin before the first micro-batch has come to it. It then has all
+        micro-batches to do, and the last one has to go the rest of the path. Likewise a stage that has room for a
+        certain number of micro-batches: each takes at least as long as the path below the stage.
         """
         head = [0]
         for ticks, send in zip(self.ticks, self.send, strict=True):
@@ -247,7 +248,7 @@ class StepEngine:
         return max(bounds)
 
     def peaks(self, run: StepRun) -> list[int]:
-        """Bytes of each device at its peak, to the letter of the formats."""
+        """Return the peak bytes of each device, exactly as the file formats define them."""
         # Ticks of a long step may need more than 64 bits.
         kind: type = np.int64 if run.ticks < 2**62 else object
         peaks = []
@@ -275,7 +276,7 @@ class StepEngine:
         return peaks
 
     def _buffers(self, run: StepRun, cut: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tensors of a cut that are kept on a device."""
+        """Return the number of tensors of a boundary that are kept on a device, at each of ``moments``."""
         down, up = cut, len(self.ticks) - 2 - cut  # the positions before the activation and before the gradient
         count = np.zeros(len(moments), dtype=np.int64)
         if self.link[down] < 0:
@@ -297,7 +298,7 @@ class StepEngine:
         self.transient = [int(table.transient[stage]) for stage in stages]
         self.crossing_bytes = [chain.boundary_bytes(stop) for _, stop in stages[:-1]]
         self.most_in_flight = [int(table.max_in_flight[stage]) for stage in stages]
-        """Of each stage, if it had its device for itself."""
+        """Most micro-batches in flight of each stage, if it had its device for itself."""
         self.weights = []
         for place in range(self.num_devices):
             mine = [each for stage, each in enumerate(stages) if self.device[stage] == place]
@@ -323,7 +324,7 @@ class StepEngine:
 
 
 def in_order(orders: Sequence[Positions]) -> Choice:
-    """Each device runs its order, each operation as soon as its tensor is there."""
+    """Return the choice by which each device runs its order, each operation as soon as its tensor is there."""
     following = [iter(order) for order in orders]
     upcoming = [next(each, -1) for each in following]
 
@@ -338,7 +339,7 @@ def in_order(orders: Sequence[Positions]) -> Choice:
 
 
 def one_f_one_b(engine: StepEngine, depths: Sequence[int], num_micro_batches: int) -> tuple[Positions, ...]:
-    """Where each device has one stage: warm up with so many forwards, then alternate, then drain."""
+    """Return 1F1B orders of one stage per device: ``depths[stage]`` forwards, then alternate, then drain."""
     orders: list[Positions] = [()] * engine.num_devices
     for stage, depth in enumerate(depths):
         forward, backward = stage, len(engine.ticks) - 1 - stage
@@ -348,10 +349,11 @@ def one_f_one_b(engine: StepEngine, depths: Sequence[int], num_micro_batches: in
 
 
 def eager(engine: StepEngine, most_in_flight: Sequence[int], *, oldest_first: bool) -> Choice:
-    """A free device runs what is there: what is furthest on the road, or what is of the oldest micro-batch.
+    """Return the choice by which a free device runs what is ready: the furthest, or the oldest.
 
     Args:
-        most_in_flight: of each stage, beyond which no forward begins.
+        most_in_flight: for each stage, the micro-batches in flight beyond which no forward begins.
+        oldest_first: take the oldest micro-batch first; False: the operation that is furthest on the path.
     """
     size = len(engine.ticks)
     mine = [
@@ -380,9 +382,9 @@ def eager(engine: StepEngine, most_in_flight: Sequence[int], *, oldest_first: bo
 def _alive(
     begins: Sequence[int], ends: Sequence[int], moments: NDArray[np.int64], *, instants: bool = False
 ) -> NDArray[np.int64]:
-    """How many spans have begun and not ended at each moment; what ends then has ended.
+    """Return how many spans are open at each moment: begun and not ended; what ends at a moment has ended.
 
-    Both rise with the micro-batch. ``instants``: what takes no time is there for its instant.
+    Beginnings and ends rise with the micro-batch. ``instants``: a span that takes no time is open at its instant.
     """
     begun, ended = np.array(begins, dtype=moments.dtype), np.array(ends, dtype=moments.dtype)
     alive: NDArray[np.int64] = begun.searchsorted(moments, "right") - ended.searchsorted(moments, "right")

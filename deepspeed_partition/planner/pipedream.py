@@ -25,16 +25,16 @@ _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 MOST_LINES = 20_000
-"""Nodes, edges and empty lines."""
+"""Largest number of lines of a file: nodes, edges and empty lines."""
 LONGEST_LINE = 2**16
-"""In characters."""
+"""Largest number of characters of a line."""
 
 
 class _Line(NamedTuple):
     number: int
     text: str
     where: str
-    """The file and the number, which begin the message of an error."""
+    """File and number of the line, which begin the message of an error."""
 
     @property
     def parts(self) -> list[str]:
@@ -46,16 +46,17 @@ class _Line(NamedTuple):
 
 
 def is_graph(text: str) -> bool:
-    """Whether this is meant to be a ``graph.txt`` rather than JSON: its first line with content says."""
+    """Return whether a text is meant to be a ``graph.txt`` rather than JSON: its first line with content says."""
     first = text.lstrip().partition("\n")[0]
     return " -- " in first and not first.lstrip("\ufeff \t").startswith(("{", "["))
 
 
 def read_chain(text: str, *, name: str, where: str) -> Chain:
-    """The chain of the graph in a ``graph.txt``.
+    """Return the chain of the graph in a ``graph.txt``.
 
     Raises:
-        ChainFormatError: no such graph, or one whose sizes and times no chain has; the message names the line.
+        ChainFormatError: the text is no such graph, or its sizes and times are those of no chain; the message
+            names the line.
     """
     graph = read_graph(text, name=name, where=where)
     try:
@@ -65,11 +66,11 @@ def read_chain(text: str, *, name: str, where: str) -> Chain:
 
 
 def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
-    """The graph in the text of a ``graph.txt``; ``where`` (a file's name) begins the message of an error.
+    """Return the graph in the text of a ``graph.txt``; ``where`` (a file's name) begins the message of an error.
 
     Raises:
-        ChainFormatError: a line that is neither node nor edge, a number that is none, a node that stands twice or
-            nowhere, and what ``LayerGraph`` refuses; the message names the line.
+        ChainFormatError: a line is neither node nor edge, a number is none, a node is defined twice or not at
+            all, or ``LayerGraph`` refuses the graph; the message names the line.
     """
     _check_sizes(text, where)
     lines = [

@@ -1,4 +1,4 @@
-"""What is answered: a plan, with what it promises, and its file."""
+"""The plan: what it decides, what it promises, and its file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN_FORMAT = "madpipe-plan/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReference:
-    """The chain that a plan was made for."""
+    """Reference to the chain that a plan was made for."""
 
     name: str
     num_layers: int
@@ -44,18 +44,18 @@ class ChainReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage(Stage):
-    """A stage with what the plan says of it."""
+    """Stage with what the plan says about it."""
 
     in_flight: int
-    """The most micro-batches forwarded and not yet through their backward."""
+    """Most micro-batches in flight: forwarded by the stage and not yet through its backward."""
     layer_names: tuple[str, ...] = ()
     num_trainable_parameters: int | None = None
-    """Of its layers together; by this a host recognizes the model."""
+    """Trainable parameters of the stage's layers, each once; a host recognizes the model by this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """The bytes of one device at its peak."""
+    """Bytes of one device at its peak, by term."""
 
     weights: int
     stash: int
@@ -73,49 +73,57 @@ class StepPlan:
 
     num_micro_batches: int
     step_seconds: float
-    """In an engine that overlaps transfers with computation."""
+    """Seconds of the step in an engine that overlaps transfers with computation."""
     blocking_step_seconds: float | None
-    """In DeepSpeed's own engine; None where it cannot run the allocation."""
+    """Seconds of the step in DeepSpeed's own engine; None where it cannot run the allocation."""
     order: tuple[Order, ...]
-    """For each device its forwards and backwards."""
+    """Forwards and backwards of each device, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where every layer runs and when, and what that promises."""
+    """Allocation and schedule of a chain on a platform, and what they promise.
+
+    Times are in seconds and sizes in bytes. Source: the MadPipe paper, sections 3 and 4, for the period and the
+    memory.
+    """
 
     chain: ChainReference
     platform: Platform
     algorithm: str
     period_seconds: float
-    """Per micro-batch in steady state."""
+    """Seconds per micro-batch in steady state."""
     lower_bound_seconds: float
-    """No schedule of any allocation of these layers on this platform has a shorter period."""
+    """Seconds; no schedule of any allocation of these layers on this platform has a shorter period."""
     gap: float
-    """``period_seconds / lower_bound_seconds - 1``."""
+    """Relative distance to the lower bound: ``period_seconds / lower_bound_seconds - 1``."""
     proved: bool
-    """Nothing better exists in ``proved_class``: no shorter period, or as ``proved_of`` says. Of a step nothing is
-    proved, so a plan with one is not."""
+    """True: nothing better exists in ``proved_class``, no shorter period, or as ``proved_of`` says. Nothing is
+    proved about a step, so a plan with one is not proved."""
     proved_class: str | None = None
-    """``"contiguous"``, ``"one special device"`` (only one has several stages), or ``"any allocation"``. Layers
-    that follow one another on a device count as one stage in all of them."""
+    """Allocations among which the plan is proved best: ``"contiguous"``, ``"one special device"`` (only one has
+    several stages), or ``"any allocation"``. Layers that follow one another on a device count as one stage in all
+    of them."""
     proved_of: str | None = None
-    """``"period"``, or ``"memory"`` where a period was asked for: no plan of this period takes less."""
+    """Quantity that is proved: ``"period"``, or ``"memory"`` where a period was asked for (no plan of this period
+    takes less)."""
     class_lower_bound_seconds: float | None = None
-    """No allocation in which at most one device has several stages has a shorter period; None: not looked for."""
+    """Seconds; no allocation in which at most one device has several stages has a shorter period. None: not
+    looked for."""
     stages: tuple[PlannedStage, ...]
     operations: tuple[PlacedOperation, ...]
     memory: tuple[MemoryUse, ...]
-    """What each device's peak consists of; of the step where there is one."""
+    """Peak bytes of each device, by term; those of the step where there is one."""
     peak_memory_bytes: tuple[int, ...]
     step: StepPlan | None = None
     data_parallel: int | None = None
-    """So many identical pipelines of ``platform.num_devices`` devices each, if that was planned."""
+    """Number of identical pipelines of ``platform.num_devices`` devices each; None where that was not planned."""
     zero_stage: int | None = None
-    """Of those pipelines, where it was said. Under 1 they share the optimizer's states, and
+    """ZeRO stage of those pipelines; None where it was not given. Under 1 they share the optimizer's states, and
     ``platform.weight_copies`` is what each of them keeps."""
     allreduce_seconds: tuple[float, ...] = ()
-    """Of each stage's gradients, among those pipelines, once per step."""
+    """Seconds per step in which the gradients of each stage are all-reduced among those pipelines; empty without
+    them."""
     planning_seconds: float = 0.0
 
     @property
@@ -128,12 +136,12 @@ class Plan:
 
     @property
     def boundaries(self) -> list[int]:
-        """Where stages begin, and the number of layers: ``parts`` of DeepSpeed."""
+        """First layer of each stage, and the number of layers: ``parts`` of DeepSpeed."""
         return list(self.allocation.boundaries)
 
     @property
     def is_contiguous(self) -> bool:
-        """One stage per device, in the order of the devices."""
+        """Return whether each device has one stage, in the order of the devices."""
         return self.allocation.is_contiguous
 
     @property
@@ -149,7 +157,7 @@ class Plan:
         return self.step.blocking_step_seconds if self.step else None
 
     def check_chain(self, chain: Chain) -> None:
-        """Refuse another model.
+        """Refuse a chain that the plan was not made for.
 
         Raises:
             PlanMismatchError: the plan was made for a chain with other layers, times or sizes.
@@ -166,13 +174,13 @@ class Plan:
             )
 
     def summary(self) -> str:
-        """The table of stages and the promises, as text for a log."""
+        """Return the promises and the table of stages, as text for a log."""
         from deepspeed_partition.planner.draw import summary  # rich, which only drawing needs
 
         return summary(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, ``madpipe-plan/1``."""
+        """Return the JSON form, ``madpipe-plan/1``; seconds and bytes."""
         data: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "chain": self.chain.to_dict(),
@@ -215,7 +223,7 @@ class Plan:
         """Read the JSON form; ``where`` (a file's name) begins the message of an error.
 
         Raises:
-            PlanFormatError: naming the field's path.
+            PlanFormatError: ``data`` does not follow the format; the message names the path of the field.
         """
         mapping = files.validated(data, schema="plan", where=where, error=PlanFormatError)
         try:
@@ -275,15 +283,15 @@ class Plan:
         """Read a plan file.
 
         Raises:
-            PlanFormatError: not a plan file; the message names the file and the field.
+            PlanFormatError: the file cannot be read, or is no plan; the message names the file and the field.
         """
         return cls.from_dict(files.read_json(path, error=PlanFormatError), where=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a plan file, whole or not at all; ``Plan.load(path) == plan``.
+        """Write a plan file, as a whole or not at all; ``Plan.load(path) == plan``.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written to.
         """
         files.write_json(path, self.to_dict())
 

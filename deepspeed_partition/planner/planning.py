@@ -1,4 +1,4 @@
-"""From a chain and a platform to a plan that has been replayed."""
+"""Planning: from a chain and a platform to a plan that has been replayed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ ALGORITHMS = (
 )  # fmt: skip
 MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
-"""The planner looks at every pair of layers: this many take a gigabyte."""
+"""Largest number of layers: the planner looks at every pair of them, and this many take a gigabyte."""
 DEFAULT_TIME_LIMIT_SECONDS = 60.0
 LONGEST_PERIOD_SECONDS = 1e15
 SHORTEST_TIME_LIMIT_SECONDS = 1e-3
-"""What is left to a search when the time is up: a deadline is more than 0 seconds away."""
+"""Seconds that are left to a search when the time is up, since a deadline is more than 0 seconds away."""
 
 
 def make_plan(
@@ -74,37 +74,45 @@ def make_plan(
     """Decide where and when every layer runs.
 
     ``"madpipe"`` searches all allocations: a device may run several stages. Where ``num_stages`` or
-    ``every_stage_trains`` is given, as for DeepSpeed's own engine, which runs one stage per rank, it is the best
-    contiguous cut, and a step is that of this engine at its depth.
+    ``every_stage_trains`` is given, as for DeepSpeed's own engine, which runs one stage per rank, it returns the
+    best contiguous partition, and a step is that of this engine at its depth.
+
+    Source: the MadPipe paper, section 4, for ``"madpipe"``; ``planner/solvers`` names the source of each
+    algorithm.
 
     Args:
         chain: the layers, measured for one micro-batch.
         platform: the devices and their links.
         algorithm: a name of ``ALGORITHMS``, boundaries such as ``[0, 3, 8]``, or a solver.
-        num_micro_batches: of one synchronous step, after which the pipeline drains. The plan then has a
-            ``step``, as short as is found in an engine that overlaps transfers, and its memory is the step's.
-        num_stages: exactly so many stages; left out, at most one per device.
-        every_stage_trains: no stage without trainable parameters.
-        every_device_trains: no device without trainable parameters, and so none without a stage.
-        data_parallel: so many identical pipelines share the devices and the micro-batches of a step, or
-            ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
+        num_micro_batches: micro-batches of one synchronous step, after which the pipeline drains. The plan then
+            has a ``step``, as short as is found in an engine that overlaps transfers, and its memory is the
+            step's.
+        num_stages: exactly this many stages; left out, at most one per device.
+        every_stage_trains: allow no stage without trainable parameters.
+        every_device_trains: allow no device without trainable parameters, and so none without a stage.
+        data_parallel: the number of identical pipelines that share the devices and the micro-batches of a step,
+            or ``"auto"``: the number with which a step is shortest. The plan is that of one pipeline, and its
             step includes the all-reduce of the gradients.
         zero_stage: 1 where these pipelines share the optimizer's states (ZeRO-1): of ``weight_copies`` all but 2,
             the weights and their gradients, counts once per number of pipelines. ``weight_copies`` of the plan's
-            platform is what one of them keeps. It changes nothing else: reducing the gradients to where the states
-            are and gathering the weights from there sends as much as an all-reduce. Left out: 0.
-        flushes: where a step consists of batches whose loss is computed once on all outputs of a batch, the number
-            of micro-batches of each: the last stage begins no backward of a batch before all of its forwards are
-            done (GPipe's flush), so that every stage has all micro-batches of a batch in flight.
+            platform is what one of them keeps. It changes nothing else: reducing the gradients to where the
+            states are and gathering the weights from there sends as much as an all-reduce. Left out: 0.
+        flushes: the number of micro-batches of each batch, where a step consists of batches whose loss is
+            computed once on all outputs of a batch. The last stage then begins no backward of a batch before all
+            of its forwards are done (GPipe's flush), so that every stage has all micro-batches of a batch in
+            flight.
         period_seconds: plan for this period, or a shorter one, in as little memory as possible; left out, for the
             shortest period in the memory that there is. ``proved`` then speaks of the memory.
-        time_limit_seconds: in which a processor works for searches that may end without a proof, of all pipelines
-            together; 60 where left out. What other programs do meanwhile does not count.
-        deadline: another end for those searches, which may come at any moment; the plan is then the best so far.
+        time_limit_seconds: seconds in which a processor works for searches that may end without a proof, for all
+            pipelines together; 60 where left out. What other programs do meanwhile does not count.
+        deadline: another end of those searches, which may come at any moment; the plan is then the best so far.
+
+    Returns:
+        A plan that the replay has checked; its times are in seconds and its sizes in bytes.
 
     Raises:
-        InfeasibleError: no plan fits in memory; it says what is missing and what would do.
-        ValueError: an argument that is malformed, or that no plan could follow.
+        InfeasibleError: no plan fits in memory; it says what is missing and what would help.
+        ValueError: an argument is malformed, or no plan could follow it.
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
@@ -187,7 +195,7 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
 
 
 def _candidates(problem: Problem, answer: Answer) -> Iterator[tuple[Cuts | Pattern, Step | None]]:
-    """Allocations, the best first, and what a step of each is."""
+    """Yield allocations, the best first, each with its step; None: without a step."""
     if problem.num_micro_batches is None:
         yield from ((pattern, None) for pattern in answer.patterns)
         yield from ((cuts, None) for cuts in answer.cuts)
@@ -200,7 +208,7 @@ def _candidates(problem: Problem, answer: Answer) -> Iterator[tuple[Cuts | Patte
 
 
 def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
-    """The plan of a chosen period that needs least memory."""
+    """Return the plan of a chosen period that needs the least memory."""
     if problem.num_micro_batches is not None:
         raise ValueError(
             f"period_seconds is {period_seconds}: a period is of the steady state, and num_micro_batches asks for "
@@ -260,10 +268,10 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
 
 
 def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
-    """The solver that a name or a list of boundaries stands for.
+    """Return the solver that a name or a list of boundaries stands for.
 
     Raises:
-        ValueError: an unknown name, or no boundaries.
+        ValueError: the name is unknown, or the list has no boundaries.
     """
     if isinstance(algorithm, str):
         text = algorithm.strip()
@@ -318,10 +326,10 @@ def problem_of(
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Problem:
-    """What a solver is given, from the arguments of ``make_plan``.
+    """Return what a solver is given, from the arguments of ``make_plan``.
 
     Raises:
-        ValueError: an argument that is malformed, or that no plan could follow.
+        ValueError: an argument is malformed, or no plan could follow it.
     """
     if chain.num_layers > MOST_LAYERS:
         raise ValueError(
@@ -387,10 +395,10 @@ def _checked_flushes(
 
 
 def time_limit(seconds: float | None) -> float:
-    """What an argument of this name asks for.
+    """Return the seconds that an argument ``time_limit_seconds`` asks for.
 
     Raises:
-        ValueError: no number, or not more than 0.
+        ValueError: it is no number, or not more than 0.
     """
     if seconds is None:
         return DEFAULT_TIME_LIMIT_SECONDS
@@ -409,7 +417,7 @@ def _assemble(
     step: Step | None,
     chosen_period: int | None = None,
 ) -> tuple[Plan, Replay]:
-    """The plan of a contiguous cut that has room, or of a pattern, and what its replay found."""
+    """Return the plan of a contiguous partition that has room, or of a pattern, and what its replay found."""
     times, platform = problem.times, problem.platform
     memory = [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * platform.num_devices
     if isinstance(found, Pattern):
@@ -493,7 +501,7 @@ def _as_replayed(plan: Plan, found: Replay) -> Plan:
 
 
 def _step_in_deepspeed(problem: Problem, cuts: Cuts) -> Step:
-    """DeepSpeed's order, run by an engine that overlaps transfers."""
+    """Return the step in DeepSpeed's order, run by an engine that overlaps transfers."""
     assert problem.num_micro_batches is not None
     num_stages = len(cuts) - 1
     engine = step_engine(problem, Placement.contiguous(cuts))

@@ -1,4 +1,4 @@
-"""What is given: the layers of a model and the devices to run them on."""
+"""The problem: the layers of a model, and the devices to run them on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from deepspeed_partition.planner.units import shown
 
 CHAIN_FORMAT = "madpipe-chain/1"
 LONGEST_SECONDS = 1e9
-"""No layer and no transfer lasts longer (31 years): sums stay exact in the planner's integer clock."""
+"""Longest time of a layer or a transfer, in seconds (31 years): sums stay exact in the planner's integer clock."""
 LARGEST_BYTES = 2**53
-"""No single size is larger (9 PB): an integer that a float holds exactly."""
+"""Largest single size, in bytes (9 PB): an integer that a float holds exactly."""
 LARGEST_MEMORY_BYTES = 2**60
-"""No device has more (1 EB)."""
+"""Largest memory of a device, in bytes (1 EB)."""
 LARGEST_FLOAT = sys.float_info.max
 
 
@@ -51,30 +51,33 @@ def _bytes(where: str, value: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """The cost of one layer for one micro-batch.
+    """Cost of one layer for one micro-batch: times in seconds, sizes in bytes.
+
+    Source: the MadPipe paper, section 3, whose stash is the layer's input; transient bytes are an addition.
 
     Raises:
-        ValueError: a number that is negative, not finite, or no number.
+        ValueError: a number is negative, not finite, or no number.
     """
 
     name: str
     forward_seconds: float
     backward_seconds: float
     weight_bytes: int
-    """The parameters alone; ``Platform.weight_copies`` multiplies them."""
+    """Bytes of the parameters alone; ``Platform.weight_copies`` multiplies them."""
     output_bytes: int
-    """Sent to the next stage if the chain is cut after this layer; a gradient of this size comes back."""
+    """Bytes sent to the next stage if the chain is cut after this layer; a gradient of this size comes back."""
     stash_bytes: int | None = None
-    """Kept from the forward for the backward: paid once per micro-batch in flight.
-    None: the bytes of the layer's input, as in the paper; a ``Chain`` fills it in."""
+    """Bytes kept from the forward for the backward: once per micro-batch in flight. None: the bytes of the
+    layer's input, as in the paper; a ``Chain`` fills it in."""
     transient_bytes: int = 0
-    """Needed only while the layer runs, on top of the rest."""
+    """Bytes needed only while the layer runs, on top of the rest."""
     type: str | None = None
-    """The class of the layer, matched by ``type:REGEX``. None: its name; a ``Chain`` fills it in."""
+    """Class of the layer, which ``type:REGEX`` matches. None: its name; a ``Chain`` fills it in."""
     num_trainable_parameters: int | None = None
-    """What ``parameters`` balances. None: ``weight_bytes`` stands for it; a ``Chain`` fills it in."""
+    """Number that ``parameters`` balances. None: ``weight_bytes`` stands for it; a ``Chain`` fills it in."""
     forward_spread_seconds: float | None = field(default=None, compare=False)
-    """Interquartile range of the measured forwards; says how far to trust them, never planned with."""
+    """Interquartile range of the measured forwards, in seconds. It says how far to trust them; no plan depends on
+    it."""
     backward_spread_seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,23 +108,23 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A model as a chain of layers, each reading only the output of the one before it.
+    """A model as a chain of L layers; each reads only the output of the one before it.
 
-    Equal to another chain where everything that a plan depends on is equal.
+    Two chains are equal where everything that a plan depends on is equal. Source: the MadPipe paper, section 3.
 
     Raises:
-        ValueError: no layers, or a malformed number.
+        ValueError: there are no layers, or a number is malformed.
     """
 
     input_bytes: int
     layers: tuple[LayerProfile, ...]
-    """With every optional field filled in."""
+    """The L layers, with every optional field filled in."""
     name: str = "chain"
     micro_batch_size: int | None = None
-    """Samples per micro-batch, for which times and sizes were measured."""
+    """Samples per micro-batch, for which times and sizes were measured; None where it is not known."""
     hardware: str | None = None
     warm_up: TrialRun | None = field(default=None, compare=False)
-    """Where layers were measured in training: what else was; no part of the digest."""
+    """Other measurements of the warm-up, where layers were measured in training; no part of the digest."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_bytes", _bytes("input_bytes", self.input_bytes))
@@ -166,21 +169,21 @@ class Chain:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward of the whole chain, for one micro-batch: U(1, L) of the paper."""
+        """Seconds of forward and backward of the whole chain, for one micro-batch: U(1, L) of the paper."""
         return math.fsum(layer.compute_seconds for layer in self.layers)
 
     def boundary_bytes(self, boundary: int) -> int:
-        """The tensor that crosses ``boundary``: a_l of the paper for l = boundary, the input for 0."""
+        """Return the bytes of the tensor over ``boundary``: a_l of the paper for l = boundary, the input for 0."""
         return self.layers[boundary - 1].output_bytes if boundary else self.input_bytes
 
     @staticmethod
     def stash(layer: LayerProfile) -> int:
-        """``stash_bytes`` of a layer of a chain, where it is always known."""
+        """Return ``stash_bytes`` of a layer of a chain, where it is always known."""
         assert layer.stash_bytes is not None
         return layer.stash_bytes
 
     def digest(self) -> str:
-        """``sha256:...`` over everything that a plan depends on; names do not count."""
+        """Return ``sha256:...`` over everything that a plan depends on; names do not count."""
         layers = []
         for layer in self.layers:
             layers.append({
@@ -199,7 +202,7 @@ class Chain:
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, ``madpipe-chain/1``."""
+        """Return the JSON form, ``madpipe-chain/1``; seconds and bytes."""
         head: dict[str, Any] = {"format": CHAIN_FORMAT, "name": self.name}
         if self.micro_batch_size is not None:
             head["micro_batch_size"] = self.micro_batch_size
@@ -221,7 +224,7 @@ class Chain:
         """Read the JSON form; ``where`` (a file's name) begins the message of an error.
 
         Raises:
-            ChainFormatError: naming the field's path.
+            ChainFormatError: ``data`` does not follow the format; the message names the path of the field.
         """
         mapping = files.validated(data, schema="chain", where=where, error=ChainFormatError)
         known = LayerProfile.__dataclass_fields__
@@ -245,7 +248,7 @@ class Chain:
         """Read a chain file, or PipeDream's ``graph.txt``, which becomes a chain.
 
         Raises:
-            ChainFormatError: neither; the message names the file and the field or the line.
+            ChainFormatError: the file is neither; the message names the file and the field or the line.
         """
         text = files.read_text(path, error=ChainFormatError)
         from deepspeed_partition.planner import pipedream  # which makes chains itself
@@ -255,19 +258,23 @@ class Chain:
         return cls.from_dict(files.parse_json(text, where=str(path), error=ChainFormatError), where=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a chain file, whole or not at all."""
+        """Write a chain file, as a whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
         files.write_json(path, self.to_dict())
 
 
 def _stem(path: str | PathLike[str]) -> str:
-    """``vgg16`` of ``vgg16.graph.txt`` and of PipeDream's ``profiles/vgg16/graph.txt``."""
+    """Return a model's name: ``vgg16`` for ``vgg16.graph.txt`` and for ``profiles/vgg16/graph.txt``."""
     stem = Path(path).name.removesuffix(".txt").removesuffix(".graph")
     return Path(path).resolve().parent.name if stem == "graph" else stem
 
 
 @lru_cache
 def _decimal(number: float) -> Fraction:
-    """What a number prints as, exactly."""
+    """Return the decimal number that a float prints as, exactly."""
     return Fraction(str(number))
 
 
@@ -275,20 +282,22 @@ def _decimal(number: float) -> Fraction:
 class Platform:
     """The devices of one pipeline, and the links between any two of them.
 
+    Seconds, bytes, and bytes per second. Source: the MadPipe paper, section 3, without latencies.
+
     Raises:
-        ValueError: a number that is not positive, or not finite.
+        ValueError: a number is not positive, or not finite.
     """
 
     num_devices: int
     memory_bytes: int
-    """Of each device."""
+    """Memory of each device, in bytes."""
     bandwidth: float
     """Bytes per second of the link between any two devices; one transfer at a time."""
     latency_seconds: float = 0.0
     weight_copies: float = 3
-    """Multiplies the parameters: two versions and one gradient in the paper; may be a fraction."""
+    """Factor of the parameters' bytes: two versions and one gradient in the paper; may be a fraction."""
     comm_buffers: int = 2
-    """Tensors reserved at each end of a cut: one activation and one gradient in the paper."""
+    """Tensors reserved at each end of a boundary: one activation and one gradient in the paper."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_devices", _whole("num_devices", self.num_devices, 1, 2**20))
@@ -315,7 +324,7 @@ class Platform:
         object.__setattr__(self, "comm_buffers", _whole("comm_buffers", self.comm_buffers, 0, 1000))
 
     def transfer_seconds(self, num_bytes: int) -> float:
-        """One tensor over one link: latency + bytes / bandwidth."""
+        """Return the seconds of one tensor over one link: latency + bytes / bandwidth."""
         seconds = self.latency_seconds + num_bytes / self.bandwidth
         if not seconds <= LONGEST_SECONDS:
             raise ValueError(
@@ -325,7 +334,7 @@ class Platform:
         return seconds
 
     def allreduce_seconds(self, num_bytes: int, num_copies: int) -> float:
-        """The sum of ``num_copies`` devices' gradients on each of them, by a ring.
+        """Return the seconds of a ring all-reduce of gradients among ``num_copies`` devices.
 
         Each of 2 (D - 1) rounds sends a D-th of the bytes over every link of the ring.
         """
@@ -334,7 +343,7 @@ class Platform:
         return 2 * (num_copies - 1) * self.transfer_seconds(-(-num_bytes // num_copies))
 
     def weights_bytes(self, num_bytes: int) -> int:
-        """What the parameters of one device take: ``weight_copies`` times, rounded up to a byte."""
+        """Return the bytes that the parameters of one device take: ``weight_copies`` times theirs, rounded up."""
         # As a fraction of its decimal digits: 1.1 * 10 is 11, not 11.000000000000002.
         return math.ceil(_decimal(self.weight_copies) * num_bytes)
 

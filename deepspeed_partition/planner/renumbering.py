@@ -1,4 +1,4 @@
-"""The same plan on the same devices under other numbers."""
+"""Renumbering of the devices of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def renumbered(plan: Plan, order: Sequence[int]) -> Plan:
-    """``plan`` with device ``order[0]`` as the new device 0, and so on. All devices of a platform are alike.
+    """Return ``plan`` with device ``order[0]`` as the new device 0, and so on; all devices are alike.
 
     Raises:
         ValueError: ``order`` does not name each device once.

@@ -1,4 +1,6 @@
-"""What PipeDream makes of a problem where it may replicate stages: a plan where that is one, else a table."""
+"""PipeDream's partitioner on a problem where it may replicate stages: a plan where the result is one, else a
+table.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +29,27 @@ from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """A pipeline whose stages may have different numbers of replicas, which no plan file can hold."""
+    """Pipeline whose stages may have different numbers of replicas; no plan file can hold it."""
 
     chain: Chain
     platform: Platform
     levels: tuple[Level, ...]
-    """From the devices of one machine upwards."""
+    """Levels of the hierarchy, from the devices of one machine upwards."""
     pipeline: ReplicatedPipeline
 
     def on_devices(self) -> Iterator[tuple[int, int, int]]:
-        """Of each stage on single devices: its layers, half-open, and devices that have them."""
+        """Yield for each stage on single devices its first layer, its end (half-open), and its devices' number."""
         yield from _leaves(self.pipeline.stages, 1)
 
     @property
     def fewest_bytes(self) -> list[int]:
-        """Of each stage on single devices: what one of them needs with one micro-batch in flight."""
+        """Return the bytes that one device of each stage needs with one micro-batch in flight."""
         return [
             stage_memory(self.chain, self.platform, start, stop, 1).total for start, stop, _ in self.on_devices()
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, in seconds and bytes."""
+        """Return the pipeline as plain data, in seconds and bytes."""
         return {
             "algorithm": REPLICATED,
             "chain": {
@@ -70,15 +72,15 @@ def partition_replicated(
     machine_bandwidth: float = 0.0,
     deadline: Deadline | None = None,
 ) -> Replicated:
-    """PipeDream's partitioner on ``num_machines`` equal machines that share the devices.
+    """Run PipeDream's partitioner on ``num_machines`` equal machines that share the devices.
 
     Args:
-        machine_bandwidth: bytes per second between two machines, if there are several. Within a machine it is that
-            of the platform.
+        machine_bandwidth: bytes per second between two machines, if there are several. Within a machine it is
+            that of the platform.
 
     Raises:
-        ValueError: machines that do not divide the devices, or more than ``MOST_REPLICAS`` devices.
-        DeadlinePassed: there is no answer before all is looked at.
+        ValueError: the machines do not divide the devices, or there are more than ``MOST_REPLICAS`` devices.
+        DeadlinePassed: the deadline passes first; there is no answer before everything is looked at.
     """
     problem_of(chain, platform)  # raises where the chain is none to plan for
     num_devices = platform.num_devices
@@ -102,13 +104,14 @@ def plan_replicated(
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
 ) -> Plan | Replicated:
-    """PipeDream's pipeline: a plan of D equal pipelines where each stage has D replicas and all links are alike.
+    """Return PipeDream's pipeline: a plan where each stage has D replicas and all links are alike.
 
-    The period of a plan is that of 1F1B* in the memory that there is. Else it is PipeDream's own count, which
-    waits for nothing, and memory is only looked at for one micro-batch in flight.
+    The period of such a plan is that of 1F1B* in the memory that there is. Otherwise the answer is a
+    ``Replicated``, whose period is PipeDream's own count: it has no waiting times, and memory is checked for one
+    micro-batch in flight.
 
     Raises:
-        InfeasibleError: a stage does not even have room for that, or the time was up.
+        InfeasibleError: a stage has no room for one micro-batch, or the time was up.
         ValueError: as ``partition_replicated``.
     """
     deadline = Deadline(time_limit(time_limit_seconds), within=deadline)

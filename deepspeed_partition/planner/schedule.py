@@ -1,4 +1,4 @@
-"""What is decided about when: a pattern of operations that repeats with a period."""
+"""The schedule: a pattern of operations that repeats with a period."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ class PlacedOperation:
     """One operation of the pattern: in period k it runs at ``k * period + start`` on micro-batch ``k - shift``."""
 
     operation: str
-    """``F2``, ``B2``: forward, backward of stage 2. ``SF2``, ``SB2``: the activation sent from stage 2 to
-    stage 3, and its gradient sent back."""
+    """Name of the operation. ``F2``, ``B2``: forward, backward of stage 2. ``SF2``, ``SB2``: the activation sent
+    from stage 2 to stage 3, and its gradient sent back."""
     start_seconds: float
-    """In [0, period)."""
+    """Seconds from the start of the period; in [0, period)."""
     duration_seconds: float
-    """The operation may run over the end of the period."""
+    """Seconds of the operation, which may run over the end of the period."""
     shift: int
     device: int | None = None
-    """Of a forward or backward."""
+    """Device of a forward or backward; None for a transfer."""
     link: tuple[int, int] | None = None
-    """Of a transfer: the device of stage i and of stage i + 1, in both directions."""
+    """Devices of a transfer, that of stage i and that of stage i + 1, in both directions; None for a
+    computation."""
 
 
 def place_to_dict(device: int | None, link: tuple[int, int] | None) -> dict[str, Any]:
-    """Where an operation runs, in the JSON form of plans and timelines."""
+    """Return where an operation runs, in the JSON form of plans and timelines."""
     return {"device": device} if link is None else {"link": list(link)}
 
 
 def place_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``operation`` and ``device`` or ``link``, as arguments.
+    """Read ``operation`` and ``device`` or ``link`` from the JSON form, as arguments.
 
     Raises:
         ValueError: the operation has no place.
@@ -47,12 +48,12 @@ def place_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """A pattern that repeats every ``period_seconds``."""
+    """Pattern of operations that repeats every ``period_seconds``."""
 
     period_seconds: float
     operations: tuple[PlacedOperation, ...]
 
 
 Order = tuple[tuple[str, int], ...]
-"""What one device runs in one synchronous step, in order: ``("F0", 3)`` is the forward of stage 0 on
+"""Operations of one device in one synchronous step, in order: ``("F0", 3)`` is the forward of stage 0 on
 micro-batch 3."""

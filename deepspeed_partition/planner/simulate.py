@@ -1,10 +1,9 @@
-"""The independent replay: unrolls a plan and finds what it really does.
+"""The replay: it unrolls a plan and checks what it promises, independently of the planner.
 
 It shares only the data types (and the clock) with the planner: durations, dependencies, overlaps and bytes are
-derived here a second time, from the chain and from the operations alone. Whether two instants are the same, on
-which counts depend, is decided in ticks of the clock; whether a rule is broken, with a tolerance. The lower
-bound and DeepSpeed's own step (``blocking_step_seconds``) are no property of the operations: they are taken as
-they are.
+derived here a second time, from the chain and from the operations alone. Two instants are compared in ticks of
+the clock, since counts depend on them; a rule counts as broken beyond a tolerance. The lower bound and
+DeepSpeed's own step (``blocking_step_seconds``) are no property of the operations and are not checked.
 """
 
 from __future__ import annotations
@@ -27,28 +26,33 @@ from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate_step import Timeline, cuts_of, run_step, step_ticks
 
 TOLERANCE = 1e-9
-"""Of the period: what is broken by less may be rounding."""
+"""Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
 
 
 _Peaks = tuple[MemoryUse, ...]
-"""What one device needs at each of the moments when it needs the most: the same total, maybe in other terms."""
+"""Memory of one device at each of the moments when it needs the most: the same total, possibly in other terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a plan does when it is run, and where that is not what it says."""
+    """Result of running a plan: what it does, and where that differs from what the plan says.
+
+    Sizes are in bytes; ``in_flight`` has an entry for each stage, ``memory`` for each device.
+    """
 
     violations: tuple[str, ...]
-    """One sentence each; none where the plan keeps what it promises."""
+    """Sentences, one for each promise that the plan breaks; empty where it keeps them all."""
     in_flight: tuple[int, ...]
-    """The most micro-batches in each stage at once: of the step where there is one, else of the pattern."""
+    """Most micro-batches in flight of each stage; of the step where there is one, else of the pattern."""
     memory: tuple[MemoryUse, ...]
-    """What each device's peak consists of, likewise."""
+    """Peak bytes of each device, by term; of the step where there is one, else of the pattern."""
     step_seconds: float | None = None
 
 
 def replay(plan: Plan, chain: Chain) -> Replay:
     """Run ``plan`` on ``chain`` and compare it with what it promises.
+
+    Everything but the data types and the clock is written a second time here: nothing is shared with the planner.
 
     Raises:
         PlanMismatchError: the plan is for another chain.
@@ -82,7 +86,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
 
 
 class _StageCost:
-    """What one stage takes, from the chain alone (formats: the memory of a device)."""
+    """Times and bytes of one stage, from the chain alone."""
 
     def __init__(self, chain: Chain, stage: PlannedStage) -> None:
         start, stop = stage.layers
@@ -104,7 +108,7 @@ class _StageCost:
 
 
 def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> Iterator[str]:
-    """Every operation once, where it belongs, as long as the chain says."""
+    """Yield a sentence for each operation that is missing, doubled, misplaced, or of a wrong duration."""
     period = plan.period_seconds
     expected: dict[str, tuple[float, int | None, tuple[int, int] | None]] = {}
     for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
@@ -139,7 +143,7 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> 
 
 
 def _allreduce_violations(plan: Plan, costs: list[_StageCost]) -> Iterator[str]:
-    """A ring among the pipelines: each of 2 (D - 1) rounds sends a D-th of the stage's weights."""
+    """Yield a sentence where an all-reduce is no ring: 2 (D - 1) rounds, each with a D-th of the weights."""
     degree = plan.data_parallel or 1
     for index, (cost, planned) in enumerate(zip(costs, plan.allreduce_seconds, strict=False)):
         share = math.ceil(Fraction(cost.weight_bytes, degree))
@@ -149,7 +153,7 @@ def _allreduce_violations(plan: Plan, costs: list[_StageCost]) -> Iterator[str]:
 
 
 def _begin(plan: Plan, operation: PlacedOperation) -> float:
-    """When the operation runs on micro-batch 0."""
+    """Return the instant, in seconds, at which the operation runs on micro-batch 0."""
     return operation.shift * plan.period_seconds + operation.start_seconds
 
 
@@ -158,7 +162,7 @@ def _end(plan: Plan, operation: PlacedOperation) -> float:
 
 
 def _dependency_violations(plan: Plan, placed: dict[str, PlacedOperation]) -> Iterator[str]:
-    """On every micro-batch: forwards down the chain, backwards up, with the transfers between them."""
+    """Yield a sentence for each operation that begins before what it needs: forwards down, backwards up."""
     last = len(plan.stages) - 1
     forward = [name for stage in range(last + 1) for name in (f"F{stage}", f"SF{stage}")]
     backward = [name for stage in range(last, -1, -1) for name in (f"SB{stage}", f"B{stage}")]
@@ -171,7 +175,7 @@ def _dependency_violations(plan: Plan, placed: dict[str, PlacedOperation]) -> It
 
 
 def _overlap_violations(plan: Plan) -> Iterator[str]:
-    """No device and no link does two things at once, over the end of the period either."""
+    """Yield a sentence where a device or a link does two things at once, over the end of the period too."""
     period, tolerance = plan.period_seconds, TOLERANCE * plan.period_seconds
     resources: dict[str, list[PlacedOperation]] = defaultdict(list)
     for operation in plan.operations:
@@ -195,7 +199,7 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
 
 
 def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperation]) -> Timeline:
-    """Enough periods that everything of the last one's beginning is in steady state."""
+    """Return the pattern over enough periods that the beginning of the last one is in steady state."""
     ticks = Clock.of(chain, plan.platform).ticks
     period = max(1, ticks(plan.period_seconds))
     spans = {}
@@ -211,10 +215,10 @@ def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperatio
 
 
 class _Residents:
-    """Intervals during which something is kept, and how many of them hold at given instants.
+    """Intervals during which something is kept, and how many of them contain given instants.
 
-    ``instants``: what begins and ends at one instant is there for that instant, as the micro-batch in a stage
-    that takes no time is; a tensor that is used the moment it comes has not waited.
+    ``instants``: an interval that begins and ends at one instant contains it, as the micro-batch in a stage that
+    takes no time; otherwise it contains none, as for a tensor that is used the moment it comes.
     """
 
     def __init__(self, intervals: Iterable[tuple[int, int]], *, instants: bool = False) -> None:
@@ -226,7 +230,7 @@ class _Residents:
         self.instants = np.sort(spans[instant & instants][:, 0])
 
     def count(self, at: NDArray[Any]) -> NDArray[np.int64]:
-        """Begun by then and not yet ended. What ends at an instant is gone before anything begins there."""
+        """Count the intervals at each instant; what ends there is gone before anything begins there."""
         lasting = self.lasting_starts.searchsorted(at, "right") - self.lasting_ends.searchsorted(at, "right")
         return lasting + self.instants.searchsorted(at, "right") - self.instants.searchsorted(at, "left")
 
@@ -234,7 +238,7 @@ class _Residents:
 def _peaks(
     plan: Plan, chain: Chain, costs: list[_StageCost], timeline: Timeline
 ) -> tuple[tuple[int, ...], tuple[_Peaks, ...]]:
-    """In flight of each stage, and what each device needs at its peaks, over the timeline's window."""
+    """Return the most in flight of each stage, and each device's memory at its peaks, in the timeline's window."""
     in_flight = [0] * len(plan.stages)
     memory: list[_Peaks] = []
     for device in range(plan.platform.num_devices):
@@ -292,7 +296,7 @@ def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:
 def _between(
     timeline: Timeline, first: str, first_edge: int, second: str, second_edge: int
 ) -> Iterator[tuple[int, int]]:
-    """From an edge (0 start, 1 end) of one operation to an edge of another, on each micro-batch."""
+    """Yield per micro-batch the instants of an edge (0 start, 1 end) of one operation and of another."""
     for micro_batch in timeline.micro_batches:
         begin = timeline.operations[first, micro_batch][first_edge]
         yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
@@ -305,7 +309,7 @@ def _kept(timeline: Timeline, forward: str, backward: str) -> _Residents:
 def _waiting_at_ends(
     plan: Plan, chain: Chain, timeline: Timeline, device: int
 ) -> Iterator[tuple[tuple[int, str], tuple[_Residents, int]]]:
-    """The tensors, activations and gradients together, at each end of a cut that lies on ``device``."""
+    """Yield the tensors, activations and gradients together, at each end of a boundary that lies on ``device``."""
     for index, num_bytes in cuts_of(plan, chain, between_devices=True):
         before, after = f"F{index}", f"F{index + 1}"
         if plan.stages[index].device == device:
@@ -325,7 +329,7 @@ def _waiting_at_ends(
 def _waiting_inside(
     plan: Plan, chain: Chain, timeline: Timeline, device: int
 ) -> Iterator[tuple[int, tuple[_Residents, int]]]:
-    """The tensors that wait between neighbouring stages of one device."""
+    """Yield the tensors that wait between neighbouring stages of one device."""
     for index, num_bytes in cuts_of(plan, chain, between_devices=False):
         if plan.stages[index].device == device:
             spans = [

@@ -1,6 +1,7 @@
-"""The run of one step for the independent replay (``simulate.py``): orders in, instants out.
+"""Simulation of one step for the replay (``simulate.py``): orders in, instants out.
 
-Written from the rules of a step alone; the planner's own simulation (``overlapping.py``) is another program.
+It is written from the rules of a step alone; the planner's own simulation (``overlapping.py``) is another
+program.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from deepspeed_partition.planner.problem import Chain
 
 @dataclass
 class Timeline:
-    """When every operation ran, on which micro-batch, in ticks."""
+    """Instants of every operation on every micro-batch, in ticks."""
 
     operations: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     window: tuple[int, float] = (0, math.inf)
-    """Where to look for peaks: in a pattern the last period, everything before it having begun."""
+    """Ticks between which peaks are looked for: in a pattern the last period, when everything before it has
+    begun."""
 
     @cached_property
     def micro_batches(self) -> range:
-        """All of them; asked for when every operation is there."""
+        """Numbers of all micro-batches; known once every operation is there."""
         return range(max(micro_batch for _, micro_batch in self.operations) + 1)
 
 
 def cuts_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
-    """The stage before each cut and the bytes that cross it."""
+    """Yield the stage before each boundary and the bytes that cross it."""
     for index in range(len(plan.stages) - 1):
         travels = plan.stages[index].device != plan.stages[index + 1].device
         if travels == between_devices:
@@ -39,7 +41,7 @@ def cuts_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tupl
 
 
 def step_ticks(plan: Plan, chain: Chain, step: Timeline) -> int:
-    """When the last stage to do so has ended its last backward and the all-reduce after it."""
+    """Return the ticks until the last stage has ended its last backward and the all-reduce after it."""
     ticks = Clock.of(chain, plan.platform).ticks
     tails = plan.allreduce_seconds or [0.0] * len(plan.stages)
     ends: dict[str, int] = defaultdict(int)
@@ -49,10 +51,10 @@ def step_ticks(plan: Plan, chain: Chain, step: Timeline) -> int:
 
 
 def run_step(plan: Plan, chain: Chain) -> Timeline | str:
-    """Run the step's orders, transfers as early as link and buffers allow; a sentence where they cannot run.
+    """Run the step's orders, transfers as early as possible; return a sentence where they cannot run.
 
-    In ticks, always committing the operation or transfer that can start first: whatever is committed
-    later cannot start earlier.
+    Times are in ticks. The operation or transfer that can start first is always committed first: whatever is
+    committed later cannot start earlier.
     """
     assert plan.step is not None
     flaw = _order_flaw(plan)
@@ -132,7 +134,7 @@ class _StepRun:
         return Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
 
     def _near(self, name: str) -> tuple[list[int], list[int]]:
-        """The stages and the cuts between devices that an operation, or a transfer, may let start."""
+        """Return the stages and the boundaries that the end of an operation or transfer may unblock."""
         index = int(name.lstrip("SFB"))
         stages, cuts = (
             ([index, index + 1], [index])
@@ -145,7 +147,7 @@ class _StepRun:
         )
 
     def _needs(self, name: str) -> list[str]:
-        """What must have ended on the same micro-batch."""
+        """Return the operations that must have ended on the same micro-batch."""
         kind, index = name[0], int(name[1:])
         last = len(self.plan.stages) - 1
         if kind == "F":
@@ -158,7 +160,7 @@ class _StepRun:
         return [*own, send if send in self.durations else before]
 
     def _operation(self, device: int) -> tuple[int, int, str, int] | None:
-        """The next of the device's order and when it can start; None where that is not known."""
+        """Return the next operation of the device's order and when it can start; None where that is not known."""
         order = self.orders[device]
         if self.position[device] == len(order):
             return None
@@ -170,7 +172,7 @@ class _StepRun:
         )
 
     def _transfer(self, link: tuple[int, int]) -> tuple[int, int, str, int] | None:
-        """The first over the link and when it can start; None where none waits that has room."""
+        """Return the first transfer over the link and when it can start; None where none is ready and has room."""
         first: dict[str, tuple[int, int, str]] = {}
         for entry in sorted(self.to_send[link]):
             first.setdefault(entry[2], entry)
@@ -187,7 +189,7 @@ class _StepRun:
         return start, 1, name, micro_batch
 
     def _room_from(self, name: str) -> int | None:
-        """From when the receiver has a free slot; None while that is not known."""
+        """Return the tick from which the receiver has a free slot; None while that is not known."""
         index = int(name[2:])
         consumer = f"F{index + 1}" if name[1] == "F" else f"B{index}"
         sent = self.received[name]

@@ -1,6 +1,6 @@
-"""One synchronous step: m micro-batches enter, all drain, then the optimizer runs (not counted here).
+"""One synchronous step in DeepSpeed's order: fill, steady state, drain; the optimizer is not counted.
 
-DeepSpeed's ``TrainSchedule``: sends and receives block both ends, nothing overlaps. In ``overlapping.py``
+In DeepSpeed's ``TrainSchedule``, sends and receives block both ends, and nothing overlaps. In ``overlapping.py``
 transfers run beside computation, as early as their link and buffers allow.
 
 With several pipelines in parallel a stage all-reduces its gradients after its last backward, as DeepSpeed does,
@@ -18,7 +18,7 @@ Instruction = tuple[str, int]
 
 
 def one_f_one_b_order(stage: int, depth: int, num_micro_batches: int) -> Order:
-    """Warm up with ``depth`` forwards, then one backward, one forward, then drain.
+    """Return the 1F1B order of one stage: ``depth`` forwards, then one backward, one forward, then drain.
 
     ::
 
@@ -35,7 +35,7 @@ def one_f_one_b_order(stage: int, depth: int, num_micro_batches: int) -> Order:
 
 
 def deepspeed_instructions(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Instruction]:
-    """DeepSpeed's ``TrainSchedule`` for one stage: computations and transfers in the order of their execution.
+    """Yield DeepSpeed's ``TrainSchedule`` for one stage: computations and transfers, in order.
 
     Each result is sent when the *next* step of the stage begins, and a gradient is received before the last
     activation is sent, so that neighbours always meet in pairs.
@@ -63,12 +63,13 @@ def deepspeed_instructions(stage: int, num_stages: int, num_micro_batches: int) 
 def blocking_step(
     times: TimedChain, boundaries: Sequence[int], num_micro_batches: int, allreduce: Sequence[int] = ()
 ) -> int:
-    """Ticks of one step of a contiguous cut under DeepSpeed's schedule, whose transfers block both ends.
+    """Return the ticks of one step of a contiguous partition under DeepSpeed's schedule.
 
-    A transfer begins when both neighbours have come to it and holds both until it has ended.
+    A transfer blocks both ends: it begins when both neighbours have come to it, and holds both until it has
+    ended.
 
     Args:
-        allreduce: ticks for each stage; left out, there is one pipeline.
+        allreduce: ticks of the all-reduce of each stage; left out, there is one pipeline.
     """
     num_stages = len(boundaries) - 1
     lists = [list(deepspeed_instructions(stage, num_stages, num_micro_batches)) for stage in range(num_stages)]

@@ -1,4 +1,4 @@
-"""When each operation of a plan really ran: the file of a run, and the plan beside it.
+"""Measured timelines: when each operation of a plan really ran, and how that compares with the plan.
 
 plan.json, timeline.json --compare--> a step, a period, each operation: planned and measured
 """
@@ -22,20 +22,21 @@ TIMELINE_FORMAT = "madpipe-timeline/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOperation:
-    """One operation on one micro-batch, named and placed as in a plan."""
+    """One measured operation on one micro-batch, named and placed as in a plan."""
 
     operation: str
-    """``F2``, ``B2``, ``SF2``, ``SB2``."""
+    """Name of the operation: ``F2``, ``B2``, ``SF2``, ``SB2``."""
     micro_batch: int
     start_seconds: float
-    """From the start of the step, the same instant on all devices. Of a transfer: when its tensor was there, its
-    receive was posted, and what was sent before it in its direction had arrived."""
+    """Seconds from the start of the step, which is the same instant on all devices. A transfer starts when its
+    tensor is there, its receive is posted, and what was sent before it in its direction has arrived."""
     duration_seconds: float
-    """Of a transfer: until it has arrived."""
+    """Seconds of the operation; for a transfer, until the tensor has arrived."""
     device: int | None = None
-    """Of a forward or backward."""
+    """Device of a forward or backward; None for a transfer."""
     link: tuple[int, int] | None = None
-    """Of a transfer: the device of stage i and of stage i + 1, in both directions."""
+    """Devices of a transfer, that of stage i and that of stage i + 1, in both directions; None for a
+    computation."""
 
     @property
     def end_seconds(self) -> float:
@@ -47,29 +48,29 @@ class TimedStep:
     """One training step of one pipeline, without what follows its last backward."""
 
     step: int
-    """Steps of the run before it."""
+    """Number of the step: how many the run did before it."""
     clock_error_seconds: tuple[float, ...]
-    """Of each device: by how much its clock, set by that of device 0, may be off at the most."""
+    """Seconds by which the clock of each device, set by that of device 0, may be wrong at most."""
     operations: tuple[TimedOperation, ...]
-    """By their start."""
+    """Operations in the order of their start."""
 
     @property
     def seconds(self) -> float:
-        """From the first forward's start to the last backward's end."""
+        """Seconds from the start of the first forward to the end of the last backward."""
         computations = [each for each in self.operations if each.link is None]
         first = min(each.start_seconds for each in computations)
         return max(each.end_seconds for each in computations) - first
 
     def idle_share(self, device: int) -> float:
-        """The part of the step in which a device neither runs a forward nor a backward."""
+        """Return the part of the step (0 to 1) in which a device runs no forward and no backward: its bubble."""
         busy = sum(each.duration_seconds for each in self.operations if each.device == device)
         return 1 - busy / self.seconds if self.seconds else 0.0
 
     def period_seconds(self, depth: int) -> float | None:
-        """Mean time between forwards of the first stage once ``depth`` micro-batches are in flight there.
+        """Return the mean seconds between forwards of the first stage, from ``depth`` in flight on.
 
-        Then each waits for a backward, so that they come as often as micro-batches leave. None where fewer than
-        two are left.
+        From then on each forward waits for a backward, so forwards come as often as micro-batches leave. None
+        where fewer than two forwards are left.
         """
         starts = sorted(each.start_seconds for each in self.operations if each.operation == "F0")[depth:]
         return (starts[-1] - starts[0]) / (len(starts) - 1) if len(starts) > 1 else None
@@ -77,12 +78,12 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimeline:
-    """Some steps of a run."""
+    """Measured steps of a run."""
 
     chain: ChainReference
-    """That of the plan."""
+    """Reference to the chain of the plan."""
     devices: tuple[int, ...]
-    """Of each stage."""
+    """Device of each stage."""
     num_micro_batches: int
     steps: tuple[TimedStep, ...]
 
@@ -105,7 +106,7 @@ class MeasuredTimeline:
                         raise ValueError(f"step {step.step} has no {name} of micro-batch {number} in its place")
 
     def _places(self) -> dict[str, int | tuple[int, int]]:
-        """The device or the link of each operation."""
+        """Device or link of each operation, by its name."""
         places: dict[str, int | tuple[int, int]] = {}
         for stage, device in enumerate(self.devices):
             places[f"F{stage}"] = places[f"B{stage}"] = device
@@ -114,10 +115,10 @@ class MeasuredTimeline:
         return places
 
     def compare(self, plan: Plan) -> TimelineComparison:
-        """What was planned beside what was measured: medians over the steps.
+        """Compare the plan with what was measured: medians over the steps.
 
         Raises:
-            PlanMismatchError: the timeline of another plan.
+            PlanMismatchError: the timeline belongs to another plan.
         """
         devices = tuple(stage.device for stage in plan.stages)
         names = {each.operation for each in plan.operations}
@@ -132,7 +133,7 @@ class MeasuredTimeline:
     # The file
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, ``madpipe-timeline/1``."""
+        """Return the JSON form, ``madpipe-timeline/1``; seconds."""
         return {
             "format": TIMELINE_FORMAT,
             "chain": self.chain.to_dict(),
@@ -153,7 +154,7 @@ class MeasuredTimeline:
         """Read the JSON form; ``where`` (a file's name) begins the message of an error.
 
         Raises:
-            TimelineFormatError: naming the field's path.
+            TimelineFormatError: ``data`` does not follow the format; the message names the path of the field.
         """
         mapping = files.validated(data, schema="timeline", where=where, error=TimelineFormatError)
         try:
@@ -178,22 +179,23 @@ class MeasuredTimeline:
         """Read a file that a run wrote.
 
         Raises:
-            TimelineFormatError: not such a file; the message names the file and the field.
+            TimelineFormatError: the file cannot be read, or is no timeline; the message names the file and the
+                field.
         """
         return cls.from_dict(files.read_json(path, error=TimelineFormatError), where=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a file, whole or not at all; ``MeasuredTimeline.load(path) == timeline``.
+        """Write a file, as a whole or not at all; ``MeasuredTimeline.load(path) == timeline``.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written to.
         """
         files.write_json(path, self.to_dict())
 
     def chrome_trace(self) -> dict[str, Any]:
-        """For Perfetto and chrome://tracing: a row for each device, and for each direction of each link.
+        """Return a trace for Perfetto and chrome://tracing: a row for each device and direction of a link.
 
-        Steps stand one after the other, without the time between them.
+        Steps follow one another, without the time between them.
         """
         events: list[dict[str, Any]] = []
         rows: dict[str, int] = {f"device {device}": device for device in sorted(set(self.devices))}
@@ -222,29 +224,29 @@ class MeasuredTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedOperation:
-    """How long one operation takes, over all micro-batches."""
+    """Planned and measured seconds of one operation, over all micro-batches."""
 
     operation: str
     planned_seconds: float
     measured_seconds: float
-    """Median."""
+    """Median of the measured seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineComparison:
-    """A plan's promises and what became of them."""
+    """Promises of a plan beside what was measured."""
 
     planned_step_seconds: float | None
-    """None where the plan has no step of so many micro-batches. With several pipelines it contains their
-    all-reduce, which the measured step does not."""
+    """Planned seconds of the step; None where the plan has no step of so many micro-batches. With several
+    pipelines it contains their all-reduce, which the measured step does not."""
     measured_step_seconds: float
     planned_period_seconds: float
     measured_period_seconds: float | None
-    """None where a step has too few micro-batches for a steady state."""
+    """Measured seconds per micro-batch in steady state; None where a step has too few micro-batches for one."""
     operations: tuple[ComparedOperation, ...]
-    """Of all stages, then of all cuts between devices."""
+    """Compared operations: those of all stages, then those of all boundaries between devices."""
     planned_idle_share: tuple[float, ...] | None
-    """Of each device, within a step; None with ``planned_step_seconds``."""
+    """Planned idle part (0 to 1) of each device within a step; None with ``planned_step_seconds``."""
     measured_idle_share: tuple[float, ...]
 
 

@@ -1,4 +1,4 @@
-"""What a run saw of its devices and links while its layers were measured in training."""
+"""Measurements of devices and links that a run makes in its warm-up, while its layers are measured."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGE_BYTES, LONG_SECONDS = 2**20, 1e-3
-"""Of a message that tells the bandwidth of its link: a latency, some 10 to 100 us, and what clocks are wrong by,
-are a small part of its time."""
+"""Bytes and seconds from which a message tells the bandwidth of its link: then latency (10 to 100 us) and the
+error of the clocks are a small part of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """The messages between two neighboring devices; seconds are medians."""
+    """Messages between two neighbouring devices; seconds are medians."""
 
     link: tuple[int, int]
-    """The device of a stage and that of the next one."""
+    """Device of a stage and that of the next one."""
     forward_bytes: int
     forward_seconds: float
-    """Of an activation, from when it could travel until it was there."""
+    """Seconds of an activation, from when it could travel until it arrived."""
     backward_bytes: int
     backward_seconds: float
-    """Of its gradient."""
+    """Seconds of its gradient, from when it could travel until it arrived."""
 
     @property
     def bandwidth(self) -> float | None:
@@ -34,23 +34,25 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRun:
-    """A warm-up on a trial cut."""
+    """Measurements of a warm-up on its trial partition."""
 
     boundaries: tuple[int, ...]
-    """The trial cut."""
+    """Boundaries of the trial partition: the first layer of each stage, and the number of layers."""
     num_steps: int
-    """Steps whose times count."""
+    """Number of steps whose times count."""
     optimizer_seconds: tuple[float | None, ...]
-    """Of each device: the median of its optimizer steps."""
+    """Median seconds of the optimizer steps of each device; None where none was measured."""
     peak_bytes: tuple[int | None, ...]
-    """Of each device: the most in use in a step, with weights, gradients and the optimizer's states."""
+    """Peak bytes of each device in a step, with weights, gradients and the optimizer's states; None where not
+    measured."""
     planned_peak_bytes: tuple[int, ...]
-    """Of each device: what the planner's model says of the trial cut, with as many micro-batches in flight."""
+    """Peak bytes of each device by the planner's model of the trial partition, with as many micro-batches in
+    flight."""
     links: tuple[LinkUse, ...] = ()
-    """Between the devices of neighboring stages, where transfers were recorded."""
+    """Use of each link between the devices of neighbouring stages, where transfers were recorded."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, a part of a chain file."""
+        """Return the JSON form, a part of a chain file."""
         return {
             "boundaries": list(self.boundaries),
             "num_steps": self.num_steps,
@@ -72,7 +74,7 @@ class TrialRun:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrialRun:
-        """Read what the schema of a chain file has let through."""
+        """Read the JSON form, after the schema of a chain file has accepted it."""
         return cls(
             boundaries=tuple(map(int, data["boundaries"])),
             num_steps=int(data["num_steps"]),

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them."""
+"""Sizes and times as people write them, and texts for messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUANTITY = re.compile(r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)
 
 
 def _parse(value: object, units: dict[str, float], what: str) -> float:
-    """A finite number, not negative, in the unit that has the factor 1."""
+    """Return a finite number, not negative, in the unit that has the factor 1."""
     number = value
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value)
@@ -31,19 +31,19 @@ def _parse(value: object, units: dict[str, float], what: str) -> float:
 
 
 def parse_size(value: str | int | float) -> int:
-    """Bytes: ``"16GB"`` is 16e9, ``"16GiB"`` is 16 * 2**30, a plain number is bytes.
+    """Return bytes: ``"16GB"`` is 16e9, ``"16GiB"`` is 16 * 2**30, a plain number is bytes.
 
     Raises:
-        ValueError: not a size, not finite, negative.
+        ValueError: the value is not a size, not finite, or negative.
     """
     return round(_parse(value, dict(_SIZES), "a size: write it like 16GB, 16GiB or a number of bytes"))
 
 
 def parse_bandwidth(value: str | int | float) -> float:
-    """Bytes per second: ``"12GB/s"`` is 12e9, a plain number is bytes per second.
+    """Return bytes per second: ``"12GB/s"`` is 12e9, a plain number is bytes per second.
 
     Raises:
-        ValueError: not a bandwidth, not finite, not more than 0.
+        ValueError: the value is not a bandwidth, not finite, or not more than 0.
     """
     what = "a bandwidth: write it like 12GB/s or a number of bytes per second, more than zero"
     parsed = float(_parse(value, dict(_SIZES), what))
@@ -53,17 +53,17 @@ def parse_bandwidth(value: str | int | float) -> float:
 
 
 def parse_seconds(value: str | int | float) -> float:
-    """Seconds: ``"10us"`` is 1e-5, a plain number is seconds.
+    """Return seconds: ``"10us"`` is 1e-5, a plain number is seconds.
 
     Raises:
-        ValueError: not a time, not finite, negative.
+        ValueError: the value is not a time, not finite, or negative.
     """
     what = "a time: write it like 10us, 5ms, 0.1s or a number of seconds"
     return float(_parse(value, dict(_DURATIONS), what)) + 0.0  # -0.0 is 0.0
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``3435973836`` as ``3.44 GB``: decimal units, as on the command line."""
+    """Format bytes for reading: ``3435973836`` as ``3.44 GB``, in decimal units, as on the command line."""
     for unit, factor in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(num_bytes) >= factor:
             return (
@@ -75,12 +75,12 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """``22 bytes``, for numbers that are to be typed again."""
+    """Format bytes that are to be typed again: ``22 bytes``."""
     return f"{num_bytes} byte" if num_bytes == 1 else f"{num_bytes} bytes"
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.0123`` as ``12.3 ms``."""
+    """Format seconds for reading: ``0.0123`` as ``12.3 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.4g} {unit}"
@@ -88,12 +88,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """``2`` and ``"step"`` as ``2 steps``."""
+    """Format a count with its noun: ``2`` and ``"step"`` as ``2 steps``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def printable(text: str) -> str:
-    """On one line, with what no terminal shows (control characters, half of a surrogate pair) escaped."""
+    """Return a text on one line, with what no terminal shows escaped."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in " ".join(text.split())
@@ -101,6 +101,6 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message: on one line, in printable characters, and no longer than a line."""
+    """Format a value for a message: on one line, in printable characters, and no longer than a line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

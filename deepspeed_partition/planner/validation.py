@@ -1,7 +1,7 @@
-"""Checks JSON against the project's own schemas, fast enough for the largest files that are read.
+"""Validation of JSON by the project's own schemas, fast enough for the largest files that are read.
 
-The part of JSON Schema (draft 2020-12) that ``schemas/`` uses; ``tests/planner/test_fuzz.py`` compares it with the
-``jsonschema`` package, which takes ten times as long.
+It knows the part of JSON Schema (draft 2020-12) that ``schemas/`` uses; ``tests/planner/test_fuzz.py`` compares
+it with the ``jsonschema`` package, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 class Flaw(NamedTuple):
-    """The first thing that is wrong."""
+    """First error in a value: where it is, what was found, and what the schema asks for."""
 
     path: tuple[str | int, ...]
     keyword: str
-    """Of the schema."""
+    """Keyword of the schema that the value breaks."""
     wanted: Any
-    """What the schema says there."""
+    """Value of this keyword in the schema."""
     found: Any
 
 
@@ -39,7 +39,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def compiled(schema: Mapping[str, Any]) -> Check:
-    """A function that finds the first flaw of a value, in the order of the schema; None where there is none."""
+    """Return a function that finds the first error in a value, in the schema's order; None without one."""
     definitions: dict[str, Check] = {}
 
     def check_of(part: Mapping[str, Any]) -> Check:
@@ -147,7 +147,7 @@ def _pattern(part: Mapping[str, Any], _: Any) -> Check:
 
 
 def _compared(keyword: str, kind: type, is_wrong: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Check]:
-    """A keyword that compares a value of one kind with a number."""
+    """Return the check of a keyword that compares a value of one kind with a number."""
 
     def make(part: Mapping[str, Any], _: Any) -> Check:
         wanted, number = part[keyword], _TYPES["number"]
