@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torchmetrics import Metric
+
+from deepspeed_partition.engine import TiedModule
 
 PIPELINE = "pipeline_module"
 """The child of the LightningModule for layers that its user gave no name, such as those from a ``LayerSpec``."""
@@ -21,36 +22,6 @@ HOW_TO_SAY_IT = (
     "write `def pipeline_layers(self): return [self.embed, *self.blocks, self.head]`, that is, "
     "what forward() runs, in order"
 )
-
-
-class TiedModule(TiedLayerSpec):
-    """A module that exists already and runs at several places of the pipeline, with the same weights.
-
-    DeepSpeed's ``TiedLayerSpec`` for a model that was written for one device::
-
-        def pipeline_layers(self):
-            def unembed(embed, x):
-                return x @ embed.weight.t()
-
-            return [
-                TiedModule("embed", self.embed),
-                *self.blocks,
-                TiedModule("embed", self.embed, forward_fn=unembed),
-            ]
-
-    Args:
-        key: Names the tie: the same at each of its places.
-        module: The same module at each of its places.
-        forward_fn: What runs there, as ``forward_fn(module, inputs)``. None: ``module(inputs)``.
-    """
-
-    def __init__(self, key: str, module: nn.Module, forward_fn: Callable[..., Any] | None = None) -> None:
-        names = [name for name, _ in module.named_parameters()]
-        super().__init__(key, type(module), forward_fn=forward_fn, tied_weight_attr=names)
-        self.module = module
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

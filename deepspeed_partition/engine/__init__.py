@@ -15,8 +15,9 @@ from deepspeed_partition.engine.environment import prepare_cpu  # noqa: E402
 from deepspeed_partition.engine.install import install  # noqa: E402
 from deepspeed_partition.engine.joining import watch_joining  # noqa: E402
 from deepspeed_partition.engine.module import PipelineModule  # noqa: E402
+from deepspeed_partition.engine.shared_weights import TiedModule  # noqa: E402
 
-__all__ = ["MadPipeEngine", "PipelineModule", "initialize", "install", "prepare_cpu"]
+__all__ = ["MadPipeEngine", "PipelineModule", "TiedModule", "initialize", "install", "prepare_cpu"]
 
 prepare_cpu()
 watch_joining()

@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed_partition.engine import devices
 from deepspeed_partition.engine.collectives import from_rank_0
 from deepspeed_partition.engine.environment import announce, planning_is_off
+from deepspeed_partition.engine.shared_weights import tie_repeated_modules, warn_of_weights_apart
 from deepspeed_partition.engine.stages import allocation_of, hold_stages, owner
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -295,6 +296,7 @@ def partition_layers(
         except NotImplementedError as flaw:
             raise NotImplementedError(f"{flaw} It is {KNOWN_METHODS}.") from None
         set_boundaries(module, module.parts)
+        warn_of_weights_apart(module._layer_specs, module.stage_owner)
         return
     if DualPipeVModule is not None and isinstance(module, DualPipeVModule):
         raise ValueError(
@@ -310,8 +312,11 @@ def partition_layers(
         announce("MADPIPE=0: no planning, the layers are cut by DeepSpeed's default method 'parameters'")
         by_deepspeed("parameters")
         set_boundaries(module, module.parts)
+        warn_of_weights_apart(module._layer_specs, module.stage_owner)
         module.madpipe_cut = Cut("default")
-    elif isinstance(method, Plan):
+        return
+    module._layer_specs = tie_repeated_modules(module._layer_specs, num_stages)
+    if isinstance(method, Plan):
         check_plan(method, num_layers, num_stages, one_stage_each=why_deepspeeds_schedule(module))
         place_layers(module, allocation_of(method))
         module.madpipe_cut = Cut("plan", method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import glob
 import inspect
 import logging
 import os
@@ -215,6 +216,10 @@ class ResumingEngine(MovingEngine):
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
         return self._load_found(self._find(bound.arguments), bound)
+
+    def _get_all_ckpt_names(self, checkpoints_path: Any, tag: Any) -> list[str]:
+        """Find files also in a folder with a bracket in its name, which DeepSpeed takes for a pattern."""
+        return list(super()._get_all_ckpt_names(glob.escape(str(checkpoints_path)), glob.escape(str(tag))))
 
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load what was found; as DeepSpeed does where nothing was."""

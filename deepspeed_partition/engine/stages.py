@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import glob
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from deepspeed_partition.engine.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.tied_copies import own_copies, several_of_a_key
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
@@ -88,24 +90,30 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     def _index_tied_modules(self) -> dict[str, Any]:
         comms = super()._index_tied_modules()
-        # The norm of all gradients counts a tied weight once. DeepSpeed leaves out all else that its copies have.
+        self._count_tied_weights_once(comms)
+        return comms
+
+    def _count_tied_weights_once(self, comms: dict[str, Any]) -> None:
+        """Let the norm of all gradients count a tied weight once, and all else that copies have.
+
+        DeepSpeed leaves out the whole module on every rank but the first.
+        """
         for tied in own_copies(self):
             comm = comms.get(tied.form.key)
             if comm is None and tied.is_main:
                 continue
-            speaks = tied.is_main and self.global_rank == comm["ranks"][0]
+            speaks = tied.is_main and comm is not None and self.global_rank == comm["ranks"][0]
             for parameter in self.tied_modules[tied.registered].parameters():
                 parameter.ds_pipe_replicated = False
             weight: Any
             for weight in tied.tied_weights(self):
                 weight.ds_pipe_replicated = not speaks
-        return comms
 
     def take_over(self) -> None:
         """Go on with the one stage that DeepSpeed has built.
 
         Raises:
-            ValueError: with one module for layers that need two.
+            ValueError: with one module for layers that need two, or layers that share weights and are not tied.
         """
         for copies in several_of_a_key(self):
             first, second = (tied.form.layers[0] for tied in copies[:2])
@@ -114,12 +122,20 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 "DeepSpeed has built one module for both: call deepspeed_partition.install() before the pipeline "
                 "module is built, and give it partition_method='madpipe'"
             )
+        if repeated := places_of_repeated(self._layer_specs):
+            raise ValueError(
+                f"layers {listed(repeated[0])} are one module object, and DeepSpeed has built them as modules of "
+                f"their own: give the pipeline module partition_method='madpipe', which ties them, or {WAY_OUT}"
+            )
+        if flaw := why_not_apart(self._layer_specs):
+            raise ValueError(flaw)
         [stage] = self.own_stages
         self.forward_funcs = [unpacking(function) for function in self.forward_funcs]
         self._functions = {stage: self.forward_funcs}
         self._checkpointable = {stage: self.is_checkpointable_results}
         self._num_forwards = {stage: self.micro_offset}
         self._shown = stage
+        self._count_tied_weights_once(self.tied_comms)
 
     def let_go(self) -> None:
         """Forget the layers, before others take their places."""
@@ -249,6 +265,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         for stage in self.own_stages:
             self._show(stage)
             super().save_state_dict(*args, **kwargs)
+
+    def ckpt_layer_path_list(self, ckpt_dir: Any, local_layer_idx: int) -> list[str]:
+        """Find files also in a folder with a bracket in its name, which DeepSpeed takes for a pattern."""
+        return list(super().ckpt_layer_path_list(glob.escape(str(ckpt_dir)), local_layer_idx))
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
         self._loads_stages = True

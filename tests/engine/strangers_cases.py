@@ -34,7 +34,7 @@ from running import (
 from torch import nn
 from warm_up_cases import heard
 
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
 from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.replaced import AT_THE_END
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -259,6 +259,133 @@ def a_tied_copy_without_a_gradient(_: Path) -> None:
     engine, _, _ = start(specs, cut(), optimizer=two_groups)
     engine.before_optimizer_step = lambda: count(engine.module)
     same(train(engine, data), expected)
+
+
+def a_cut_of_deepspeeds_with_copies_of_different_classes(_: Path) -> None:
+    """Taken over by the configuration. DeepSpeed left what the copies do not tie out of the norm (gdGPT)."""
+    data = batches(3, tokens=True)
+    expected = train_alone(terminals(), data, two_groups, clip=0.05)
+    for zero in (0, 1):
+        config = {"gradient_clipping": 0.05, "zero_optimization": {"stage": zero}}
+        config["pipeline"] = {"partition_method": [0, 4, 8]}
+        engine, _, _ = start(terminals(), "uniform", config, optimizer=two_groups)
+        losses = train(engine, data[:1])
+        engine.recut(looped())
+        same(losses + train(engine, data[1:]), expected)
+
+
+# Layers that share a weight by one Python object
+
+
+def seeded(module_class: Any, *arguments: Any) -> nn.Module:
+    """A module that every process builds alike."""
+    pipelines.set_random_seed(7)
+    return module_class(*arguments)
+
+
+def repeated() -> list[Any]:
+    """One block at three places, a second one at two, an activation at two."""
+    first, second = (seeded(Block, WIDTH) for _ in range(2))
+    ends = seeded(nn.Linear, 8, WIDTH), seeded(nn.Linear, WIDTH, 4)
+    return [ends[0], first, second, first, second, nn.Tanh(), first, ends[1]]
+
+
+def a_module_that_stands_at_several_places(folder: Path) -> None:
+    """It is tied on every cut, through moves, a warm-up and checkpoints; plain DeepSpeed trains copies apart."""
+    data = batches(WARM_UP + AFTER)
+    with patch.object(pipelines, "Whole", lambda layers: nn.Sequential(*layers)):
+        expected = train_alone(repeated(), data, two_groups)
+    for method, zero, options in ((cut(), 0, {}), ("madpipe", 1, planned([0, 4, 8], warmup_steps=2))):
+        config = {"zero_optimization": {"stage": zero}}
+        with heard() as sentences:
+            engine, _, _ = start(repeated(), method, {**config, **options}, optimizer=two_groups)
+        told = [each for each in sentences if "one Block object" in each]
+        assert [each[:18] for each in told] == ["layers 1, 3 and 6 ", "layers 2 and 4 are"], sentences
+        losses = train(engine, data[:3])
+        engine.recut(looped())
+        where = str(folder / f"[{zero}]")  # a pattern, to DeepSpeed
+        engine.save_checkpoint(where)
+        same(losses + train(engine, data[3:]), expected)
+        resumed, _, _ = start(repeated(), cut(), config, optimizer=two_groups)
+        resumed.load_checkpoint(where)
+        same(train(resumed, data[3:]), expected[3:])
+    engine, _, _ = start(repeated(), [0, 8], num_stages=1, optimizer=two_groups)
+    same(train(engine, data), expected)
+
+
+class Borrowing(nn.Module):
+    """A layer that is given a weight, or a module."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.weight = getattr(source, "weight", source)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def shared_with_the_last_layer(kind: str) -> list[Any]:
+    block = seeded(nn.Linear, WIDTH, WIDTH)
+    last = {
+        "module": lambda: Borrowing(block),
+        "specification": lambda: LayerSpec(Borrowing, block),
+        "partial": lambda: partial(nn.functional.linear, weight=block.weight),
+        "closure": lambda: lambda x: nn.functional.linear(x, block.weight),
+        "method": lambda: block.forward,
+    }[kind]()
+    return [LayerSpec(nn.Linear, 8, WIDTH), block, *[LayerSpec(Block, WIDTH) for _ in range(5)], last]
+
+
+def weights_that_are_shared_otherwise(_: Path) -> None:
+    """Refused with the way out; said of a cut that DeepSpeed makes; the way out trains as one process."""
+    way_out = "list deepspeed_partition.engine.TiedModule(key, module, forward_fn=...)"
+    for kind, sentence in (
+        ("module", "layers 1 and 7 share a weight through one Python object (of 1 in all)"),
+        ("specification", "layers 1 and 7 share a weight"),
+        ("partial", "layer 7 is a function that holds a Parameter with weights of layer 1"),
+        ("closure", "layer 7 is a function that holds a Linear with weights of layer 1"),
+        ("method", "layer 7 is a function that holds a Linear"),
+    ):
+        for method in ("madpipe", cut()):
+            with raised(ValueError, sentence, way_out):
+                start(shared_with_the_last_layer(kind), method)
+    for specs, layers in ((repeated(), "layers 1, 3 and 6 are one module object"),
+                          (shared_with_the_last_layer("module"), "layers 1 and 7 share a weight")):  # fmt: skip
+        with heard() as sentences:
+            engine, _, _ = start(specs, "uniform", optimizer=adam)
+        assert sum("each trains a copy of its own" in each for each in sentences) == 1, sentences
+        with raised(ValueError, layers, "TiedModule"):
+            engine.recut(cut())
+    # What is frozen, or used at one place alone, is nobody's business.
+    frozen = shared_with_the_last_layer("module")
+    frozen[1].weight.requires_grad_(False)
+    start(frozen, cut())
+    data = batches(2)
+
+    def ends_that_are_tied() -> list[Any]:
+        ends, blocks = seeded(nn.Linear, WIDTH, 4), [seeded(Block, 4) for _ in range(4)]
+        back = TiedModule("ends", ends, forward_fn=lambda module, x: x @ module.weight)
+        return [nn.Linear(8, WIDTH), TiedModule("ends", ends), *blocks, back, TiedModule("ends", ends)]
+
+    def alone(layers: list[Any]) -> nn.Module:
+        [first, end, *blocks, _, _] = layers
+        back = Back(end.module)
+        return nn.Sequential(first, end.module, *blocks, back, end.module)
+
+    with patch.object(pipelines, "Whole", alone):
+        pipelines.set_random_seed(3)
+        expected = train_alone(ends_that_are_tied(), data, two_groups)
+    for method in (cut(), [0, 4, 8]):
+        pipelines.set_random_seed(3)
+        engine, _, _ = start(ends_that_are_tied(), method, optimizer=two_groups)
+        same(train(engine, data), expected)
+
+
+class Back(Borrowing):
+    """The way back through a weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
 
 
 # Layers with several parameters
@@ -719,7 +846,8 @@ CASES = [
     attributes_and_hooks_of_layers_that_move,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
-    layers_with_several_parameters,
+    layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,
+    a_cut_of_deepspeeds_with_copies_of_different_classes,
     a_tied_copy_without_a_gradient, tied_layers_of_different_classes,
     tied_layers_of_different_classes_in_other_runs,
     a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,
