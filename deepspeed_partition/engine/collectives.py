@@ -95,6 +95,23 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
+def raised_together(compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What ``compute`` returns on this rank, if it raises on no rank of ``group``.
+
+    Raises:
+        Exception: what it raised on the first such rank, on every rank.
+    """
+    flaw: Exception | None = None
+    try:
+        value = compute()
+    except Exception as error:  # of the user's code; every rank must hear of it
+        flaw = portable(error)
+    for found in gather_objects(flaw, group):
+        if found is not None:
+            raise found
+    return value
+
+
 def reduced(values: Sequence[int], operation: Any) -> list[int]:
     """Each of ``values`` over all ranks, by an operation such as ``dist.ReduceOp.MIN``, on every rank."""
     tensor = torch.tensor(values, dtype=torch.int64)

@@ -46,7 +46,7 @@ from deepspeed_partition.engine.resuming import Found, ResumingEngine
 from deepspeed_partition.engine.stages import allocation_of, hold_built_stages, owner
 from deepspeed_partition.engine.timeline import Recorder
 from deepspeed_partition.engine.transfers import refuse_blocking_waits
-from deepspeed_partition.engine.transplant import trainable_parameters
+from deepspeed_partition.engine.transplant import check_that_layers_can_move, trainable_parameters
 from deepspeed_partition.engine.watch import watch
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
@@ -91,6 +91,7 @@ class MadPipeEngine(ResumingEngine):
     def __init__(self, **kwargs: Any) -> None:
         self._peeked: Iterator[Any] | None = None
         self._waits_for_plan = False
+        self._knows_what_moves = False
         self._layer_buffers: Buffers | None = None
         self._warm_up: WarmUp | None = None
         of_fp16 = fp16_without_zero(kwargs["config_class"])
@@ -108,9 +109,21 @@ class MadPipeEngine(ResumingEngine):
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
         self._tell_shapes_each_time()
+        self._tell_how_gradients_are_clipped()
+
+    def _tell_how_gradients_are_clipped(self) -> None:
+        """Say it where it differs from plain DeepSpeed, or from what the program wrote: fp32 without ZeRO."""
         in_fp32_without_zero = self.optimizer is not None and self.optimizer is self.basic_optimizer
-        if not self.owns_cut and self.num_stages > 1 and in_fp32_without_zero and self.gradient_clipping():
+        if not in_fp32_without_zero or self.num_stages == 1 or not self.gradient_clipping():
+            return
+        if not self.owns_cut:
             warn_of_clipping(deepspeed.__version__, self.module.parts)
+        elif "gradient_clipping" not in self._config._param_dict:
+            announce(
+                "gradient_clipping is not set, so gradients are clipped to DeepSpeed's default, a norm of "
+                f"{self.gradient_clipping():g}, over all stages; plain DeepSpeed would take the norm of the first "
+                "stage alone and train otherwise: set it to 0 to clip nothing, or to a number"
+            )
 
     # The cut
 
@@ -326,8 +339,12 @@ class MadPipeEngine(ResumingEngine):
         Raises:
             InfeasibleError: no plan fits in memory; on every rank. After a warm-up that had enough, training goes
                 on instead at the trial cut.
+            RuntimeError: before the first step, a layer that could not move; see :meth:`recut`.
         """
         while self._waits_for_plan and torch.is_grad_enabled():
+            if not self._knows_what_moves:
+                check_that_layers_can_move(self.module)  # not after minutes
+                self._knows_what_moves = True
             if data_iter is not None and data_iter is not self._peeked:
                 self.set_dataiterator(data_iter)
                 self._peeked = data_iter  # where planning fails and is tried again, nothing of it is lost

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.any_plan import AnyPlanEngine
 from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.environment import planning_is_off
+from deepspeed_partition.engine.environment import log_here, planning_is_off
 from deepspeed_partition.engine.module import asks_for_plan, check_every_rank_trains
 from deepspeed_partition.engine.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
@@ -19,7 +19,9 @@ from deepspeed_partition.engine.stages import allocation_of
 from deepspeed_partition.engine.training_state import TrainingState
 from deepspeed_partition.engine.transplant import (
     build_arriving,
+    in_words,
     move_layers,
+    parts_with_parameters,
     preserved_random_state,
     trainable_parameters,
 )
@@ -72,6 +74,7 @@ class MovingEngine(AnyPlanEngine):
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
         optimizer, groups, scheduler = self.optimizer, self._groups, None
+        before = parts_with_parameters(self.module)
         training_state: TrainingState | None = None
         with preserved_random_state():
             arriving = build_arriving(self.module, allocation)
@@ -91,6 +94,22 @@ class MovingEngine(AnyPlanEngine):
             self.optimizer = _one_object(optimizer, self.optimizer)
             if training_state is not None:
                 training_state.lay_into(self.optimizer, self.module)
+        self._tell_what_moved(before)
+
+    def _tell_what_moved(self, before: list[str]) -> None:
+        """Say, on each rank of the first pipeline, which parameters a script has not made anything of so far."""
+        after = parts_with_parameters(self.module)
+        came = [name for name in after if name not in before]
+        gone = [name for name in before if name not in after]
+        if self.grid.data_parallel_id or self.grid.get_slice_parallel_rank() or not came + gone:
+            return
+        changes = [f"has the parameters of {in_words(came)} now"] if came else []
+        changes += [f"no longer has {'those' if came else 'the parameters'} of {in_words(gone)}"] if gone else []
+        log_here(
+            f"rank {self.global_rank} {' and '.join(changes)} (names stay): what a script made of its parameters "
+            "before (a list, an average by name, a copy) does not follow; an attribute of a parameter does "
+            "(p.average = p.detach().clone())"
+        )
 
     def destroy(self) -> None:
         """End this engine, once: Python calls it again when it collects the object, whenever that is.
@@ -133,7 +152,7 @@ class MovingEngine(AnyPlanEngine):
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
-                group["params"] = []
+                group["params"].clear()
         for parameter in self.module.parameters():
             parameter.grad = None
             if hasattr(parameter, "_hp_grad"):  # the bf16 optimizer's, a view of a flat buffer like the next

@@ -108,7 +108,7 @@ class ParameterGroups:
         for group, names in zip(self.groups, self._names, strict=True):
             wanted = set(names)
             members = [(name, member) for member, name in parameter_names(module).items() if name in wanted]
-            group["params"] = [member for _, member in members]
+            group["params"][:] = [member for _, member in members]  # a script may hold the list
             if "param_names" in group:
                 group["param_names"] = [name for name, _ in members]
         optimizer.param_groups[:] = self.groups

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from deepspeed_partition.engine.collectives import gather_objects, portable, receive_bytes, send_bytes
+from deepspeed_partition.engine.collectives import gather_objects, raised_together, receive_bytes, send_bytes
 from deepspeed_partition.engine.module import place_layers
 from deepspeed_partition.engine.stages import StagesModule, allocation_of, owner
 from deepspeed_partition.engine.tied_copies import forms_of, own_copies
@@ -138,6 +138,19 @@ def held_modules(module: PipelineModule) -> dict[str, nn.Module]:
     return held
 
 
+def parts_with_parameters(module: PipelineModule) -> list[str]:
+    """The parts of this rank that have parameters, whose names begin so, in the order of the layers."""
+    held = held_modules(module)
+    found = (part.name for part in _all_that_moves(module) if part.name in held)
+    return [name for name in found if any(True for _ in held[name].parameters())]
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Names of parts: ``layers 3, 4 and tied_modules.embed``."""
+    *others, last = [*names[:8], *(["..."] if len(names) > 8 else [])]
+    return ("layers " + ", ".join(others) + " and " if others else "layer ") + last
+
+
 def trainable_parameters(module: PipelineModule) -> list[int]:
     """How many each layer of the whole pipeline has; tied ones count wherever they stand. Collective."""
     held = held_modules(module)
@@ -172,6 +185,23 @@ def build_arriving(module: PipelineModule, allocation: Allocation) -> Arriving:
         held = held_modules(module)
         described = _descriptions(module, held, allocation)
         return Arriving(described, _build_missing(module, held, described, allocation))
+
+
+def check_that_layers_can_move(module: PipelineModule) -> None:
+    """Refuse now what a move of any layer would refuse later. Collective over each pipeline; moves nothing.
+
+    Each rank builds its layers once more, one at a time, where they come from specifications.
+
+    Raises:
+        RuntimeError: a layer is not what its specification builds; on all ranks.
+    """
+    if module.num_stages == 1:
+        return
+    with _whole_in_reach(module), preserved_random_state():
+        ranks = module.mpu().get_pipe_parallel_group()
+        described = gather_objects(raised_together(lambda: _checked_here(module), ranks), ranks)
+        existing = {name: info for infos in described for name, info in infos.items()}
+        raised_together(lambda: _check_existing(module, existing), ranks)
 
 
 def move_layers(
@@ -214,6 +244,31 @@ def _descriptions(
     return described
 
 
+def _checked_here(module: PipelineModule) -> dict[str, PartInfo]:
+    """Check the parts of this rank that are built, and describe those that exist on every rank."""
+    grid, held = module.mpu(), held_modules(module)
+    existing = {}
+    for part in _all_that_moves(module):
+        if part.owners(allocation_of(module))[0] == grid.get_stage_id():
+            there = _describe(held[part.name])
+            if _is_built(part.spec):
+                built = _build_spec(part.spec)
+                _check_alike(part, _only_what_changed(part, there, built), _describe(built), module.global_rank)
+            else:
+                existing[part.name] = _only_what_changed(part, there)
+    return existing
+
+
+def _check_existing(module: PipelineModule, existing: dict[str, PartInfo]) -> None:
+    """Compare modules that every rank has with those of the ranks that run them."""
+    grid, current = module.mpu(), allocation_of(module)
+    for part in _all_that_moves(module):
+        owners = part.owners(current)
+        if part.name in existing and grid.get_stage_id() not in owners:
+            here = _describe(_build_spec(part.spec))
+            _check_alike(part, existing[part.name], here, grid.stage_to_global(stage_id=owners[0]))
+
+
 def _build_missing(
     module: PipelineModule,
     held: dict[str, nn.Module],
@@ -225,8 +280,8 @@ def _build_missing(
     rank = grid.get_stage_id()
     built: dict[str, nn.Module] = {}
     kept = _users_of_tensors(held)
-    flaw = None
-    try:
+
+    def build() -> None:
         for part in _all_that_moves(module):
             before = part.owners(current)
             if rank in part.owners(allocation) and rank not in before:
@@ -234,11 +289,8 @@ def _build_missing(
                 built[part.name] = _build(part, described[part.name], sender)
                 if built[part.name] is not part.spec:
                     _empty(built[part.name], kept)
-    except Exception as error:  # of the user's layers; every rank must hear of it
-        flaw = portable(error)
-    for found in gather_objects(flaw, grid.get_pipe_parallel_group()):
-        if found is not None:
-            raise found
+
+    raised_together(build, grid.get_pipe_parallel_group())
     return built
 
 
@@ -265,7 +317,7 @@ def _exchange(
         for destination in receivers:
             if rank == source:
                 for tensor in _tensors(held[part.name]).values():
-                    send_bytes(tensor, grid.stage_to_global(stage_id=destination))
+                    _send(tensor, grid.stage_to_global(stage_id=destination))
                 if training_state is not None:
                     training_state.send(part.name, grid.stage_to_global(stage_id=destination))
             elif rank == destination:
@@ -332,6 +384,24 @@ def _module_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(value)}
 
 
+@dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A tensor that is an attribute of a parameter, such as its running average, and is sent after it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device_type: str
+
+
+def _send(tensor: torch.Tensor, rank: int) -> None:
+    """Send a parameter or a buffer, and the tensors among its attributes."""
+    send_bytes(tensor, rank)
+    device = get_accelerator().current_device_name()
+    for name, value in sorted(_attributes(tensor).items()):
+        if isinstance(value, SentTensor):
+            send_bytes(vars(tensor)[name].to(device), rank)
+
+
 def _sendable(value: Any) -> Any:
     if isinstance(value, torch.Generator) and value.device.type == "cpu":
         return GeneratorState(value.get_state())
@@ -340,11 +410,11 @@ def _sendable(value: Any) -> Any:
     return value if _is_plain(value) else Unsendable(type(value).__name__)
 
 
-def _only_what_changed(part: Part, there: PartInfo) -> PartInfo:
+def _only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = None) -> PartInfo:
     """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
     if isinstance(part.spec, nn.Module):  # a program sets what it sets on every rank; one of them runs the loss
         return there if part.name == LOSS else replace(there, attributes={})
-    built = part.spec.build()
+    built = part.spec.build() if built is None else built
     own = {name: _module_attributes(module) for name, module in built.named_modules()}
     changed = {
         path: {name: value for name, value in found.items() if not _is_alike(own.get(path, {}), name, value)}
@@ -383,7 +453,13 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
         for name, value in vars(tensor).items()
         if not name.startswith(("_", "ds_", *OF_DEEPSPEED)) and not _is_known(value)
     }
-    return {name: value if _is_plain(value) else Unsendable(type(value).__name__) for name, value in found.items()}
+    return {name: _of_a_tensor(value) for name, value in found.items()}
+
+
+def _of_a_tensor(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return SentTensor(value.shape, value.dtype, value.device.type)
+    return value if _is_plain(value) else Unsendable(type(value).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,19 +524,33 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
                 )
 
 
+def _build_spec(spec: Any) -> nn.Module:
+    return spec if isinstance(spec, nn.Module) else spec.build()
+
+
 def _build(part: Part, description: PartInfo, rank: int) -> nn.Module:
     """A part as its owner has it, but for the values."""
-    built = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
-    tensors = _tensors(built)
-    if tensors.keys() != {info.name for info in description.tensors}:
+    built = _build_spec(part.spec)
+    _check_alike(part, description, _describe(built), rank)
+    _take_attributes(built, description)
+    return built
+
+
+def _check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) -> None:
+    """Refuse a part that is not what its specification builds.
+
+    Raises:
+        RuntimeError: other parameters or buffers; a hook or an attribute that cannot be sent.
+    """
+    tensors = {info.name for info in here.tensors}
+    if tensors != {info.name for info in description.tensors}:
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: its specification builds {sorted(tensors)} and rank {rank} "
             f"has {sorted(info.name for info in description.tensors)}; change layers in their specification, "
-            "not after they are built"
+            "not after they are built (weight normalization or LoRA go into the __init__ of a layer, or of a "
+            "module that wraps it); or give the cut as boundaries or a plan, so that no layer moves"
         )
-    _check_what_was_added(part, description, _describe(built), rank)
-    _take_attributes(built, description)
-    return built
+    _check_what_was_added(part, description, here, rank)
 
 
 def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
@@ -469,10 +559,13 @@ def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
     tensors = _tensors(built)
     for info in description.tensors:
         tensor = tensors[info.name]
-        sent = {key: value for key, value in info.attributes.items() if not isinstance(value, Unsendable)}
-        vars(tensor).update(sent)
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
         tensor.requires_grad_(info.requires_grad)
+        for name, value in sorted(info.attributes.items()):
+            if isinstance(value, SentTensor):
+                vars(tensor)[name] = receive_bytes(value.shape, value.dtype, device, rank).to(value.device_type)
+            elif not isinstance(value, Unsendable):
+                vars(tensor)[name] = value
 
 
 def _let_go(module: PipelineModule) -> None:

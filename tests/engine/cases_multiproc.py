@@ -16,6 +16,7 @@ import third_party
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from harness import run_cases
 from pipelines import Counted, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
 from running import (
@@ -97,6 +98,15 @@ def clipping_by_the_norm_of_all_stages(_: Path) -> None:
         expected = train_alone(mlp(), data, adam, clip=clip)
         engine, _, _ = start(mlp(), "madpipe", {**planned(cut()), "gradient_clipping": clip})
         same(train(engine, data), expected)
+    # What nobody wrote is said, where plain DeepSpeed would train otherwise by it.
+    default = GRADIENT_CLIPPING_DEFAULT
+    for zero in (0, 1):
+        config = {"gradient_clipping": None, "zero_optimization": {"stage": zero}}
+        with heard() as sentences:
+            engine, _, _ = start(mlp(), cut(), config, optimizer=adam)
+        told = [each for each in sentences if f"DeepSpeed's default, a norm of {default:g}, over all" in each]
+        assert len(told) == (default > 0 and not zero), sentences
+    same(train(engine, data), train_alone(mlp(), data, adam, clip=default))
 
 
 def the_norm_counts_tied_weights_once(_: Path) -> None:

@@ -30,13 +30,14 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def configuration(**more: Any) -> dict[str, Any]:
     num_replicas = dist.get_world_size() // more.pop("num_stages", dist.get_world_size())
     more = copy.deepcopy(more)  # some versions of DeepSpeed take options out of it
-    return {
+    settings = {
         "train_micro_batch_size_per_gpu": pipelines.MICRO_BATCH_SIZE,
         "gradient_accumulation_steps": NUM_MICRO_BATCHES // num_replicas,
         "steps_per_print": 10**9,
         "gradient_clipping": 1.0,  # the default of some versions of DeepSpeed; of others it is 0
         **more,
     }
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def planned(boundaries: list[int] | str, **options: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from running import (
 from torch import nn
 from warm_up_cases import heard
 
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule, environment
 from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.replaced import AT_THE_END
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -745,6 +745,121 @@ def note(*_: Any) -> None:
     """A hook."""
 
 
+def normalize(engine: Any) -> None:
+    """As LoRA and weight normalization are put in: into the layers that this rank has."""
+    for layer in engine.module.modules():
+        if isinstance(layer, Block):
+            torch.nn.utils.parametrizations.weight_norm(layer.linear)
+
+
+def what_hinders_a_move_is_refused_before_the_warm_up(_: Path) -> None:
+    """Not after it: in layers that are built, and in those that a program has built on every rank."""
+    data = batches(3)
+
+    def built() -> list[Any]:
+        return [
+            seeded(nn.Linear, 8, WIDTH),
+            *[seeded(Block, WIDTH) for _ in range(6)],
+            seeded(nn.Linear, WIDTH, 4),
+        ]
+
+    def hooked(engine: Any) -> None:
+        next(layer for layer in engine.module.modules() if isinstance(layer, Block)).register_forward_hook(note)
+
+    def marked(engine: Any) -> None:
+        next(engine.module.parameters()).add_later = note
+
+    for make_specs in (mlp, built):
+        for change, words in (
+            (
+                normalize,
+                ("cannot be moved: its specification builds ['linear.bias'", "weight normalization or LoRA"),
+            ),
+            (hooked, ("cannot be moved", "strangers_cases.note", "would stay behind")),
+            (marked, ("cannot be moved", "'add_later', a function")),
+        ):
+            config = planned(cut(), warmup_steps=2)
+            engine, _, _ = start(make_specs(), "madpipe", config, optimizer=two_groups)
+            change(engine)
+            with raised(RuntimeError, *words):
+                train(engine, data[:1])
+            assert engine.global_steps == 0
+
+    # Put in where every rank has the layer, it moves.
+    def with_norms() -> list[Any]:
+        layers = built()
+        for layer in layers[1:4]:
+            torch.nn.utils.parametrizations.weight_norm(layer.linear)
+            torch.nn.utils.parametrizations.spectral_norm(layers[5].linear) if layer is layers[1] else None
+        return layers
+
+    with patch.object(pipelines, "Whole", lambda layers: nn.Sequential(*layers)):
+        expected = train_alone(with_norms(), data, adam)
+    engine, _, _ = start(with_norms(), "madpipe", planned([0, 6, 8], warmup_steps=1), optimizer=adam)
+    losses = train(engine, data[:2])
+    engine.recut(looped())
+    same(losses + train(engine, data[2:]), expected)
+
+
+# What a script keeps of parameters
+
+
+@torch.no_grad()
+def averaged(average: torch.Tensor, weight: torch.Tensor) -> None:
+    average.lerp_(weight, 0.5)
+
+
+def averages_of_weights(_: Path) -> None:
+    """One that is an attribute of its parameter moves with it; each rank says what it has got and lost."""
+    data = batches(4)
+    final: dict[str, torch.Tensor] = {}
+
+    def average(module: nn.Module) -> None:
+        for name, weight in module.named_parameters():
+            final.setdefault(name, weight.detach().clone())
+            averaged(final[name], weight)
+
+    train_alone(mlp(), data, two_groups, before_step=average)
+    for zero in (0, 1):
+        config = {"zero_optimization": {"stage": zero}}
+        engine, optimizer, _ = start(mlp(), cut(), config, optimizer=two_groups)
+        members = optimizer.param_groups[0]["params"]
+
+        def average_here(engine: Any = engine) -> None:
+            for weight in engine.module.parameters():
+                if not hasattr(weight, "average"):
+                    weight.average = weight.detach().clone()
+                averaged(weight.average, weight)
+
+        engine.before_optimizer_step = average_here
+        train(engine, data[:1])
+        before = {name for name, _ in engine.module.named_parameters()}
+        with said_here() as sentences:
+            engine.recut(looped((1, 0), [0, 4, 8]))
+        came = {name.split(".")[0] for name, _ in engine.module.named_parameters()} - {
+            name.split(".")[0] for name in before
+        }
+        [told] = [each for each in sentences if "no longer has those of" in each]
+        assert told.startswith(f"rank {dist.get_rank()} has the parameters of layer") and "p.average" in told
+        assert all(name in told.split(" now")[0] for name in came), (told, came)
+        if not zero:
+            assert optimizer.param_groups[0]["params"] is members and len(members) > 0
+        train(engine, data[1:2])
+        engine.recut(looped())
+        train(engine, data[2:])
+        for name, weight in engine.module.named_parameters():
+            assert torch.allclose(weight.average, final[name], atol=1e-6), name
+
+
+@contextmanager
+def said_here() -> Iterator[list[str]]:
+    """The sentences of this rank."""
+    sentences: list[str] = []
+    with patch.object(environment, "logger") as logger:
+        yield sentences
+    sentences += [str(call.args[1]) for call in logger.log.call_args_list]
+
+
 # What layers keep beside parameters and buffers
 
 
@@ -843,7 +958,8 @@ def a_schedule_and_an_optimizer_that_are_set_later(_: Path) -> None:
 CASES = [
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
-    attributes_and_hooks_of_layers_that_move,
+    attributes_and_hooks_of_layers_that_move, averages_of_weights,
+    what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
     layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,

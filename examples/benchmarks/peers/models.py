@@ -1,7 +1,8 @@
 """Do pipelines that nobody here wrote train alike with MadPipe and without, to five digits?
 
     python examples/benchmarks/peers/models.py --gpt-neox FOLDER --megatron-deepspeed FOLDER \
-        --transpeeder FOLDER --gdgpt FOLDER [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
+        --transpeeder FOLDER --gdgpt FOLDER --diffusion-pipe FOLDER --gpt-lite FOLDER --alexnet FOLDER \
+        [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
 downloaded. The two LLaMA pipelines need ``transformers==4.34.1``. Losses are compared with plain DeepSpeed's.
@@ -10,6 +11,7 @@ downloaded. The two LLaMA pipelines need ``transformers==4.34.1``. Losses are co
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-NAMES = ["gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt"]
+NAMES = ["gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet"]
 MODES = ["plain", "madpipe", "warm-up"]
 
 
@@ -35,6 +37,7 @@ def train(name: str, folder: Path, mode: str, zero: int, num_steps: int, warmup_
     prepare_cpu()
     if mode != "plain":
         deepspeed_partition.install()
+        os.environ["PEERS_METHOD"] = "madpipe"  # where a program takes the method from its own options
     deepspeed.init_distributed(dist_backend="gloo")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SAMPLES_PER_MICRO_BATCH,
@@ -53,11 +56,12 @@ def train(name: str, folder: Path, mode: str, zero: int, num_steps: int, warmup_
             "warmup_steps": warmup_steps if mode == "warm-up" else 0,
         }
         config["pipeline"] = {"partition_method": "madpipe", "madpipe": options}
+    torch.manual_seed(3)
     module, data = STRANGERS[name](folder, num_steps)
     draw_weights(module)
     engine, *_ = deepspeed.initialize(model=module, config=config)
-    batches = iter(data)
-    losses = [engine.train_batch(batches).item() for _ in range(num_steps)]
+    batches = data(engine) if callable(data) else itertools.repeat(iter(data))
+    losses = [engine.train_batch(next(batches)).item() for _ in range(num_steps)]
     if torch.distributed.get_rank() == 0:
         plan = getattr(engine, "plan", None)
         parts = [int(part) for part in module.parts]

@@ -1,18 +1,20 @@
 """Pipelines from public repositories, built tiny by their own code. Each function takes the checkout's folder.
 
-A function returns the pipeline module and a list of micro-batches as DeepSpeed's engine reads them. What a model
-only imports and never calls here (tokenizers, fused kernels) need not be installed: ``allow_missing`` stands in.
+A function returns the pipeline module and a list of micro-batches as DeepSpeed's engine reads them, or a function
+that makes of the engine what it trains on in each step. What a model only imports and never calls here, such as
+tokenizers and fused kernels, need not be installed: ``allow_missing`` stands in.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 VOCABULARY, HIDDEN, LENGTH, HEADS, NUM_LAYERS = 64, 32, 16, 4, 4
 SAMPLES_PER_MICRO_BATCH, NUM_MICRO_BATCHES = 2, 4
 
-Built = tuple[PipelineModule, list[Any]]
+Built = tuple[PipelineModule, list[Any] | Callable[[Any], Iterator[Any]]]
 
 
 class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -224,6 +226,127 @@ def megatron(folder: Path, num_steps: int) -> Built:
     return module, data
 
 
+class _Denoising(torch.nn.Module):
+    """A residual block that also hands on the time."""
+
+    def __init__(self, first: int = HIDDEN, last: int = HIDDEN) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(first, last)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, time = both
+        if not time.requires_grad:
+            time.requires_grad_(True)  # as its first layers do: a gradient comes for every float that travels
+        return torch.tanh(self.linear(x)) + time, time
+
+
+class _Diffusion:
+    """What diffusion-pipe asks of a model: inputs and a target from noise that each process draws for itself."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def prepare_inputs(self, batch: torch.Tensor, timestep_quantile: float | None = None) -> Any:
+        noise = torch.randn(batch.shape, generator=self.random)
+        time = torch.rand(len(batch), 1, generator=self.random)
+        return ((1 - time) * batch + time * noise, time), (noise - batch, None)
+
+
+def diffusion_pipe(folder: Path, num_steps: int) -> Built:
+    """tdrussell/diffusion-pipe: its module, loader, schedule and reduction on a toy model (MIT)."""
+    allow_missing(
+        "PIL", "comfy", "comfy_api", "datasets", "diskcache", "hyvideo", "imageio", "multiprocess", "peft", "tqdm",
+        "transformers",
+    )  # fmt: skip
+    sys.path.insert(0, str(folder))
+    stock_to = torch.Tensor.to
+    torch.Tensor.to = lambda self, *to, **named: self if to[:1] == ("cuda",) else stock_to(self, *to, **named)  # type: ignore[method-assign, assignment]
+    from deepspeed.runtime.pipe import schedule
+    from utils.dataset import PipelineDataLoader
+    from utils.patches import train_schedule_steps
+    from utils.pipeline import ManualPipelineModule
+
+    schedule.TrainSchedule.steps = train_schedule_steps
+    layers = [_Denoising() for _ in range(2 * NUM_LAYERS)]
+    module = ManualPipelineModule(
+        layers=layers,
+        num_stages=torch.distributed.get_world_size(),
+        partition_method=os.environ.get("PEERS_METHOD", "parameters"),
+        loss_fn=lambda outputs, label: torch.nn.functional.mse_loss(outputs[0], label[0]),
+        dynamic_shape=True,
+    )
+    random = torch.Generator().manual_seed(1)
+    shape = (SAMPLES_PER_MICRO_BATCH * NUM_MICRO_BATCHES, HIDDEN)
+    pictures = [torch.randn(shape, generator=random) for _ in range(num_steps)]
+    source = (folder / "train.py").read_text()
+    names: dict[str, Any] = {}
+    for node in ast.parse(source).body:  # what it does with arguments and files is not run
+        if isinstance(node, ast.FunctionDef) and node.name == "get_data_iterator_for_step":
+            exec(ast.get_source_segment(source, node) or "", names)
+
+    def steps(engine: Any) -> Iterator[Any]:
+        if not engine.zero_optimization():  # as its gradient release does
+            deepspeed.PipelineEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = lambda engine: None
+        loader = PipelineDataLoader(pictures, engine, NUM_MICRO_BATCHES, _Diffusion(), num_dataloader_workers=0)
+        while True:
+            engine.reset_activation_shape()
+            yield names["get_data_iterator_for_step"](loader, engine)
+            loader.sync_epoch()
+
+    return module, steps
+
+
+def gpt_lite(folder: Path, num_steps: int) -> Built:
+    """brunomaga/brunomaga.github.io: its GPT in DeepSpeed's pipeline, of modules that are built already."""
+    places = {
+        "real": folder / "assets/GPTlite/gptlite.py",
+        "pipe": folder / "assets/GPTlite-distributed/gptlite_ds.py",
+    }
+
+    def load(name: str) -> ModuleType:
+        specification = importlib.util.spec_from_file_location(f"gptlite_{name}", places[name])
+        assert specification is not None and specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        return module
+
+    real = load("real")
+
+    class Block(real.Block):  # type: ignore[name-defined, misc]
+        """Takes the arguments that the pipeline's file has for it."""
+
+        def __init__(self, width: int, num_heads: int) -> None:
+            super().__init__(width, num_heads, width // num_heads, 0.0)
+
+    # The pipeline's file imports these from an earlier version of the other one.
+    settings = {"n_layer": NUM_LAYERS, "n_embd": HIDDEN, "n_head": HEADS, "block_size": LENGTH, "Block": Block}
+    sys.modules["gptlite"] = SimpleNamespace(**settings)  # type: ignore[assignment]
+    pipe = load("pipe")
+    criterion = pipe.CrossEntropyLoss_FlatView()
+    module = pipe.get_model(VOCABULARY, criterion, pipeline_num_stages=torch.distributed.get_world_size())
+    return module, [(text[:, :-1], text[:, 1:].contiguous()) for text in tokens(num_steps)]
+
+
+def alexnet(folder: Path, num_steps: int) -> Built:
+    """deepspeedai/DeepSpeedExamples: its tutorial's pipeline, AlexNet by modules and a function (Apache-2.0)."""
+    folder = folder / "training" / "pipeline_parallelism"
+    sys.path.insert(0, str(folder))
+    allow_missing("torchvision")
+    from alexnet import AlexNet  # type: ignore[import-not-found]
+    from train import join_layers  # type: ignore[import-not-found]
+
+    net = AlexNet(num_classes=10)
+    for layer in net.classifier:
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0  # drawn by the process that has the layer
+    loss = torch.nn.CrossEntropyLoss()
+    module = PipelineModule(join_layers(net), loss_fn=loss, num_stages=torch.distributed.get_world_size())
+    random = torch.Generator().manual_seed(1)
+    shape = (SAMPLES_PER_MICRO_BATCH, 3, 64, 64)
+    pictures = [torch.randn(shape, generator=random) for _ in range(num_steps * NUM_MICRO_BATCHES)]
+    return module, [(each, each.mean((2, 3)).argmax(1)) for each in pictures]
+
+
 def _keep_on_cpu() -> None:
     """Let code that names CUDA where it means its accelerator run on the one that DeepSpeed found."""
     torch.cuda.current_device = lambda: get_accelerator().current_device_name()  # type: ignore[assignment, return-value]
@@ -242,4 +365,7 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "megatron-deepspeed": megatron,
     "transpeeder": transpeeder,
     "gdgpt": gdgpt,
+    "diffusion-pipe": diffusion_pipe,
+    "gpt-lite": gpt_lite,
+    "alexnet": alexnet,
 }
