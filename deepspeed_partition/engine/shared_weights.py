@@ -140,27 +140,49 @@ def _weights_of(spec: Any) -> list[nn.Parameter]:
 
 
 def _what_functions_share(specs: Sequence[Any], owners: dict[nn.Parameter, int]) -> str:
-    """Why a function cannot run apart from a layer whose weights it holds; empty where it can."""
+    """Why a function cannot run apart from a layer whose weights it uses; empty where it can."""
     for layer, spec in enumerate(specs):
         if isinstance(spec, nn.Module | LayerSpec):
             continue
-        for held in _reached(_held_by(spec)):
-            weights = _trainable(_parameters(held))
-            found = sorted({owners[weight] for weight in weights if weight in owners})
+        for used in _used_by(spec, owners):
+            found = _layers_of(used, owners)
             if len(found) == 1:
                 return (
-                    f"layer {layer} is a function that holds a {type(held).__name__} with weights of layer "
+                    f"layer {layer} is a function that uses a {type(used).__name__} with weights of layer "
                     f"{found[0]}, and on two stages it would use a copy that nobody trains: {WAY_OUT}"
                 )
-            if weights:
+            if _trainable(_parameters(used)):
                 whose = f"weights of the layers {listed(found)}" if found else "weights that no layer has"
                 announce(
-                    f"layer {layer} is a function that holds a {type(held).__name__} with {whose}: if it uses "
+                    f"layer {layer} is a function that holds a {type(used).__name__} with {whose}: if it uses "
                     "them, make it a module or a TiedLayerSpec with a forward_fn, for a function's weights are "
                     "trained by no optimizer and do not move",
                     logging.WARNING,
                 )
     return ""
+
+
+def _used_by(function: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Module | nn.Parameter]:
+    """What a function holds; of a module of many, such as the whole model, the children that it names."""
+    names = _names_in(function)
+    for held in _reached(_held_by(function)):
+        children = dict(held.named_children()) if isinstance(held, nn.Module) else {}
+        if children and len(_layers_of(held, owners)) != 1:
+            yield from (child for name, child in children.items() if name in names)
+        else:
+            yield held
+
+
+def _layers_of(held: nn.Module | nn.Parameter, owners: dict[nn.Parameter, int]) -> list[int]:
+    return sorted({owners[weight] for weight in _trainable(_parameters(held)) if weight in owners})
+
+
+def _names_in(function: Any) -> Sequence[str]:
+    """The attributes and globals that a function's code names."""
+    if isinstance(function, functools.partial):
+        return _names_in(function.func)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _held_by(function: Any) -> Iterator[Any]:

@@ -324,16 +324,33 @@ class Borrowing(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
+class Model(nn.Module):
+    """All layers, two of which the function that is a third one could reach."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.other = block, nn.Linear(WIDTH, WIDTH)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.block.weight)
+
+    def flat(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)
+
+
 def shared_with_the_last_layer(kind: str) -> list[Any]:
-    block = seeded(nn.Linear, WIDTH, WIDTH)
+    block, model = seeded(nn.Linear, WIDTH, WIDTH), Model(seeded(nn.Linear, WIDTH, WIDTH))
     last = {
         "module": lambda: Borrowing(block),
         "specification": lambda: LayerSpec(Borrowing, block),
         "partial": lambda: partial(nn.functional.linear, weight=block.weight),
         "closure": lambda: lambda x: nn.functional.linear(x, block.weight),
         "method": lambda: block.forward,
+        "model": lambda: model.back,
     }[kind]()
-    return [LayerSpec(nn.Linear, 8, WIDTH), block, *[LayerSpec(Block, WIDTH) for _ in range(5)], last]
+    first, second = (model.block, model.other) if kind == "model" else (block, LayerSpec(Block, WIDTH))
+    blocks = [LayerSpec(Block, WIDTH) for _ in range(3)]
+    return [LayerSpec(nn.Linear, 8, WIDTH), first, second, model.flat, *blocks, last]
 
 
 def weights_that_are_shared_otherwise(_: Path) -> None:
@@ -342,9 +359,10 @@ def weights_that_are_shared_otherwise(_: Path) -> None:
     for kind, sentence in (
         ("module", "layers 1 and 7 share a weight through one Python object (of 1 in all)"),
         ("specification", "layers 1 and 7 share a weight"),
-        ("partial", "layer 7 is a function that holds a Parameter with weights of layer 1"),
-        ("closure", "layer 7 is a function that holds a Linear with weights of layer 1"),
-        ("method", "layer 7 is a function that holds a Linear"),
+        ("partial", "layer 7 is a function that uses a Parameter with weights of layer 1"),
+        ("closure", "layer 7 is a function that uses a Linear with weights of layer 1"),
+        ("method", "layer 7 is a function that uses a Linear"),
+        ("model", "layer 7 is a function that uses a Linear with weights of layer 1"),
     ):
         for method in ("madpipe", cut()):
             with raised(ValueError, sentence, way_out):
