@@ -1,4 +1,10 @@
-"""DeepSpeed's own cuts, so that they can be planned, compared and explained without a process group."""
+"""DeepSpeed's own partitions, so that they can be planned, compared and explained without a process group.
+
+Method: the code of ``partition_uniform`` and ``partition_balanced`` of DeepSpeed
+(``deepspeed/runtime/utils.py``), as ``PipelineModule`` calls it. The boundaries are exactly DeepSpeed's; they are
+best in no sense. Cost: ``partition_balanced`` takes O(P L^2) time and O(P L) memory for L layers and P devices,
+``partition_uniform`` O(P).
+"""
 
 from __future__ import annotations
 
@@ -15,18 +21,20 @@ from deepspeed_partition.planner.units import printable, shown
 
 
 def uniform(chain: Chain, num_stages: int) -> Cuts:
-    """``partition_method="uniform"``: the same number of layers everywhere."""
+    """Return the partition of ``partition_method="uniform"``: the same number of layers in each stage."""
     return without_empty_stages(partition_uniform(chain.num_layers, num_stages))
 
 
 def parameters(chain: Chain, num_stages: int) -> Cuts:
-    """``partition_method="parameters"``, DeepSpeed's default: balances trainable parameters."""
+    """Return the partition of ``partition_method="parameters"``, the default: it balances trainable parameters."""
     weights = [float(layer.num_trainable_parameters or 0) for layer in chain.layers]
     return without_empty_stages(partition_balanced(weights, num_stages))
 
 
 def by_type(chain: Chain, num_stages: int, pattern: str) -> Cuts:
-    """``partition_method="type:REGEX"``: balances the number of layers whose class matches, ignoring case.
+    """Return the partition of ``partition_method="type:REGEX"``: it balances layers whose class matches.
+
+    Upper and lower case are not told apart.
 
     Raises:
         ValueError: REGEX is no regular expression, or matches nothing.
@@ -44,12 +52,12 @@ def by_type(chain: Chain, num_stages: int, pattern: str) -> Cuts:
 
 
 def without_empty_stages(parts: Sequence[int]) -> Cuts:
-    """Drop the stages that DeepSpeed leaves without a layer."""
+    """Return the boundaries without the stages that DeepSpeed leaves without a layer."""
     return tuple(sorted(set(parts)))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """The boundaries of DeepSpeed's function of this name: the remainder goes to the last parts."""
+    """Return the boundaries of DeepSpeed's function of this name: the last parts get the remainder."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     size, rest = divmod(num_items, num_parts)
@@ -58,11 +66,11 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The boundaries of DeepSpeed's function of this name.
+    """Return the boundaries of DeepSpeed's function of this name.
 
-    It makes the difference between the heaviest and the lightest part small, not the heaviest part light, and
-    builds on best prefixes although that difference has no such structure; the cut with the latest last
-    boundary wins a tie. All of this is copied, since it is what a user's run does.
+    It minimizes the difference between the heaviest and the lightest part, not the heaviest part. It builds on
+    best prefixes, although that difference has no such structure. Of equal partitions the one with the latest
+    last boundary wins. All of this is copied, since it is what a user's run does.
     """
     n, m = len(weights), num_parts
     if n <= m:
@@ -88,11 +96,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class FixedCut:
-    """One given cut: a baseline, or boundaries that a user wrote."""
+    """Solver with one given partition: a baseline, or boundaries that a user wrote."""
 
     name: str
     cut: Callable[[Chain, int], Cuts]
-    """From the chain and the number of devices."""
+    """Function from the chain and the number of devices to the boundaries."""
 
     def solve(self, problem: Problem) -> Answer:
         cuts = self._cuts(problem)

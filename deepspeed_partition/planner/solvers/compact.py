@@ -1,8 +1,11 @@
-"""The pattern of a chosen period that needs least memory, by integer linear programming.
+"""The pattern of a chosen period that needs the least memory, by integer linear programming.
 
-The program is that of ``ilp.py`` with the period fixed: what its rows let a device use is now a variable and the
-objective. As there, the solver is only trusted for orders and shifts; they decide how many micro-batches each
-stage holds at every instant, and the bytes are counted from those.
+Method: the program of ``ilp.py`` (MadPipe paper, section 4.3) with the period fixed. What its rows let a device
+use is now a variable, and the objective. As there, only the orders and shifts are taken from the solver; they
+decide how many micro-batches each stage holds at every instant, and the bytes are counted from those.
+
+Exact to ``RESOLUTION`` of the memory, where the deadline does not pass. Cost: one binary variable for each two
+operations of a device or link, so O(S^2) of them for S stages; the time is exponential in the worst case.
 """
 
 from __future__ import annotations
@@ -17,26 +20,30 @@ from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import DeviceMemory, Estimate, Pattern, Placement, Road, pattern_of
 
 RESOLUTION = 1e-6
-"""Of the memory: a pattern that saves less is not looked for."""
+"""Smallest saving that is looked for, relative to the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """The pattern found that needs least memory, and what is known about all of them."""
+    """Pattern found that needs the least memory, and what is known about all patterns."""
 
     pattern: Pattern | None
-    """None: none was found that takes fewer bytes than asked for."""
+    """Pattern that was found. None: none was found that takes fewer bytes than asked for."""
     num_bytes: int | None
-    """Of its largest device."""
+    """Bytes of the pattern's largest device; None without a pattern."""
     bound: int | None
-    """No pattern takes less (by more than ``RESOLUTION``). None: there is none below the bytes asked for."""
+    """Lower bound on the bytes of every pattern (to ``RESOLUTION``). None: there is none below the bytes asked
+    for."""
 
 
 NOTHING = Compact(None, None, None)
 
 
 def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "pairs") -> int | None:
-    """Of the largest device; but by ``"safe"`` no pattern takes less at this period. None: none is that short."""
+    """Estimate the bytes of the largest device at ``period``; None where no pattern has so short a period.
+
+    No pattern takes less at this period, except under ``"safe"``, which is no bound.
+    """
     if period < road.busiest:
         return None
     in_flight = road.fewest_in_flight(period)
@@ -51,13 +58,13 @@ def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimat
 
 
 def bytes_of(problem: Problem, road: Road, pattern: Pattern) -> int:
-    """Of the largest device."""
+    """Return the bytes of the largest device under a pattern."""
     memory_bytes = problem.platform.memory_bytes
     return max(memory_bytes - device.room + road.peak_bytes(pattern, device) for device in road.memory)
 
 
 def most_compact(problem: Problem, placement: Placement, period: int, below: int) -> Compact:
-    """The pattern of an allocation that needs least memory at ``period``, if that is less than ``below`` bytes.
+    """Find the pattern of least memory at ``period``, if it takes less than ``below`` bytes.
 
     Where the deadline of ``problem`` passes, the answer is the best so far and its bound is weaker.
     """
@@ -77,14 +84,14 @@ def most_compact(problem: Problem, placement: Placement, period: int, below: int
 
 
 def _more_than_any(problem: Problem, road: Road) -> int:
-    """Bytes of the largest device if no operation takes, and none waits, longer than a period."""
+    """Return the bytes of the largest device if no operation takes, and none waits, longer than a period."""
     in_flight = [2 * len(road.operations) + 1] * road.num_stages
     memory_bytes = problem.platform.memory_bytes
     return max(memory_bytes - device.room + road.bytes_enough(in_flight, device.stages) for device in road.memory)
 
 
 def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slots: bool) -> Compact:
-    """The pattern that takes fewest bytes, from ``least`` to those of the problem."""
+    """Find the pattern that takes the fewest bytes, from ``least`` to the memory of the problem."""
     unknown = Compact(None, None, least)
     if problem.deadline.passed():
         return unknown
@@ -113,7 +120,7 @@ def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slot
 
 
 def _slots_suffice(road: Road, pattern: Pattern) -> bool:
-    """Whether no tensor waits longer than a period at the end of a cut: then the next one has not come."""
+    """Return whether no tensor waits longer than a period at the end of a boundary, so that one slot is enough."""
     begins, ticks = pattern.begins, [operation.ticks for operation in road.operations]
     return all(
         begins[index] + ticks[index] <= begins[index - 1] + ticks[index - 1] + pattern.period
@@ -124,7 +131,7 @@ def _slots_suffice(road: Road, pattern: Pattern) -> bool:
 
 
 class _Model(ilp._Model):
-    """The integer linear program of a road at one period, for the least bytes of the largest device."""
+    """Integer linear program of an allocation at one period, for the least bytes of the largest device."""
 
     def __init__(
         self,
@@ -139,7 +146,8 @@ class _Model(ilp._Model):
     ) -> None:
         self.least, self.memory_bytes = max(1, least), memory_bytes
         self.peak = pulp.LpVariable("peak", least / self.least, max(1, memory_bytes) / self.least)
-        """In units of the least that there may be, so that the solver's tolerances are a part of the answer."""
+        """Peak memory as a multiple of the least possible, so that the solver's tolerances are relative to the
+        answer."""
         super().__init__(pulp, road, period, period, deadline, single_slots=single_slots)
         self.problem.setObjective(-self.peak)
 

@@ -1,4 +1,10 @@
-"""What the layers that are not laid yet still cost the special device at the least: when to give a label up."""
+"""Bounds on completions: what the layers still to be placed cost the special device, to give up a label early.
+
+Method: a relaxation of the dynamic program of the MadPipe paper, section 4.2.2, with weighted sums of load and
+memory in place of both; it is not in the paper. It is a lower bound, so no label that has a completion is lost.
+Cost, for L layers, P devices and b buckets of the delay: O(L^2 P b) time, at most ``MOST_STEPS``, and O(L P b)
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +17,31 @@ if TYPE_CHECKING:
     from deepspeed_partition.planner.solvers.special import SpecialSearch
 
 WEIGHTS = np.array([(1, 0), (0, 1), (1, 1), (1, 2), (2, 1)], dtype=float)
-"""Of load and memory, both as shares of what the special device has: what a completion is bounded by."""
+"""Weights of load and memory, both as shares of what the special device has; a completion is bounded by
+each sum."""
 ENOUGH = WEIGHTS.sum(axis=1)[:, None] + 1e-9
-"""Of both together, and rounding."""
+"""Largest weighted sum of load and memory that fits, with a margin for rounding; shape (weights, 1)."""
 BUCKETS_PER_PERIOD, MOST_BUCKETS = 16, 256
-"""Of the delay at a boundary."""
+"""Number of buckets for the delay at a boundary: per period, and at most."""
 MOST_STEPS = 2e7
-"""Of the recurrence; on long chains the delays are told apart less finely."""
+"""Most steps of the recurrence; on long chains the delays are told apart less finely."""
 UNREACHED = 2**62
-"""A delay that no allocation has."""
+"""Delay that no allocation has; it marks a boundary that none reaches."""
 Ticks = int | np.int64 | NDArray[np.int64]
 
 
 class Completion:
-    """What layers 0 to k still cost the special device at the least, at a period.
+    """Lower bound on what layers 0 to k still cost the special device, at a period.
 
     With n normals left and a delay of d or more above layer k, for each of the weights::
 
         N(n, k, d) = min over j < k of   min(N, S)(n - 1, j, d')             [j, k) on a normal device
-        S(n, k, d) = min over j < k of   cost of [j, k) at d' + N(n, j, d')  on the special one, and then not again
+        S(n, k, d) = min over j < k of   cost of [j, k) at d' + N(n, j, d')  on the special one, and then not
+            again
 
     with d' the delay above layer j. Delays are rounded down to a bucket, counted from the least delay that any
-    allocation has at the boundary; the last bucket holds all that are longer. At first there is
-    only that one: it prunes nearly as well, and the recurrence takes about as long as a few labels do.
+    allocation has at the boundary; the last bucket holds all longer delays. At first there is one bucket: it
+    prunes nearly as well, and the recurrence takes about as long as a few labels do.
     """
 
     def __init__(self, search: SpecialSearch, period: int) -> None:
@@ -41,13 +49,13 @@ class Completion:
         self.period = period
         compute = search.problem.times.compute
         self.first = np.searchsorted(compute, compute - period)
-        """[k]: where the longest stage begins that ends at k and takes a period at most."""
+        """First layer of the longest stage that ends at layer k and takes at most a period; indexed [k]."""
         self.least = self._least_delays()
         self.periods = 2 * search.problem.longest_period // max(period, 1) + 3  # two groups are longer than one
         self._fill(1)
 
     def refine(self, steps: float) -> bool:
-        """Tell delays apart as finely as so many steps of the recurrence allow; whether that is any finer."""
+        """Use as many buckets as ``steps`` of the recurrence allow; return whether that is twice as many."""
         size = self.search.num_layers
         per_bucket = len(WEIGHTS) * (self.search.max_normals + 1) * size * size / 2
         count = int(min(min(steps, MOST_STEPS) / per_bucket, MOST_BUCKETS, self.periods * BUCKETS_PER_PERIOD))
@@ -62,7 +70,7 @@ class Completion:
         self.width = -(-self.periods * base // count)
         shape = 2, (search.num_layers + 1) * count, search.max_normals + 1, len(WEIGHTS)
         self.table = np.full(shape, np.inf)
-        """[after a special stage, boundary and bucket, normals left, weight]"""
+        """Lower bounds, indexed [after a special stage, boundary and bucket, normals left, weight]."""
         self.table[:, :count] = 0.0
         either, normal = self.table
         loads = search.loads.T[:, None]  # [k, bucket, j] here and below
@@ -87,7 +95,7 @@ class Completion:
                 either[here] = np.minimum(normal[here], on_special)
 
     def _least_delays(self) -> NDArray[np.int64]:
-        """Above each layer, of any allocation."""
+        """Return the least delay above each layer, of any allocation."""
         search, base = self.search, self.period + 1
         delay = np.full(search.num_layers + 1, UNREACHED, dtype=np.int64)
         delay[-1] = base
@@ -112,7 +120,7 @@ class Completion:
         first: NDArray[np.int64],
         after_special: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
-        """Whether layers 0 to ``first`` might still be laid below so much; an entry for each label."""
+        """Return, for each label, whether layers 0 to ``first`` may still fit below it."""
         needed = self.table[after_special, self._place(first, delay), self.search.max_normals - used]
         shares = np.array([load / max(self.period, 1), kept / self.search.memory])
         found: NDArray[np.bool_] = (WEIGHTS @ shares + needed.T <= ENOUGH).all(axis=0)
@@ -120,6 +128,6 @@ class Completion:
 
 
 def _after(delay: Ticks, load: Ticks, base: int) -> NDArray[np.int64]:
-    """``delay (+) load``, for a delay as ``group * base + fill`` and a load below ``base``."""
+    """Return ``delay (+) load``, for a delay as ``group * base + fill`` and a load below ``base``."""
     fill = delay % base
     return delay + load + np.where(fill + load < base, 0, base - fill)

@@ -6,7 +6,8 @@ layers k..L into q stages that fit,
     D(0, L) = nothing        D(q, k) = min over l of  (D(q - 1, l) (+) U(k, l)) (+) C(k)
 
 where a stage is allowed if U(k, l) <= T, C(k) <= T and its group fits into memory. ``(+)`` is monotone in the
-delay and memory only grows with it, so the least delay is all that must be remembered: P L^2 steps.
+delay, and memory only grows with it, so the least delay is all that must be remembered. A decision takes O(P L^2)
+time and O(P L) memory for L layers and P devices, beside the O(L^2) table of stages.
 
 The answer is found by bisection over T. Each cut found is snapped to its own least period, and a probe one tick
 below the best period proves that nothing shorter exists. Source: MadPipe paper, section 4.1; the recurrence is
@@ -32,21 +33,21 @@ from deepspeed_partition.planner.solvers.problem import Answer, Constraints, Cut
 from deepspeed_partition.planner.solvers.steps import best_contiguous_step
 
 MOST_FAILURES = 4
-"""Of a bisection in a row, before it asks whether there is anything better at all."""
+"""Failed probes of a bisection in a row, after which it asks whether there is anything better at all."""
 CUT_SECONDS = 0.5
-"""For the best cut where the time is up: enough for 500 layers on 32 devices."""
+"""Seconds for the best contiguous partition where the time is up: enough for 500 layers on 32 devices."""
 Found = TypeVar("Found")
 Start = TypeVar("Start")
 
 
 @dataclass(frozen=True, slots=True)
 class Contiguous:
-    """One stage per device, in order.
+    """Solver for one stage per device, in order.
 
-    Without a step: the cut of the shortest period, exactly. With one (``num_micro_batches``): the cut and the
-    order of the shortest step that a search finds, in DeepSpeed's own engine (``synchronous.py``) where a host
-    asks, else in one that overlaps transfers (``steps.py``). That proves nothing, but is never slower there than
-    the cut of the shortest period.
+    Without a step it finds the partition of the shortest period, exactly. With a step (``num_micro_batches``) it
+    finds the partition and the order of the shortest step by a search: in DeepSpeed's own engine
+    (``synchronous.py``) where a host asks for that, otherwise in one that overlaps transfers (``steps.py``). The
+    search proves nothing, but its step is never longer than that of the partition of the shortest period.
     """
 
     name: str = "contiguous"
@@ -74,23 +75,24 @@ class Contiguous:
 
 @dataclass(frozen=True, slots=True)
 class BestCut:
-    """The contiguous cut of the shortest period that was found."""
+    """Contiguous partition of the shortest period that was found."""
 
     cuts: Cuts
     period: int
-    """In ticks."""
+    """Period of the partition, in ticks."""
     proved: bool
-    """No contiguous cut has a shorter period; False where the deadline passed before that was known."""
+    """True: no contiguous partition has a shorter period. False: the deadline passed before that was known."""
 
 
 def best_cut(
     times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline | None = None
 ) -> BestCut | None:
-    """The boundaries of the shortest period that fits; None where no cut fits.
+    """Find the boundaries of the shortest period that fits; None where no contiguous partition fits.
 
-    Each of about a dozen decisions costs all layers in O(P L^2), for P stages and L layers, and less where a
-    period holds few layers. That is worth ``CUT_SECONDS`` whatever the deadline says; where those and it have
-    passed, or it is stopped, the best cut so far is the answer. Some cut is found in any case.
+    Each of about a dozen decisions costs O(P L^2) for P stages and L layers, and less where a period holds few
+    layers. The search gets at least ``CUT_SECONDS``, whatever the deadline says. Where those and the deadline
+    have passed, or it is stopped, the best partition so far is the answer; some partition that fits is found in
+    any case.
     """
     search = _Search(times, table, constraints, (deadline or Deadline()).at_least(CUT_SECONDS))
     cuts = search.decide_relaxed()
@@ -111,13 +113,15 @@ def narrow(
     period: int,
     bound: int,
 ) -> tuple[Found | Start, int]:
-    """The best answer and its period, exactly, from one at ``period`` and a lower bound.
+    """Narrow an answer at ``period`` and a lower bound down to the best answer and its period, exactly.
 
     Args:
-        decide: some answer that fits at a period, or None where there is none. What it raises where a deadline
-            passes is handed on.
-        snap: the least period of an answer that was found at a period.
+        decide: returns some answer that fits at a period, or None where there is none. It may raise where a
+            deadline passes; the exception is handed on.
+        snap: returns the least period of an answer that was found at a period.
         start: the answer at ``period``; None where only shorter ones are of interest.
+        period: the period of ``start``, in ticks.
+        bound: a lower bound on the period of every answer, in ticks.
     """
     found: Found | Start = start
     failures, anything, answered = 0, False, False
@@ -137,16 +141,16 @@ def narrow(
 
 
 def cut_at(problem: Problem, period: int) -> Cuts | None:
-    """Some cut that fits at ``period``, or None where there is none.
+    """Return some contiguous partition that fits at ``period``, or None where there is none.
 
     Raises:
-        DeadlinePassed: before that is known.
+        DeadlinePassed: the deadline passed before that was known.
     """
     return _Search(problem.times, problem.table, problem.constraints, problem.deadline).decide(period)
 
 
 def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
-    """No allocation is faster than the mean load of a stage, or than the longest layer."""
+    """Return the larger of a stage's mean load and the longest layer, in ticks: no allocation is faster."""
     longest = int(np.diff(times.compute).max())
     return max(-(-int(times.compute[-1]) // max_stages), longest)
 
@@ -159,11 +163,11 @@ class _Search:
         self.deadline = deadline
         self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
         self.relaxed = int(times.compute[-1] + times.round_trip.sum())
-        """The period at which every stage has one micro-batch in flight."""
+        """Period, in ticks, at which every stage has one micro-batch in flight."""
         self.best: BestCut | None = None
 
     def snap(self, cuts: Cuts, found_at: int) -> int:
-        """The least period of a cut that fits at ``found_at``."""
+        """Return the least period of a partition that fits at ``found_at``, and remember the best."""
         loads = one_f_one_b.pseudo_stage_loads(self.times, cuts)
         room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
         period = one_f_one_b.least_period(loads, room)
@@ -173,9 +177,9 @@ class _Search:
         return period
 
     def decide_relaxed(self) -> Cuts | None:
-        """Some allowed cut that has room for one micro-batch at a time, or None where there is none.
+        """Return some allowed partition that has room for one micro-batch at a time, or None where there is none.
 
-        There is no plan without it, so where the deadline passes it is found all the same, by a shorter way.
+        Without it there is no plan, so it is found even where the deadline passes, by a shorter method.
         """
         try:
             return self.decide(self.relaxed)
@@ -183,7 +187,7 @@ class _Search:
             return self._any_cut()
 
     def _any_cut(self) -> Cuts | None:
-        """The same by whether stages fit alone, which takes a moment."""
+        """Return some partition of which every stage fits alone; this takes a moment, and no deadline ends it."""
         fits = self.room >= 1
         num_layers = self.times.chain.num_layers
         counts = self.constraints.counts(num_layers)
@@ -198,10 +202,10 @@ class _Search:
         return None
 
     def decide(self, period: int) -> Cuts | None:
-        """Some allowed cut that fits at ``period``, or None where there is none.
+        """Return some allowed partition that fits at ``period``, or None where there is none.
 
         Raises:
-            DeadlinePassed: before that is known.
+            DeadlinePassed: the deadline passed before that was known.
         """
         num_layers = self.times.chain.num_layers
         counts = self.constraints.counts(num_layers)
@@ -229,9 +233,9 @@ class _Search:
         return None
 
     def _short_stages(self, period: int) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
-        """Of the stages that begin at each layer and take a period at most: ends, loads, and rooms.
+        """Return the stages that take a period at most: ends, loads (ticks), and most micro-batches in flight.
 
-        ``[k, i]``: the i-th of those that begin at k; beyond the last one there is no room.
+        Entry ``[k, i]`` is the i-th stage that begins at layer k; beyond the last one the room is 0.
         """
         compute = self.times.compute
         num_layers = len(compute) - 1
@@ -244,7 +248,7 @@ class _Search:
         return stops, compute[stops] - compute[begins], np.where(within, self.room[begins, stops], 0)
 
     def _above_cuts(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
-        """Add the transfer over the cut before each layer."""
+        """Add the transfer over the boundary before each layer to the delays."""
         base = period + 1
         transfer = self.times.round_trip[: len(delay)]
         group, fill = np.divmod(delay, base)

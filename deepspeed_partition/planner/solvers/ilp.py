@@ -11,13 +11,17 @@ shift h; each pair of operations on one resource has a binary that says which co
     in flight of stage j when the forward of stage i starts, on the same device:
         h(B_j) - h(F_j) + y(F_j, F_i) - y(B_j, F_i)         for i itself: h(B_i) - h(F_i) + 1 - y(B_i, F_i)
 
-Without loss nothing waits a whole period before an operation: pulling that operation and all that follow on the
-road forward by a period changes no instant and only shortens what is in flight. The solver's numbers are only
-trusted for the orders and the shifts; period and instants are computed from those in integers (``road.py``).
+Nothing need wait a whole period before an operation: to start that operation and all later ones a period earlier
+changes no instant of the pattern, and reduces what is in flight. Only the orders and the shifts are taken from
+the solver; period and instants are computed from those in integers (``road.py``).
 
-First the tensors that wait at the ends of cuts are left out, which can only make the period shorter, so that
-what does not exist then does not exist. Where more of them wait than there are buffers for, and have no room, they
-are held to what the buffers are for: one activation and one gradient at each end.
+The first program leaves out the tensors that wait at the ends of boundaries. That can only shorten the period, so
+its bound holds. Where more tensors wait than there are buffers for, and do not fit, a second program allows one
+activation and one gradient at each end; its own bound is not used.
+
+Exact to ``RESOLUTION``, where the deadline does not pass and the first program's pattern fits. Cost: one binary
+variable for each two operations of a device or link, so O(S^2) of them for S stages; the time is exponential in
+the worst case.
 """
 
 from __future__ import annotations
@@ -33,28 +37,28 @@ from deepspeed_partition.planner.solvers.refutation import least_unrefuted, refu
 from deepspeed_partition.planner.solvers.road import Pattern, Resource, Road, pattern_of
 
 RESOLUTION = 1e-6
-"""Of the period: a schedule that is better by less is not looked for."""
+"""Smallest improvement that is looked for, relative to the period."""
 LONGEST_SOLVE_SECONDS = 20.0
-"""No single schedule is worth more where others wait."""
+"""Longest time for a single schedule where others wait, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The best pattern found for an allocation, and what is known about all of them."""
+    """Best pattern found for an allocation, and what is known about all its patterns."""
 
     pattern: Pattern | None
-    """None: none was found whose period is shorter than asked for."""
+    """Pattern that was found. None: none was found whose period is shorter than asked for."""
     bound: int | None
-    """Ticks: no pattern is shorter (by more than ``RESOLUTION``). None: there is none at all below the
-    period asked for."""
+    """Lower bound on the period of every pattern, in ticks (to ``RESOLUTION``). None: no pattern is as short as
+    asked for."""
 
 
 def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Scheduled:
-    """The shortest pattern of an allocation that fits into memory.
+    """Find the shortest pattern of an allocation that fits into memory.
 
     Args:
         road: the allocation.
-        shorter_than: only patterns of a shorter period are of interest; None: any.
+        shorter_than: only patterns of a shorter period are of interest, in ticks; None: any.
         deadline: where it passes, the answer is the best so far and its bound is weaker.
     """
     least = road.shortest_that_may_fit("pairs")
@@ -82,17 +86,17 @@ def schedule(road: Road, shorter_than: int | None, deadline: Deadline) -> Schedu
 
 @dataclass(frozen=True, slots=True)
 class _Solution:
-    """What one call of the solver found out."""
+    """Result of one call of the solver."""
 
     pattern: Pattern | None = None
     orders: Mapping[Resource, list[int]] | None = None
     shifts: list[int] | None = None
     closed: bool = False
-    """Nothing better exists, or, without a pattern, nothing at all."""
+    """True: nothing better exists; without a pattern, nothing at all."""
 
 
 def _solve(road: Road, least: int, most: int, deadline: Deadline, *, single_slots: bool) -> _Solution:
-    """The shortest pattern with a period from ``least`` to ``most``."""
+    """Find the shortest pattern with a period from ``least`` to ``most`` ticks."""
     if deadline.passed():
         return _Solution()
     import pulp  # here: importing the planner stays cheap
@@ -141,7 +145,7 @@ def _solver(pulp: Any, deadline: Deadline) -> Any:
 
 
 class _Model:
-    """The integer linear program of a road, with periods from ``least`` to ``most``."""
+    """Integer linear program of an allocation, with periods from ``least`` to ``most`` ticks."""
 
     def __init__(
         self, pulp: Any, road: Road, least: int, most: int, deadline: Deadline, *, single_slots: bool
@@ -170,7 +174,7 @@ class _Model:
             self._slots()
 
     def _exclude(self, pulp: Any, one: int, other: int) -> None:
-        """Two operations of one resource never overlap, over the end of the period either."""
+        """Forbid that two operations of one resource overlap, over the end of the period too."""
         self.deadline.check()
         names = [self.road.operations[index].name for index in (one, other)]
         # F0 begins every period.
@@ -181,14 +185,14 @@ class _Model:
         self.problem += y - apart >= self.length[other]
 
     def _in_flight(self, stage: int, at: int) -> Any:
-        """Of a stage when an operation of its device starts, that operation included."""
+        """Expression for a stage's micro-batches in flight when an operation of its device starts."""
         forward, backward = self.road.position[f"F{stage}"], self.road.position[f"B{stage}"]
         begun = 1 if at == forward else self.first[forward, at]
         ended = 0 if at == backward else self.first[backward, at]
         return self._periods(forward, backward) + begun - ended
 
     def _periods(self, one: int, other: int) -> Any:
-        """From the period of an operation to that of a later one on the road."""
+        """Expression for the periods from an operation to a later one on the path of a micro-batch."""
         return self.sum(self.carry[one + 1 : other + 1])
 
     def _memory(self, most: int) -> None:
@@ -212,12 +216,12 @@ class _Model:
             self.problem += self._kept(stages, event, largest) <= room / largest
 
     def _kept(self, stages: tuple[int, ...], event: int, unit: int) -> Any:
-        """Stashes on a device when an operation starts there."""
+        """Expression for the stashes on a device when an operation starts there, in units of ``unit`` bytes."""
         self.deadline.check()
         return self.sum(self.road.stash[stage] / unit * self._in_flight(stage, event) for stage in stages)
 
     def _slots(self) -> None:
-        """A tensor leaves the sender within a period of its coming, and so it does the receiver."""
+        """Require that a tensor leaves the sender within a period of its coming, and the receiver likewise."""
         for index, operation in enumerate(self.road.operations):
             if operation.name.startswith("S"):
                 producer, consumer = index - 1, index + 1
@@ -227,7 +231,7 @@ class _Model:
                 self.problem += taken <= sent + 1
 
     def orders_and_shifts(self) -> tuple[dict[Resource, list[int]], list[int]]:
-        """What the solver's answer is trusted for."""
+        """Return the order of each resource and the shift of each operation in the solver's answer."""
         shifts = list(accumulate(round(_value(periods)) for periods in self.carry))
         orders = {
             resource: sorted(

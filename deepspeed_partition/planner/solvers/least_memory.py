@@ -1,17 +1,22 @@
 """The allocation that needs least memory at a chosen period.
 
-The shortest period in a given memory and the least memory at a given period are one question asked from two sides,
-and a decision at a period and a memory is what the solvers are made of. So this search is that of ``madpipe.py``
-with the two exchanged, over bytes of the largest device instead of ticks:
+Each solver decides whether something fits at a period and a memory. ``madpipe.py`` searches for the shortest
+period in a given memory. This search exchanges the two, over bytes of the largest device instead of ticks:
 
-1. the contiguous cut that needs least, exactly, by bisection over the memory;
+1. the contiguous partition that needs least, exactly, by bisection over the memory;
 2. the best allocation with one special device by the "safe" and by the "pair" estimate, by this one also with two
    special stages alone, each with the pattern that needs least memory at the period (``compact.py``);
 3. every other allocation with one special device whose "pair" bound is below the least so far, in the order of
    the "pairs" bound, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else a good few.
 
-A pattern of a shorter period can be slowed down and needs no more then, so the chosen period itself is the best.
+A pattern of a shorter period can be slowed down and then needs no more memory, so patterns of the chosen period
+suffice.
+
+Source: the searches of the MadPipe paper, section 4, at a fixed period; the paper does not ask this question.
+Step 1 is exact, and so is the answer where step 3 ends (among allocations with one special device) or step 4
+tries all. Cost: that of ``contiguous.py``, O(P L^2) for each of some dozen decisions, then labels and integer
+programs as in ``madpipe.py``, exponential in the worst case; the deadline ends them.
 """
 
 from __future__ import annotations
@@ -39,13 +44,14 @@ from deepspeed_partition.planner.solvers.several import SeveralSearch
 from deepspeed_partition.planner.solvers.special import SpecialSearch
 
 FIRST_SECONDS = 1.0
-"""For whether any cut is fast enough, where the time is up: then there is a plan, if not the best one."""
+"""Seconds to find out whether any partition is fast enough, where the time is up: then there is some plan."""
 
 
 def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | None, bool]:
-    """The cut whose largest device is smallest at ``period``, and its bytes; None where no cut is that fast.
+    """Find the partition of least memory at ``period``, and its bytes; None where none is that fast.
 
-    And whether that is all that there is to know: False where the deadline passed before.
+    Returns:
+        The partition and its bytes, and whether that is certain: False where the deadline passed before.
     """
     best: tuple[Cuts, int] | None = None
 
@@ -68,16 +74,17 @@ def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | Non
 
 
 def bytes_at(problem: Problem, cuts: Cuts, period: int) -> int:
-    """Of the largest device of a cut under 1F1B* at ``period``."""
+    """Return the bytes of the largest device of a contiguous partition under 1F1B* at ``period``."""
     in_flight = one_f_one_b.in_flight(one_f_one_b.pseudo_stage_loads(problem.times, cuts), period)
     return max(stage_bytes(problem, cuts, in_flight))
 
 
 def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
-    """The allocation that needs least memory at ``period``, empty where none is that fast.
+    """Find the allocation that needs least memory at ``period``; the answer is empty where none is that fast.
 
     Args:
-        special: allocations that are not contiguous, too. What is proved is proved of the memory.
+        special: whether to search allocations that are not contiguous, too. What is proved is proved of the
+            memory.
     """
     found, best = contiguous_at(problem, period)
     if special:
@@ -86,7 +93,7 @@ def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
 
 
 class _Search:
-    """What is found and what is proved so far."""
+    """State of the search: what is found and what is proved so far."""
 
     def __init__(
         self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, cuts_are_best: bool
@@ -97,10 +104,11 @@ class _Search:
         self.best = LARGEST_MEMORY_BYTES + 1 if contiguous is None else contiguous[1]
         """Bytes of the largest device, the least so far."""
         self.cuts_are_best = cuts_are_best
-        """Whether no contiguous cut takes less; what is proved of other allocations builds on it."""
+        """True: no contiguous partition takes less. What is proved of other allocations builds on it."""
         self.pattern: Pattern | None = None
         self.bounds: dict[Placement, int | None] = {}
-        """Of each allocation that was tried: no pattern takes less; None where none takes less than the best."""
+        """Lower bound in bytes of each allocation that was tried; None where no pattern takes less than
+        the best."""
 
     def run(self) -> Answer:
         one, several = self._one_special() and self.cuts_are_best, self._several_special()
@@ -113,7 +121,7 @@ class _Search:
         return Answer((self.cuts,), self.period if proved_class else None, proved_class=proved_class or "")
 
     def _one_special(self) -> bool:
-        """The best allocation with one special device; True where it is proved."""
+        """Search the best allocation with one special device; return whether it is proved."""
         if self.problem.platform.num_devices == 1:
             return True
         try:
@@ -126,7 +134,7 @@ class _Search:
         return self._enumerate(lambda problem: SpecialSearch(problem, "pair").all(self.period, MOST_LABELS), bound)
 
     def _best_special(self, estimate: Estimate, most_specials: int | None) -> tuple[Placement | None, int]:
-        """The allocation with one special device that needs least by an estimate, and how much."""
+        """Return the allocation with one special device that needs least by an estimate, and its bytes."""
 
         def decide(memory_bytes: int) -> Placement | None:
             problem = self.problem.with_memory(memory_bytes)
@@ -140,7 +148,7 @@ class _Search:
         return narrow(decide, need, None, self.best, 1)
 
     def _several_special(self) -> bool:
-        """Better allocations in which several devices have several stages; True where there are no more."""
+        """Search allocations in which several devices have several stages; return whether none is left."""
         if self._enumerate(lambda problem: SeveralSearch(problem).all(self.period, FEW_PLACEMENTS), 1):
             return True
         bound = 1
@@ -156,11 +164,11 @@ class _Search:
         return False
 
     def _enumerate(self, placements: Callable[[Problem], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations that may need less than the best, lowest first; True where that is all.
+        """Try the allocations that may need less than the best, lowest first; return whether none is left.
 
         Args:
-            placements: all that may fit a problem's memory; None where they are too many.
-            bound: of all of them.
+            placements: returns all that may fit a problem's memory; None where they are too many.
+            bound: a lower bound of all of them, in bytes.
         """
         for level in LEVELS:
             if self.best <= bound:
@@ -171,7 +179,7 @@ class _Search:
         return all(least is None or self.best <= least for least in self.bounds.values())
 
     def _try_all(self, placements: Iterable[Placement]) -> bool:
-        """Find patterns, of the most promising allocation first; False where the time is up."""
+        """Find patterns, of the most promising allocation first; return False where the time is up."""
         promises = []
         for placement in placements:
             if self.problem.deadline.passed():
@@ -187,7 +195,7 @@ class _Search:
         return True
 
     def _try(self, placement: Placement) -> None:
-        """Find the pattern of an allocation that needs least memory."""
+        """Find the pattern of an allocation that needs least memory, and remember it."""
         if placement.is_contiguous or placement in self.bounds:
             return
         found = most_compact(self.problem, placement, self.period, self.best)

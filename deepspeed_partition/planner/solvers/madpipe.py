@@ -2,17 +2,22 @@
 
 The candidates come in the order of what they may promise:
 
-1. the best contiguous cut, exactly (``contiguous.py``);
-2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), by this
-   one also with two special stages alone, of which it is mostly right, each with the schedule that an integer
-   linear program finds for it (``ilp.py``);
+1. the best contiguous partition, exactly (``contiguous.py``);
+2. the best allocation with one special device by the "safe" and by the "pair" estimate (``special.py``), by
+   the second also with at most two special stages, where it is mostly right; each with the schedule that an
+   integer linear program finds for it (``ilp.py``);
 3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
    of what ``refutation.py`` leaves of it, until none is left, which proves the answer, or the time is up;
 4. allocations in which several devices have several stages: all of them where they are few, else those around the
    best one.
 
-Source: MadPipe paper, section 4, with exact searches in place of its grid, and with step 3, without which its
+Source: MadPipe paper, section 4, with exact searches in place of its grid, and with step 3, without which the
 answer may be far from the best of its own class.
+
+Exact: step 1; with step 3 run to its end, the best among allocations with one special device; with all of step 4,
+the best of all. Cost for L layers and P devices: O(P L^2) time for each of some dozen decisions of step 1, with
+the O(L^2) table of stages; the labels of steps 2 and 3, the allocations of step 4 and each integer program grow
+exponentially in the worst case, so limits and the deadline end them.
 """
 
 from __future__ import annotations
@@ -37,41 +42,46 @@ from deepspeed_partition.planner.solvers.steps import best_step
 from deepspeed_partition.planner.units import format_seconds
 
 MOST_LABELS = 1_000_000
-"""Partial allocations with one special device that an enumeration holds before it gives up."""
+"""Most partial allocations with one special device that an enumeration holds before it gives up."""
 FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
-"""The same with several of them, at one boundary: so few that all are tried, and as many as may be enumerated."""
+"""Numbers of partial allocations with several special devices, at one boundary: so few that all are tried, and as
+many as may be enumerated."""
 SPECIAL_SHARE = 0.5
-"""Of the time that is left, for the allocation that each estimate calls best; the rest is for its schedule."""
+"""Share of the time that is left for the allocation that each estimate calls best; the rest is for its
+schedule."""
 SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
-"""Of the time that is left, for allocations in which several devices have several stages, and for each of them."""
+"""Shares of the time that is left: for all allocations in which several devices have several stages, and for
+each."""
 PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
-"""Of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
+"""Limits of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
 PERIODIC_SHARE = 0.2
-"""Of the time for a step, for the plan of the shortest period, from which its search begins."""
+"""Share of the time for a step that is used for the plan of the shortest period, from which its search begins."""
 PROMISE_STEPS = 8
-"""Of the bisection that tells which of many allocations is tried first; its schedule begins with the rest."""
+"""Steps of the bisection that tells which of many allocations is tried first; its schedule begins with the
+rest."""
 LAST_SECONDS = 0.5
-"""For what would do, where nothing was found: so much for one special device where the time is up, and so much at
-the most for several of them."""
+"""Seconds to find out what would help where nothing was found: for one special device where the time is up, and
+at most for several."""
 ESTIMATES: tuple[tuple[Estimate, int | None], ...] = (("safe", None), ("pair", 2), ("pair", None))
-"""And the most stages of the special device. The last one bounds all of them."""
+"""Estimates, each with the most stages of the special device (None: any number). The last one bounds all
+allocations."""
 LEVELS = (64, 16, 4, 2, 1)
-"""An enumeration first looks at this part of what lies between its bound and the best period."""
+"""Divisors of the distance from a bound to the best period: an enumeration first looks at a 64th of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadPipe:
-    """The shortest period over all allocations, proved best in its class where time allows.
+    """Solver for the shortest period over all allocations, proved best in its class where time allows.
 
-    A host whose engine runs one stage per rank (``num_stages``, ``every_stage_trains``) gets what ``Contiguous``
-    answers, under this name. For a step (``num_micro_batches``) the best of these plans is where the search
-    begins.
+    A host whose engine runs one stage per rank (``num_stages``, ``every_stage_trains``) gets the answer of
+    ``Contiguous`` under this name. For a step (``num_micro_batches``) the search begins with the best of these
+    plans.
     """
 
     name: str = "madpipe"
     start: tuple[Allocation, ...] = ()
-    """Of plans for less memory, bandwidth or devices, or for other times of the same layers: tried first, so that
-    the answer is not worse where those still fit."""
+    """Allocations of plans for less memory, bandwidth or devices, or for other times of the same layers. They are
+    tried first, so that the answer is not worse where they still fit."""
 
     def solve(self, problem: Problem) -> Answer:
         if _only_contiguous(problem):
@@ -110,7 +120,7 @@ def _only_contiguous(problem: Problem) -> bool:
 
 
 class _Search:
-    """What is found and what is proved so far."""
+    """State of the search: what is found and what is proved so far."""
 
     def __init__(self, problem: Problem, start: Iterable[Allocation] = ()) -> None:
         self.problem = problem
@@ -118,16 +128,17 @@ class _Search:
         found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
         self.cuts = None if found is None else found.cuts
         self.best = None if found is None else found.period
-        """The shortest period so far, in ticks."""
+        """Shortest period so far, in ticks; None where nothing is found."""
         self.cuts_are_best = found is None or found.proved
-        """Whether no contiguous cut is better; what is proved of other allocations builds on it."""
+        """True: no contiguous partition is better. What is proved of other allocations builds on it."""
         self.patterns: list[Pattern] = []
         self.bounds: dict[Placement, int | None] = {}
-        """Of each allocation that was tried: no pattern of it has a shorter period; None where none is better."""
+        """Lower bound on the period of each allocation that was tried, in ticks; None where none of its patterns
+        is better."""
         self.bound = math.ceil(lower_bound(problem))
         self.schedule_seconds = math.inf
         self.tried_below = self.bound
-        """Every allocation with one special device whose bound is shorter was tried."""
+        """Bound in ticks: every allocation with one special device whose own bound is shorter was tried."""
 
     def run(self) -> Answer:
         for placement in self.start:
@@ -148,7 +159,7 @@ class _Search:
         )
 
     def _one_special(self) -> bool:
-        """The best allocation with one special device; True where it is proved."""
+        """Search the best allocation with one special device; return whether it is proved."""
         problem = self.problem
         if self._done(self.bound) or problem.platform.num_devices == 1:
             return True
@@ -167,14 +178,14 @@ class _Search:
         return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
 
     def _class_bound(self) -> int:
-        """No allocation with at most one special device has a shorter period."""
+        """Return a period, in ticks, below which no allocation with at most one special device exists."""
         if not self.cuts_are_best:
             return self.bound
         untried = min(self.tried_below, self._best_or_longest())
         return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))
 
     def _several_special(self) -> bool:
-        """Better allocations in which several devices have several stages; True where there are no more."""
+        """Search allocations in which several devices have several stages; return whether none is left."""
         if self._done(self.bound) or self.problem.platform.num_devices == 1:
             return True
         seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
@@ -199,7 +210,7 @@ class _Search:
         return everything and self._try_all(again) and self._settled()
 
     def _probe(self, search: SeveralSearch) -> None:
-        """Look for allocations that promise much, by bisection of the period; what is not found may yet exist."""
+        """Search allocations that promise much, by bisection of the period; it may miss some that exist."""
         bound = self.bound
         for _ in range(PROBES):
             best = self._best_or_longest()
@@ -210,11 +221,11 @@ class _Search:
                 bound = period + 1
 
     def _enumerate(self, placements: Callable[[int], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations whose "pair" bound is below the best period, lowest first; True where that is all.
+        """Try the allocations whose "pair" bound is below the best, lowest first; return whether none is left.
 
         Args:
-            placements: all with a bound up to a period; None where they are too many.
-            bound: of all of them.
+            placements: returns all with a bound up to a period; None where they are too many.
+            bound: a lower bound of all of them, in ticks.
         """
         for period in self._periods_to_try(bound):
             found = placements(period)
@@ -224,7 +235,7 @@ class _Search:
         return True
 
     def _periods_to_try(self, bound: int) -> Iterator[int]:
-        """From a bound to just below what is then the best period."""
+        """Yield periods in ticks, from a bound to just below what is then the best period."""
         for level in LEVELS:
             best = self._best_or_longest()
             if best <= bound:
@@ -232,22 +243,22 @@ class _Search:
             yield bound + (best - 1 - bound) // level
 
     def _with_share(self, share: float) -> Problem:
-        """The problem with a part of the time that is left."""
+        """Return the problem with a share of the time that is left."""
         return replace(self.problem, deadline=self.problem.deadline.part(share))
 
     def _settled(self) -> bool:
-        """Whether no allocation that was tried may have a better schedule than the best one."""
+        """Return whether no allocation that was tried may have a better schedule than the best one."""
         return all(least is None or self._done(least) for least in self.bounds.values())
 
     def _best_or_longest(self) -> int:
         return self.problem.longest_period + 1 if self.best is None else self.best
 
     def _done(self, bound: int) -> bool:
-        """Whether the best period is as short as a bound."""
+        """Return whether the best period is as short as a bound."""
         return self.best is not None and self.best <= bound
 
     def _try_all(self, placements: Iterable[Placement]) -> bool:
-        """Schedule allocations, the most promising first; False where the time is up."""
+        """Schedule allocations, the most promising first; return False where the time is up."""
         promises = []
         for placement in placements:
             if placement not in self.bounds:
@@ -267,14 +278,14 @@ class _Search:
         return True
 
     def _promise(self, road: Road) -> int | None:
-        """No pattern is shorter, as far as one look tells; None: none is shorter than the best."""
+        """Return a lower bound on an allocation's period by one look, in ticks; None: not below the best."""
         least, most, deadline = max(road.busiest, self.bound), self._best_or_longest() - 1, self.problem.deadline
         if least > most or not road.may_fit(most, "peak") or refuted(road, most, deadline, most_trials=1):
             return None
         return least_unrefuted(road, least, most, deadline, PROMISE_STEPS)
 
     def _try(self, placement: Placement) -> None:
-        """Schedule an allocation."""
+        """Schedule an allocation, and remember its pattern if it is the best so far."""
         if placement.is_contiguous or placement in self.bounds:
             return
         if not self.problem.allows(placement):
@@ -294,7 +305,7 @@ class _Search:
         self.problem.deadline.tell(f"{found}, {len(self.bounds)} allocations scheduled")
 
     def _descend(self) -> None:
-        """From the best allocation to a better one beside it, until there is none or the time is up."""
+        """Go from the best allocation to a better neighbour, until there is none or the time is up."""
         while True:
             before = self.best
             if self.patterns:
@@ -318,10 +329,10 @@ def _placement(problem: Problem, allocation: Allocation) -> Placement:
 
 
 def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | Placement, int]:
-    """The allocation that needs least memory, one micro-batch in flight, and how much.
+    """Return the allocation that needs least memory with one micro-batch in flight, and its bytes.
 
-    The least with one special device, and with several of them the least that is found in a moment; that is worth
-    a moment more where the time is up.
+    It is the least of those with one special device, and of those with several that a search finds in a moment;
+    it gets that moment where the time is up, too.
     """
 
     best: tuple[Placement, int] = Placement.contiguous(cuts), enough

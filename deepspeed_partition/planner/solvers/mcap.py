@@ -1,13 +1,16 @@
-"""mCAP's aim: the contiguous cut of as many stages as devices whose largest device needs the least memory.
+"""mCAP's aim: the contiguous partition into P stages, one per device, whose largest device needs the least
+memory.
 
     M(q, k) = min over l of max(memory(k, l) with q micro-batches in flight, M(q - 1, l))
 
-The paper predicts peaks from profiles of whole partitionings and searches by brute force or Bayesian
-optimization; here the peak is the planner's own (weights, stash, buffers, transient bytes), so that the answer is
-exact, in P L^2 steps. In flight is 1F1B's depth: the q-th stage from the end holds q micro-batches, in a step of
-fewer those.
+The paper predicts peaks from profiles of whole partitionings (section 3.3) and searches by brute force or
+Bayesian optimization (section 3.4). Here the peak is the planner's own (weights, stash, buffers, transient
+bytes), so the answer is exact, in O(P L^2) time and O(P L) memory beside the O(L^2) table of stages.
+Micro-batches in flight are those of 1F1B: the q-th stage from the end holds q, or as many as the step has, if
+that is fewer.
 
-Source: H. Dreuning et al., mCAP, Euro-Par 2022, whose pipeline holds all micro-batches of a step at once (GPipe).
+Source: H. Dreuning et al., mCAP, Euro-Par 2022, section 3, whose pipeline holds all micro-batches of a step at
+once (GPipe).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from deepspeed_partition.planner.solvers.problem import Answer, Cuts, Problem, b
 
 @dataclass(frozen=True, slots=True)
 class MemoryBalanced:
-    """``mcap``: balances memory and knows no time."""
+    """Solver ``mcap``: it balances memory and ignores time."""
 
     name: str = "mcap"
 

@@ -1,4 +1,8 @@
-"""The cut whose costliest stage is cheapest: a dynamic program that several solvers share."""
+"""The partition whose costliest stage is cheapest: a dynamic program that several solvers share.
+
+Method: the classic recurrence for min-max partitions of a chain, as in the PipeDream slides, "Automatic
+Partitioning". Exact, in O(P L^2) time and O(P L) memory for L layers and P stages, beside O(L^2) costs.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,18 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem
 
 NOTHING_FITS = 2**62
-"""A cost that no stage has."""
+"""Cost that no stage has: it forbids a stage."""
 
 
 def min_max_cuts(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> list[tuple[Cuts, int]]:
-    """For each number of stages the cut whose costliest stage is cheapest, and that cost.
+    """Return, for each number of stages, the boundaries whose costliest stage is cheapest, and that cost.
 
-    With q stages for layers k and on, ``cost(q)[k, l]`` the cost of layers k to l as the q-th stage from the end::
+    With q stages for layers k and on, ``cost(q)[k, l]`` the cost of layers k to l as the q-th stage from the
+    end::
 
         T(q, k) = min over l of max(cost(q)[k, l], T(q - 1, l))
 
-    A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any cut are left out.
+    A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any partition are left out.
     """
     allowed = problem.constraints.allowed(problem.table)
     num_layers = problem.chain.num_layers
@@ -39,7 +44,7 @@ def min_max_cuts(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> 
 
 
 def trace(choices: list[NDArray[np.intp]], num_layers: int) -> Cuts:
-    """The boundaries that choices lead to: entry q - 1 says where the q-th stage from the end stops."""
+    """Return the boundaries that choices lead to: entry q - 1 says where the q-th stage from the end stops."""
     cuts = [0]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))

@@ -7,6 +7,9 @@ A delay, from the start of a stage's forward to the end of its backward on the s
 
 The group of a stage is the number of its micro-batches in flight. A transfer over a cut counts as a stage of
 its own between the two that it connects (section 4.1, last paragraph): a *pseudo-stage*.
+
+Exact, in integers: no periodic schedule of the partition needs less memory at its period. Cost for P stages: O(P)
+for the delays at a period, and O(P^2 log P) time and O(P^2) memory for the least period.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ Delay = tuple[int, int]
 
 
 def add(delay: Delay, load: int, period: int) -> Delay:
-    """``x (+) y`` of the paper: the delay one pseudo-stage further up, a new group where it does not fit."""
+    """Return ``x (+) y`` of the paper: the delay one pseudo-stage up, in a new group where needed."""
     group, fill = delay
     return (group, fill + load) if fill + load <= period else (group + 1, load)
 
 
 def pseudo_stage_loads(times: TimedChain, boundaries: Sequence[int]) -> list[int]:
-    """Ticks per micro-batch of stage 0, cut 0, stage 1, cut 1, ..., the last stage."""
+    """Return the ticks per micro-batch of stage 0, boundary 0, stage 1, boundary 1, ..., the last stage."""
     loads: list[int] = []
     for start, stop in pairwise(boundaries):
         if start:
@@ -38,9 +41,9 @@ def pseudo_stage_loads(times: TimedChain, boundaries: Sequence[int]) -> list[int
 
 
 def delays(loads: Sequence[int], period: int) -> list[Delay]:
-    """The delay of each pseudo-stage, itself included; in flight is the group.
+    """Return the delay of each pseudo-stage, itself included; its group is the micro-batches in flight.
 
-    Every load fits into the period.
+    Every load must fit into the period. Loads and period are in ticks.
     """
     delay: Delay = (1, 0)
     result = []
@@ -51,12 +54,12 @@ def delays(loads: Sequence[int], period: int) -> list[Delay]:
 
 
 def in_flight(loads: Sequence[int], period: int) -> list[int]:
-    """Micro-batches in flight of each stage: the groups of the even pseudo-stages."""
+    """Return the micro-batches in flight of each stage: the groups of the even pseudo-stages."""
     return [group for group, _ in delays(loads, period)[::2]]
 
 
 def least_period(loads: Sequence[int], max_in_flight: Sequence[int]) -> int | None:
-    """The shortest period at which every stage has room for its micro-batches in flight; None: there is none."""
+    """Return the shortest period, in ticks, at which every stage has room; None where there is none."""
     if min(max_in_flight) < 1:
         return None
 
@@ -67,7 +70,7 @@ def least_period(loads: Sequence[int], max_in_flight: Sequence[int]) -> int | No
 
 
 def shortest_that(fits: Callable[[int], bool], loads: Sequence[int], shortest: int) -> int:
-    """The first period from ``shortest`` on that fits; the sum of all loads does.
+    """Return the first period from ``shortest`` on that fits, in ticks; the sum of all loads must fit.
 
     Groups shrink as the period grows, and change only where it passes a sum of consecutive loads; so a binary
     search over those sums is exact.
@@ -78,7 +81,7 @@ def shortest_that(fits: Callable[[int], bool], loads: Sequence[int], shortest: i
 
 
 def schedule(times: TimedChain, boundaries: Sequence[int], period: int) -> PeriodicSchedule:
-    """The 1F1B* pattern of a contiguous cut at a period of so many ticks.
+    """Return the 1F1B* pattern of a contiguous partition at a period in ticks.
 
     All forwards and their transfers run back to back; the backward of a stage ends ``delay`` after its forward
     began::

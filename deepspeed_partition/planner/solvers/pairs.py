@@ -1,10 +1,10 @@
-"""Two stages of one device: whether their micro-batches in flight can avoid one another.
+"""A memory bound for two stages of one device: whether their micro-batches in flight can avoid one another.
 
-Stage i comes before stage j on the road. At a period T, a stage whose delay from the start of its forward to the
-end of its backward is ``(m - 1) T + r`` keeps m micro-batches during an *arc* of length r of the period, from its
-forward to its backward, and m - 1 during the rest. Where both arcs meet, the device keeps one more of both. With i
-beginning at 0 and j at p + h T, there are few ways for them to lie, since operations of a device exclude one
-another::
+Stage i comes before stage j on the path of a micro-batch. At a period T, a stage whose delay from the start of
+its forward to the end of its backward is ``(m - 1) T + r`` keeps m micro-batches during an *arc* of length r of
+the period, from its forward to its backward, and m - 1 during the rest. Where both arcs meet, the device keeps
+one more of both. With i beginning at 0 and j at p + h T, there are few ways for them to lie, since operations of
+a device exclude one another::
 
     apart      0 [i] r_i <= p [j]                       most of i alone, and of j alone
     j in i     0 [i F_i <= p [j] r_i - B_i ]            both while j runs
@@ -12,12 +12,13 @@ another::
     crossing   anything else                            both while either runs
 
 The way from F_i to F_j takes at least ``ahead`` and that from B_j to B_i at least ``back``, so j cannot begin
-wherever it would suit: p + h T >= ahead, and what i's delay has beyond p + h T and j's delay is at least ``back``.
-1F1B* tells the least m and r of each stage. One may keep more than that, at the price of its bytes, to move its
-arc.
+anywhere: p + h T >= ahead, and i's delay is longer than p + h T plus j's delay by ``back`` at least.
+1F1B* gives the least m and r of each stage. A stage may keep more than that, which costs bytes, to move its arc.
 
-These are some of the rules for a schedule: where no way has room, no schedule has. With two stages on the device
-the bound is mostly that of the integer program, in a thousandth of the time.
+These are some of the rules for a schedule, so the bound is a lower one: where no way has room, no schedule has.
+With two stages on the device it is mostly that of the integer program, in a thousandth of the time. Cost:
+constant time and memory for each pair, O(S^2) for S stages on the device. Source: an addition to the MadPipe
+paper, section 4.2.1, which estimates this memory.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 MOST_EXTRA = 2
-"""Micro-batches beyond the fewest that are looked at; a stage with room for more counts as if it fitted."""
+"""Most micro-batches beyond the fewest that are looked at; a stage with room for more counts as if it fitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One stage of each pair; an entry for each."""
+    """One stage of each pair; arrays have an entry for each pair."""
 
     group: Integers
     fill: Integers
-    """With ``group`` the least delay."""
+    """Fill of the least delay, in ticks; ``group`` is its group."""
     forward: Integers
     backward: Integers
     stash: Integers
@@ -49,15 +50,15 @@ class Side:
 
 
 def may_share(period: int, room: Integers, i: Side, j: Side, ahead: Integers, back: Integers) -> NDArray[np.bool_]:
-    """Whether two stages of a device have room together; an entry for each pair.
+    """Return, for each pair, whether two stages of a device have room together.
 
     Args:
-        period: in ticks.
+        period: the period, in ticks.
         room: bytes beside weights, buffers, and ``group - 1`` micro-batches of every stage of the device.
         i: the stage that comes first.
         j: the stage that comes later.
-        ahead: ticks from the start of i's forward to the start of j's, at the least.
-        back: ticks from the end of j's backward to the end of i's, at the least.
+        ahead: the least ticks from the start of i's forward to the start of j's.
+        back: the least ticks from the end of j's backward to the end of i's.
     """
     found: NDArray[np.bool_] = i.stash + j.stash + np.maximum(i.transient, j.transient) <= room
     open_ = np.flatnonzero(~found)
@@ -68,7 +69,7 @@ def may_share(period: int, room: Integers, i: Side, j: Side, ahead: Integers, ba
 
 
 def least_room(period: int, i: Side, j: Side, ahead: Integers, back: Integers) -> Integers:
-    """The least room with which ``may_share`` is true, of each pair; in bytes."""
+    """Return, for each pair, the least room with which ``may_share`` is true, in bytes."""
     one_i, one_j = i.stash + i.transient, j.stash + j.transient
     apart = np.maximum(one_i, one_j)
     j_in_i = np.maximum(one_i, i.stash + one_j)

@@ -1,8 +1,8 @@
 """MadPipe as its paper prints it: a dynamic program on a grid, Algorithm 1 around it, then one schedule.
 
-For comparison only: ``special.py`` answers the same question exactly and sooner. With layers k to l the next stage
-(half-open here, so ``C(k)`` is the cut before it), p normal devices left, ``x (+) y`` the delay of 1F1B* and g the
-micro-batches in flight, both at a target period That::
+For comparison only: ``special.py`` answers the same question exactly and sooner. With layers k to l the next
+stage (half-open here, so ``C(k)`` is the cut before it), p normal devices left, ``x (+) y`` the delay of 1F1B*
+and g the micro-batches in flight, both at a target period That::
 
     T(l, p, t, m, V) = min over k < l of
         max(U(k, l), C(k), T(k, p - 1, t, m, V'))         a normal device, if M(k, l, g) fits
@@ -10,10 +10,10 @@ micro-batches in flight, both at a target period That::
     T(0, p, t, m, V) = t      T(l, 0, t, m, V) = U(0, l) + t, if m + M(0, l, g - 1) fits
     t' = t + U(k, l)      V' = (V (+) U(k, l)) (+) C(k)      g = ceil((V + U(k, l)) / That)
 
-The load t, the memory m and the delay V are rounded to equally distributed values from 0 to U(0, L), to the memory
-of a device, and to U(0, L) plus all transfers. T is the least, over paths through these states, of the largest
-cost on the path; so it is computed from (L, P - 1, 0, 0, 0) downwards and only where paths lead, which gives the
-same value and costs a fraction of the whole table.
+The load t, the memory m and the delay V are rounded to equally distributed values from 0 to U(0, L), to the
+memory of a device, and to U(0, L) plus all transfers. T is the least, over paths through these states, of the
+largest cost on the path; so it is computed from (L, P - 1, 0, 0, 0) downwards and only where paths lead, which
+gives the same value and costs a fraction of the whole table.
 
 What differs from the text, and why:
 
@@ -24,8 +24,12 @@ What differs from the text, and why:
 - Stash and transient bytes are those of the chain; transient bytes, which the paper has not, count on normal
   devices only, since the estimate for the special one is a lower bound.
 - The paper does not say how it rounds. ``rounding="up"`` is the default: its value alone is never below that of
-  the recurrence without a grid. What exceeds the largest delay has then no value to be rounded to and is left out;
-  the others round it to the largest one.
+  the recurrence without a grid. What exceeds the largest delay has then no value to be rounded to and is left
+  out; the others round it to the largest one.
+
+Exact for its recurrence on the grid; the answer is never proved, since rounding and the estimate of the special
+device's memory may miss better allocations. Cost for L layers, P devices and G values of the grid: O(L^2 P G)
+time and O(L P G) memory per target period, at most; then one integer program.
 
 Source: O. Beaumont, L. Eyraud-Dubois, A. Shilova, MadPipe, 2020, sections 4.2 and 4.3.
 """
@@ -53,22 +57,22 @@ Rounding = Literal["nearest", "up", "down"]
 Integers = NDArray[np.int64]
 
 SCHEDULE_SECONDS = 60.0
-"""The paper's limit for its integer program, of which ``ilp.py`` spends 20 s on each of its two solves."""
+"""Limit of the paper for its integer program, in seconds; ``ilp.py`` spends 20 s on each of its two solves."""
 MOST_STEPS = 1000
-"""Of a grid: times in ticks have 15 digits, and their products with this are exact in 64 bits."""
+"""Most steps of a grid: times in ticks have 15 digits, and their products with this are exact in 64 bits."""
 MOST_VALUES = 10_000_000
-"""Of a grid, for one boundary and number of normal devices: they are 57,000 in the paper."""
+"""Most values of a grid, for one boundary and number of normal devices: they are 57,000 in the paper."""
 NOTHING = 2**62
-"""A cost that no allocation has."""
+"""Cost that no allocation has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperMadPipe:
-    """``madpipe-paper``: the period of its schedule, never proved.
+    """Solver ``madpipe-paper``: its period is that of its schedule, never proved.
 
     Raises:
-        ValueError: a grid of less than 2 or more than ``MOST_STEPS`` values, or of more than ``MOST_VALUES`` in
-            all; no iteration; an unknown rounding.
+        ValueError: the grid has less than 2 or more than ``MOST_STEPS`` values in a dimension, or more than
+            ``MOST_VALUES`` in all; there is no iteration; the rounding is unknown.
     """
 
     load_steps: int = 101
@@ -108,17 +112,19 @@ class PaperMadPipe:
         return Answer((), patterns=(_scheduled(problem, road),))
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
-        """Of a contiguous cut: what this method itself would need follows no rule."""
+        """Return what a contiguous partition needs: what this method itself needs follows no rule."""
         return Contiguous(self.name).smallest_memory(problem)
 
     def allocation(self, problem: Problem) -> Placement | None:
-        """The one of ``promised``."""
+        """Return the allocation of ``promised``."""
         return self.promised(problem)[1]
 
     def promised(self, problem: Problem) -> tuple[int, Placement | None]:
-        """Algorithm 1: the period in ticks that its allocation is expected to have, and the allocation.
+        """Run Algorithm 1: return the period in ticks that its allocation is expected to have, and the
+        allocation.
 
-        None where no target period has one. Past the deadline the best so far.
+        The allocation is None where no target period has one. Where the deadline passes, the answer is the best
+        so far.
         """
         grid = Grid(problem, self)
         lower, upper = -(-int(problem.times.compute[-1]) // problem.platform.num_devices), problem.longest_period
@@ -169,35 +175,35 @@ class PaperMadPipe:
 
 
 def _scheduled(problem: Problem, road: Road) -> Pattern:
-    """That of the integer program; where the time is up before it has any, one micro-batch after the other."""
+    """Return the pattern of the integer program; where the time is up before, one micro-batch after the other."""
     found = ilp.schedule(road, None, Deadline(SCHEDULE_SECONDS, within=problem.deadline)).pattern
     return one_by_one(road) if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """What paths lead to at one boundary; a state is (delay, normals, memory, load) as one number."""
+    """States that paths lead to at one boundary; a state is (delay, normals, memory, load) as one number."""
 
     codes: Integers
     costs: Integers
-    """The least, over the paths to each state, of their largest cost; ticks times ``Grid.scale``."""
+    """Least, over the paths to each state, of their largest cost; in ticks times ``Grid.scale``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Of every stage [k, l) with one l; [k, delay]."""
+    """Costs and limits of every stage [k, l) with one l; arrays are indexed [k, delay]."""
 
     normal_fits: NDArray[np.bool_]
     special_fits: Integers
-    """The largest memory, in steps, of the special device before it took the stage."""
+    """Largest memory of the special device before it took the stage, in steps of the grid."""
     special_adds: Integers
-    """Steps of its memory."""
+    """Memory that the stage adds to the special device, in steps of the grid."""
     delay: Integers
-    """V', in steps; -1 above the largest one."""
+    """Delay V' above the stage, in steps of the grid; -1 above the largest one."""
 
 
 class Grid:
-    """T(L, P - 1, 0, 0, 0) and an allocation that has it, for any target period."""
+    """Dynamic program on the grid: T(L, P - 1, 0, 0, 0) and an allocation that has it, for any target period."""
 
     def __init__(self, problem: Problem, options: PaperMadPipe) -> None:
         self.problem = problem
@@ -209,7 +215,8 @@ class Grid:
         self.last_delay = options.delay_steps - 1
         self.shape = (options.delay_steps, self.num_normals + 1, options.memory_steps, options.load_steps)
         self.scale = self.last_load
-        """Costs are in ticks times this, loads of the special device being multiples of a step."""
+        """Factor of the costs, which are in ticks times this: loads of the special device are multiples of a
+        step."""
         self.loads = np.maximum(times.compute[None, :] - times.compute[:, None], 0)
         self.total = int(times.compute[-1])
         self.load_adds = self._rounded(self.loads * self.last_load, self.total)
@@ -226,12 +233,12 @@ class Grid:
         self.most_kept[(free >= 0) & (self.stash == 0)] = NOTHING
 
     def best(self, target: int) -> tuple[int, Placement | None]:
-        """MadPipe-DP: the least period of an allocation, in ticks rounded up, with memory counted at ``target``.
+        """Run MadPipe-DP: return the least period (ticks, rounded up), with memory counted at ``target``.
 
-        ``NOTHING`` and None where there is none.
+        The answer is ``NOTHING`` and None where there is no allocation.
 
         Raises:
-            DeadlinePassed: before it is known.
+            DeadlinePassed: the deadline passed before the answer was known.
         """
         start = np.ravel_multi_index((0, self.num_normals, 0, 0), self.shape)
         known = {self.num_layers: _States(np.array([start]), np.array([0]))}
@@ -249,7 +256,7 @@ class Grid:
         return self._traced(known, stages)
 
     def _traced(self, known: dict[int, _States], stages: dict[int, Stages]) -> tuple[int, Placement | None]:
-        """Back from the cheapest end, each time to a state that leads there at the same cost."""
+        """Trace the allocation from the cheapest end, each time to a state that leads there at the same cost."""
         best, place, end, on_special = NOTHING, -1, 0, False
         for stop, states in known.items():
             for special, places, _, costs in self._moves(states, stages[stop], 0, stop):
@@ -275,14 +282,15 @@ class Grid:
     def _moves(
         self, states: _States, stages: Stages, start: int, stop: int
     ) -> Iterator[tuple[bool, NDArray[np.intp], Integers, Integers]]:
-        """Layers ``start`` to ``stop`` as the next stage, from each state that allows it.
+        """Yield the moves that lay layers ``start`` to ``stop`` as the next stage, from each state that allows
+        it.
 
         Yields:
             Whether the stage is on the special device, places of states, where each leads, and at what cost; if
             ``start`` is 0, with that of T(0, ...).
 
         Raises:
-            DeadlinePassed: before anything is looked at.
+            DeadlinePassed: the deadline has passed before the first move.
         """
         self.problem.deadline.check()
         delay, normals, memory, load = np.unravel_index(states.codes, self.shape)
@@ -315,7 +323,7 @@ class Grid:
         return math.prod(self.shape[axis + 1 :])
 
     def stages(self, stop: int, target: int) -> Stages:
-        """Every stage that ends at layer ``stop``. Delays are in ticks times ``last_delay``."""
+        """Return every stage that ends at layer ``stop``. Delays are in ticks times ``last_delay``."""
         wide = self.last_delay * target
         delay = np.arange(self.last_delay + 1) * self.longest
         load = self.last_delay * self.loads[:stop, stop, None]
@@ -334,13 +342,13 @@ class Grid:
         )
 
     def _rounded(self, numerator: Integers, denominator: int) -> Integers:
-        """A quotient as a whole number of steps."""
+        """Return a quotient as a whole number of steps of the grid."""
         if self.rounding == "up":
             return -(-numerator // denominator)
         return (numerator + (denominator // 2 if self.rounding == "nearest" else 0)) // denominator
 
 
 def _plus(delay: Integers, load: Integers, period: int) -> Integers:
-    """``x (+) y`` as printed: a new group where the old one has no room."""
+    """Return ``x (+) y`` as printed in the paper: a new group where the old one has no room."""
     group = -(-delay // period)
     return np.where(group == -(-(delay + load) // period), delay + load, group * period + load)

@@ -1,4 +1,4 @@
-"""What every solver is given and returns."""
+"""Problem and answer: what every solver is given and returns. It searches nothing."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ if TYPE_CHECKING:
     from deepspeed_partition.planner.solvers.road import Pattern, Placement
 
 Cuts = tuple[int, ...]
-"""Boundaries: where stages begin, and the number of layers."""
+"""Boundaries of stages: the first layer of each stage, and the number of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Which cuts are allowed, besides fitting into memory."""
+    """Allowed partitions, besides fitting into memory."""
 
     max_stages: int
     exactly: bool = False
-    """Exactly ``max_stages`` stages, as an engine with one stage per rank needs; otherwise at most."""
+    """True: exactly ``max_stages`` stages, as an engine with one stage per rank needs; False: at most so many."""
     every_stage_trains: bool = False
-    """No stage without trainable parameters: an optimizer has nothing to do there."""
+    """True: no stage without trainable parameters, since an optimizer has nothing to do there."""
     every_device_trains: bool = False
-    """No device without them, on which there may be several stages. Of contiguous cuts it asks the two above."""
+    """True: no device without trainable parameters; it may have several stages. For contiguous partitions the two
+    options above must be set, too."""
 
     @property
     def fewest_stages(self) -> int:
-        """Of a contiguous cut."""
+        """Return the fewest stages of a contiguous partition."""
         return self.max_stages if self.exactly or self.every_device_trains else 1
 
     @property
     def any_allocation(self) -> bool:
-        """Whether nothing is asked for."""
+        """Return whether no constraint is set."""
         return not (self.exactly or self.every_stage_trains or self.every_device_trains)
 
     def allowed(self, table: StageTable) -> NDArray[np.bool_]:
-        """[k, l]: whether layers k to l may be a stage of a contiguous cut."""
+        """Return, as entry [k, l], whether layers k to l may be a stage of a contiguous partition."""
         return table.trains if self.every_stage_trains or self.every_device_trains else table.is_stage
 
     def counts(self, num_layers: int) -> range:
-        """The numbers of stages to consider."""
+        """Return the numbers of stages to consider."""
         return range(self.fewest_stages, min(self.max_stages, num_layers) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A chain, a platform, and what the host needs."""
+    """Problem of a solver: a chain, a platform, and what the host needs."""
 
     chain: Chain
     platform: Platform
@@ -65,28 +66,29 @@ class Problem:
     times: TimedChain
     table: StageTable
     num_micro_batches: int | None = None
-    """Of one synchronous step; None: the pipeline never drains."""
+    """Micro-batches of one synchronous step. None: no step is planned, and the pipeline never drains."""
     in_deepspeed: bool = False
-    """That step is for DeepSpeed's own engine: one stage per rank, 1F1B of fixed depth, transfers that block."""
+    """True: the step is for DeepSpeed's own engine, with one stage per rank, 1F1B of fixed depth, and transfers
+    that block."""
     deadline: Deadline = field(default_factory=Deadline)
-    """Of searches that prove nothing, which then return the best they have."""
+    """Deadline of searches that prove nothing; they then return the best answer so far."""
     flushes: tuple[int, ...] | None = None
-    """Micro-batches of each batch of the step, where the last stage begins no backward of a batch before all of
-    its forwards are done, because the loss is computed once on all of its outputs."""
+    """Micro-batches of each batch of the step, where the loss is computed once on all outputs of a batch: the
+    last stage then begins no backward of a batch before all of its forwards are done. None: no flush."""
     num_pipelines: int | None = None
-    """Among which gradients are all-reduced; None where that is not planned."""
+    """Number of pipelines that all-reduce their gradients; None where that is not planned."""
     zero_stage: int | None = None
-    """Of these; ``platform.weight_copies`` is what one of them keeps under it."""
+    """ZeRO stage of these pipelines; ``platform.weight_copies`` is what one of them keeps under it."""
     is_one_of_many: bool = False
-    """Whether others are planned as well, so that nobody asks why this one has no plan, or what would do."""
+    """True: others are planned as well, so nobody asks why this one has no plan, or what would help."""
 
     def with_memory(self, memory_bytes: int) -> Problem:
-        """The same on devices of another size."""
+        """Return the problem on devices with ``memory_bytes``."""
         platform = replace(self.platform, memory_bytes=memory_bytes)
         return replace(self, platform=platform, table=self.table.with_memory(memory_bytes))
 
     def allreduce_seconds(self, cuts: Cuts) -> list[float]:
-        """Of each stage."""
+        """Return the seconds in which the gradients of each stage are all-reduced."""
         prefix = [0, *accumulate(layer.weight_bytes for layer in self.chain.layers)]
         return [
             self.platform.allreduce_seconds(prefix[stop] - prefix[start], self.num_pipelines or 1)
@@ -94,12 +96,12 @@ class Problem:
         ]
 
     def blocking_step(self, cuts: Cuts, num_micro_batches: int) -> int:
-        """Ticks of a step in DeepSpeed's engine, all-reduces included."""
+        """Return the ticks of a step in DeepSpeed's engine, all-reduces included."""
         allreduce = [self.times.clock.ticks(seconds) for seconds in self.allreduce_seconds(cuts)]
         return blocking_step(self.times, cuts, num_micro_batches, allreduce)
 
     def allows(self, placement: Placement) -> bool:
-        """Whether every device trains something, where that is asked for."""
+        """Return whether every device trains something, where that is required."""
         training = {
             device
             for stage, device in zip(pairwise(placement.cuts), placement.devices, strict=True)
@@ -109,29 +111,29 @@ class Problem:
 
     @property
     def fewest_in_flight(self) -> int:
-        """Micro-batches that every stage has in flight at some instant of a step, whatever its order."""
+        """Number of micro-batches that every stage has in flight at some instant of a step, whatever its order."""
         return max(self.flushes) if self.flushes else 1
 
     @property
     def longest_period(self) -> int:
-        """Ticks of one micro-batch through everything and over every cut: a period that suits any allocation."""
+        """Ticks of one micro-batch through the whole chain: a period that suits any allocation."""
         return int(self.times.compute[-1] + self.times.round_trip.sum())
 
     def depth(self, from_end: int) -> int:
-        """Micro-batches that the ``from_end``-th stage from the end must be able to hold at the least.
+        """Return the micro-batches that the ``from_end``-th stage from the end must be able to hold at least.
 
-        One, since some period, or some order of a step, always allows that; in DeepSpeed's own engine the depth of
-        its ``TrainSchedule``.
+        It is 1, since some period, or some order of a step, always allows that; in DeepSpeed's own engine it is
+        the depth of its ``TrainSchedule``.
         """
         return self.deepspeed_depth(from_end) if self.in_deepspeed else 1
 
     def deepspeed_depth(self, from_end: int) -> int:
-        """Micro-batches that the ``from_end``-th stage from the end holds in DeepSpeed's ``TrainSchedule``."""
+        """Return how many micro-batches this stage, counted from the end, holds in DeepSpeed's schedule."""
         return from_end if self.num_micro_batches is None else min(from_end, self.num_micro_batches)
 
 
 def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[int]:
-    """What each stage needs with so many micro-batches in flight."""
+    """Return the bytes that each stage needs with ``in_flight[stage]`` micro-batches in flight."""
     table = problem.table
     return [
         int(table.fixed[stage]) + count * int(table.stash[stage])
@@ -140,12 +142,12 @@ def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[
 
 
 def bytes_needed(problem: Problem, cuts: Cuts) -> list[int]:
-    """Of each stage at ``problem.depth``: what it needs to be part of any plan."""
+    """Return the bytes that each stage needs at ``problem.depth``, to be part of any plan."""
     return stage_bytes(problem, cuts, [problem.depth(from_end) for from_end in range(len(cuts) - 1, 0, -1)])
 
 
 def fits(problem: Problem, cuts: Cuts) -> bool:
-    """Whether every stage of the cut is allowed and has room at ``problem.depth``."""
+    """Return whether every stage of the partition is allowed and has room at ``problem.depth``."""
     allowed = problem.constraints.allowed(problem.table)
     return all(allowed[stage] for stage in pairwise(cuts)) and (
         max(bytes_needed(problem, cuts)) <= problem.platform.memory_bytes
@@ -154,39 +156,39 @@ def fits(problem: Problem, cuts: Cuts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An allocation and what each of its devices does in one synchronous step."""
+    """Allocation, and what each of its devices does in one synchronous step."""
 
     steady: Cuts | Pattern
-    """The same allocation's steady pattern; that of a contiguous cut is 1F1B*."""
+    """Pattern of the same allocation in steady state; a contiguous partition stands for its 1F1B* pattern."""
     orders: tuple[Order, ...]
     ticks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found, best first, and what is proved of the first."""
+    """Answer of a solver: what was found, the best first, and what is proved of the first."""
 
     cuts: tuple[Cuts, ...]
-    """Contiguous, for 1F1B*. More than one where the next may have to stand in for the first."""
+    """Contiguous partitions, for 1F1B*. There are several where the next may have to replace the first."""
     best_period: int | None = None
-    """In ticks: nothing in ``proved_class`` has a shorter period. None: nothing is proved."""
+    """Period in ticks: nothing in ``proved_class`` has a shorter one. None: nothing is proved."""
     patterns: tuple[Pattern, ...] = ()
-    """Of allocations that are not contiguous; better than ``cuts``. With both empty nothing fits."""
+    """Patterns of allocations that are not contiguous; better than ``cuts``. With both empty nothing fits."""
     proved_class: str = "contiguous"
     steps: tuple[Step, ...] = ()
-    """Where a step was asked for, and not for DeepSpeed's engine: better than a fixed order of ``cuts``."""
+    """Steps, where one was asked for, and not for DeepSpeed's engine; better than a fixed order of ``cuts``."""
     class_bound: int | None = None
-    """In ticks: no allocation with at most one special device has a shorter period. None: not looked for."""
+    """Period in ticks: no allocation with at most one special device has a shorter one. None: not looked for."""
 
 
 class Solver(Protocol):
-    """Finds cuts. It touches nothing else: no printing, no files."""
+    """Interface of a solver: it finds allocations and touches nothing else, no output and no files."""
 
     @property
     def name(self) -> str: ...
 
     def solve(self, problem: Problem) -> Answer:
-        """Cuts that fit, none where none does.
+        """Return allocations that fit; an empty answer where none does.
 
         Raises:
             ValueError: the solver's own arguments do not suit the problem.
@@ -194,4 +196,4 @@ class Solver(Protocol):
         """
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
-        """The allocation that needs least memory, and the bytes of its largest device; None where none may be."""
+        """Return the allocation that needs least memory, and its largest device's bytes; None if there is none."""

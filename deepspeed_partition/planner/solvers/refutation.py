@@ -1,18 +1,23 @@
-"""Whether an allocation has no pattern at a period: by branching over orders, in integers.
+"""Proof that an allocation has no pattern at a period: by branch and bound over orders, in integers.
 
-Of two operations a and b of one resource, that take D_a and D_b, some whole number k of periods T lies between::
+For two operations a and b of one resource, which take D_a and D_b, there is a whole number k of periods T with::
 
     k T + D_a  <=  b - a  <=  (k + 1) T - D_b           equally: from b to a there are -(k + 1) of them
 
-for their beginnings a and b on one micro-batch. The road says how far apart operations are at the least, and at
-the most, too, since without loss nothing waits a whole period (``ilp.py``). That bounds every k, each bound of a k
-is a distance again, and longest paths carry it on. So does the memory: when an operation e of a device begins,
+for their beginnings a and b on one micro-batch. The path of a micro-batch says how far apart operations are at
+the least, and at the most, too, since without loss nothing waits a whole period (``ilp.py``). That bounds every
+k, each bound of a k is a distance again, and longest paths carry it on. So does the memory: when an operation e
+of a device begins,
 
     k(F_j, e) - k(B_j, e)                               micro-batches of stage j are in flight there
 
-Where some k has several values left they are tried in turn, those with the fewest first. A pattern of a shorter
-period can be slowed down, so a period is refuted with all below it. What has no schedule is mostly refuted without
-any trial, in a hundredth of the time of the integer program or less.
+Where some k has several values left, they are tried in turn, those with the fewest first. A pattern of a shorter
+period can be slowed down, so a period is refuted with all below it. An allocation without a schedule is mostly
+refuted without any trial, in a hundredth of the time of the integer program or less.
+
+A refutation is exact; without one nothing is known, since trials are limited. Cost for S stages: O(S^2) memory
+and, for each distance that changes, O(S^2) time; the number of trials is exponential in the worst case. Source:
+the rows of the integer program of the MadPipe paper, section 4.3, with the search of a constraint solver.
 """
 
 from __future__ import annotations
@@ -24,20 +29,20 @@ from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.road import DeviceMemory, Road
 
 Matrix = NDArray[np.int64]
-"""[from operation, to operation], by their positions on the road."""
+"""Ticks or periods, indexed [from operation, to operation] by their positions on the path of a micro-batch."""
 MOST_TRIALS = 3000
-"""Worth about as much as an integer program."""
+"""Most trials, worth about as much time as an integer program."""
 MOST_STEPS = 20
-"""Of a bisection: to a millionth of where it begins."""
+"""Most steps of a bisection: to a millionth of where it begins."""
 LARGEST_SUM = 2**62
 NUMBERS_PER_LOOK, MOST_NUMBERS = 100_000, 30_000_000
 """Distances that are updated between two looks at the deadline, and that all open trials hold together."""
 
 
 def refuted(road: Road, period: int, deadline: Deadline, most_trials: int = MOST_TRIALS) -> bool:
-    """Whether no pattern of an allocation has a period of ``period`` ticks or fewer.
+    """Return whether no pattern of an allocation has a period of ``period`` ticks or fewer.
 
-    False where there is one, or where ``most_trials`` or the deadline do not suffice to tell.
+    False: there is one, or ``most_trials`` or the deadline do not suffice to tell.
     """
     if period < road.busiest:
         return True
@@ -61,9 +66,9 @@ def refuted(road: Road, period: int, deadline: Deadline, most_trials: int = MOST
 
 
 def least_unrefuted(road: Road, least: int, most: int, deadline: Deadline, most_steps: int = MOST_STEPS) -> int:
-    """A lower bound on the period of every pattern, from ``least`` up to ``most``, which is not refuted.
+    """Return a lower bound on the period of every pattern, from ``least`` up to ``most`` ticks.
 
-    By bisection without trials: all that one look refutes.
+    It is found by bisection without trials: only what one look refutes.
     """
     if not refuted(road, least, deadline, most_trials=1):
         return least
@@ -84,7 +89,7 @@ class _Refutation:
         size = len(self.ticks)
         self.updates_per_look = 1 + NUMBERS_PER_LOOK // size**2
         self.shared = np.zeros((size, size), dtype=bool)
-        """Whether two operations exclude one another."""
+        """Booleans, [operation, operation]: whether two operations exclude one another."""
         for users in road.users.values():
             self.shared[np.ix_(users, users)] = True
         np.fill_diagonal(self.shared, False)
@@ -97,7 +102,7 @@ class _Refutation:
         ]
 
     def start(self) -> Matrix:
-        """How long after the first the second begins at the least: negative where it may come before it."""
+        """Return the least ticks from one operation's start to another's; negative where it may come before."""
         begins = np.concatenate([[0], np.cumsum(self.ticks)[:-1]])
         apart = begins[None, :] - begins[:, None]
         position = np.arange(len(begins))
@@ -106,16 +111,16 @@ class _Refutation:
         return found
 
     def periods(self, apart: Matrix) -> Matrix:
-        """The least k of every two operations; the largest is -1 less the least the other way round."""
+        """Return the least k of every two operations; the largest is -1 less the least the other way round."""
         least: Matrix = -(-(apart + self.ticks) // self.period) - 1
         np.fill_diagonal(least, 0)
         return least
 
     def narrowed(self, apart: Matrix) -> Matrix | None:
-        """The distances with all that follows from them; None where they contradict one another.
+        """Return the distances with all that follows from them; None where they contradict one another.
 
         Raises:
-            DeadlinePassed: before that is known.
+            DeadlinePassed: the deadline passed before that was known.
         """
         while True:
             self.deadline.check()
@@ -137,7 +142,7 @@ class _Refutation:
                     apart = np.maximum(apart, apart[:, one, None] + (ticks + apart[other]))
 
     def split(self, apart: Matrix) -> list[Matrix]:
-        """The distances with the first k that is open at its least, or above it; empty where none is open."""
+        """Return the distances with an open k at its least, and with it above; empty where none is open."""
         least = self.periods(apart)
         num_open = np.where(self.shared, -1 - least.T - least, 0)
         one, other = divmod(int(np.argmin(np.where(num_open > 0, num_open, LARGEST_SUM))), len(apart))
@@ -154,7 +159,7 @@ class _Refutation:
 
 
 class _Device:
-    """The memory of a device."""
+    """Memory of a device."""
 
     def __init__(self, road: Road, device: DeviceMemory) -> None:
         self.forward = np.array([road.position[f"F{stage}"] for stage in device.stages])
@@ -163,10 +168,10 @@ class _Device:
         self.stash = np.array([road.stash[stage] for stage in device.stages], dtype=np.int64)
         transient = np.array([road.transient[stage] for stage in device.stages], dtype=np.int64)
         self.room = device.room - np.concatenate([transient, transient])
-        """For what is in flight at each event."""
+        """Bytes for what is in flight at each event."""
 
     def tighten(self, least: Matrix) -> bool:
-        """Raise the least k by what there is room for; False where there is not even room for those."""
+        """Raise the least k by the memory that there is; return False where not even those have room."""
         forward, backward, events = self.forward, self.backward, self.events
         to_event = least[forward[:, None], events]  # [stage, event], here and below
         from_event = least[events, backward[:, None]]

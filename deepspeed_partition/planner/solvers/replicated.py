@@ -6,10 +6,13 @@ m-th micro-batch and all-reduces its gradients once for each that it takes,
     T(i, j, m) = max(compute(i, j), allreduce(i, j, m)) / m
     A(i, j, m) = min( T(i, j, m),  min over c, q of  max( A(i, c, m - q), 2 C(c), T(c, j, q) ) )
 
-is the period of the best pipeline of layers i to j on m workers; C(c) is the time of one tensor over the cut
+is the period of the best pipeline of layers i to j on m workers; C(c) is the time of one tensor over the boundary
 before layer c. On a hierarchy (devices in a machine, machines in a rack) the workers of a level are the groups
 of the level below, and its compute(i, j) is the A of that group. All workers are used, as the source has it,
 also where fewer would be faster; memory is not looked at.
+
+Exact for this recurrence. Cost for L layers and M workers of a single level: O(L^2 M^2) operations on rows of
+layers and O(L^2 M) memory; every level below another one costs L times that time.
 
 Source: the PipeDream slides, "Automatic partitioning", with W the ring all-reduce, 2 (m - 1) / m of the
 weights through each worker's link; the hierarchy is that of the SOSP paper, section 3.1.
@@ -31,7 +34,7 @@ Seconds = NDArray[np.float64]
 
 REPLICATED = "pipedream-replicated"
 MOST_REPLICAS = 64
-"""The work grows with the square of the workers: a caller with users asks for no more devices."""
+"""Most devices that a caller with users asks for: the work grows with their square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class Level:
     """Equal groups of devices that one kind of link joins; devices themselves at the lowest level.
 
     Raises:
-        ValueError: no worker, or no bandwidth.
+        ValueError: there is no worker, or no bandwidth.
     """
 
     num_workers: int
@@ -58,22 +61,22 @@ class ReplicatedStage:
     """Layers that run on several workers of a level, each with the same share of the micro-batches."""
 
     layers: tuple[int, int]
-    """Half-open."""
+    """Layers of the stage, half-open: the first one, and the first one of the next stage."""
     num_replicas: int
     inside: tuple[ReplicatedStage, ...] = ()
-    """How each replica cuts these layers in turn; empty where it is a single device."""
+    """Partition of these layers within each replica; empty where a replica is a single device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedPipeline:
-    """The pipeline that PipeDream would run."""
+    """Pipeline that PipeDream would run."""
 
     stages: tuple[ReplicatedStage, ...]
-    """Of the highest level."""
+    """Stages of the highest level."""
     period_seconds: float
-    """Per micro-batch, by PipeDream's own count: no memory, no waiting."""
+    """Seconds per micro-batch, by PipeDream's own count: no memory, no waiting."""
     bytes_per_micro_batch: float
-    """Over all links: activations and gradients at the cuts, and the all-reduces."""
+    """Bytes per micro-batch over all links: activations and gradients at the boundaries, and the all-reduces."""
 
     @property
     def num_in_flight(self) -> int:
@@ -84,16 +87,15 @@ class ReplicatedPipeline:
 def pipedream_replicated(
     chain: Chain, levels: Sequence[Level], deadline: Deadline | None = None
 ) -> ReplicatedPipeline:
-    """The pipeline of the shortest period by PipeDream's recurrence, on all workers of ``levels``.
-
-    O(L^2 M^2) for L layers and M workers of a single level; every level below another one costs L times that.
+    """Return the pipeline of the shortest period by PipeDream's recurrence, on all workers of ``levels``.
 
     Args:
-        levels: from the devices of one machine upwards. Of one level: ``[Level(num_workers=8, bandwidth=12e9)]``.
+        levels: from the devices of one machine upwards. A single level: ``[Level(num_workers=8,
+            bandwidth=12e9)]``.
 
     Raises:
-        ValueError: no levels.
-        DeadlinePassed: there is no answer before all is looked at.
+        ValueError: there are no levels.
+        DeadlinePassed: the deadline passed; there is no answer before everything is looked at.
     """
     if not levels:
         raise ValueError("levels is empty: a platform has at least one level of devices")
@@ -113,16 +115,16 @@ def pipedream_replicated(
 
 
 class _Table:
-    """A(i, j, m) of one level, for i below ``num_rows``, with the choices that lead there."""
+    """Table of A(i, j, m) of one level, for i below ``num_rows``, with the choices that lead there."""
 
     def __init__(self, chain: Chain, level: Level, group: Seconds, num_rows: int, deadline: Deadline) -> None:
         weights = _prefix([layer.weight_bytes for layer in chain.layers])
         sync = (weights[None, :] - weights[:, None]) / level.bandwidth
         self.best: list[Seconds] = [np.full((num_rows, chain.num_layers + 1), np.inf)]
         self.cut: list[NDArray[np.intp]] = [np.zeros((num_rows, chain.num_layers + 1), dtype=np.intp)]
-        """Where the last stage begins; 0: there is only one."""
+        """First layer of the last stage, [i, j] for each m; 0: there is only one stage."""
         self.last: list[NDArray[np.intp]] = [np.zeros_like(self.cut[0])]
-        """Replicas of the last stage."""
+        """Replicas of the last stage, [i, j] for each m."""
         transfers = np.array([2 * chain.boundary_bytes(c) / level.bandwidth for c in range(1, chain.num_layers)])
         one_stage = [group]
         for m in range(1, level.num_workers + 1):
@@ -143,7 +145,7 @@ class _Table:
             self.last.append(last)
 
     def stages(self, start: int, stop: int, num_workers: int) -> list[tuple[int, int, int]]:
-        """Layers and replicas of each stage, in order."""
+        """Return the first layer, the end (half-open) and the replicas of each stage, in order."""
         found = []
         while True:
             cut, replicas = int(self.cut[num_workers][start, stop]), int(self.last[num_workers][start, stop])
@@ -174,7 +176,7 @@ def _bytes(chain: Chain, stages: Sequence[ReplicatedStage]) -> float:
 
 
 def _later(chain: Chain) -> NDArray[np.bool_]:
-    """[i, j]: whether layers i to j are any."""
+    """Return, as entry [i, j], whether there are layers from i to j."""
     return np.triu(np.ones((chain.num_layers + 1, chain.num_layers + 1), dtype=bool), 1)
 
 

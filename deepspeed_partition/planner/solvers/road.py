@@ -1,9 +1,14 @@
-"""The operations of an allocation in the order in which every micro-batch takes them, and patterns over them.
+"""The path of a micro-batch: the operations of an allocation in the order of a micro-batch, and patterns over
+them.
 
     F0 SF0 F1 SF1 F2 B2 SB1 B1 SB0 B0           a transfer only where neighbouring stages are on different devices
 
 A pattern is held as the instant at which each operation begins on micro-batch 0, in ticks from the beginning of
 F0; ``divmod`` by the period gives the shift and the place within the period.
+
+Method: the memory of a pattern is exact; estimates without one are bounds, except ``"safe"`` (MadPipe paper,
+section 4.2.1). The least period of given orders is exact, by the longest cycle of their rules: O(S^2) time for
+each period that is tried and O(S) memory, for S stages.
 """
 
 from __future__ import annotations
@@ -26,18 +31,19 @@ from deepspeed_partition.planner.solvers.pairs import Integers, Side, least_room
 from deepspeed_partition.planner.solvers.problem import Cuts, Problem
 
 Resource = int | tuple[int, int]
-"""A device, or the link between two of them, the lower one first."""
+"""Device, or link between two devices, the lower one first."""
 Estimate = Literal["peak", "pair", "pairs", "safe"]
-"""Of the memory of a device with several stages: a lower bound, a better one (every two stages that follow one
-another there), the best one (every two stages), or what is easy to schedule."""
+"""Estimate of the memory of a device with several stages. ``"peak"``: a lower bound; ``"pair"``: a better one,
+from every two stages that follow one another there; ``"pairs"``: the best one, from every two stages; ``"safe"``:
+what is easy to schedule."""
 Shifts = Sequence[int]
 Orders = Mapping[Resource, Sequence[int]]
-"""Positions on the road of what each resource does in one period, in order."""
+"""Operations of each resource in one period, in order, as positions on the path of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A cut, and the device of each of its stages; neighbouring stages are on different devices.
+    """Boundaries and the device of each stage; neighbouring stages are on different devices.
 
     Devices are numbered in the order in which the chain first reaches them: they are all alike.
     """
@@ -47,7 +53,7 @@ class Placement:
 
     @classmethod
     def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
-        """Stages that follow one another on a device become one; devices get their numbers."""
+        """Make a placement: stages that follow one another on a device become one; devices are renumbered."""
         number: dict[int, int] = {}
         merged_cuts, merged = [0], list[int]()
         for stop, device in zip(cuts[1:], devices, strict=True):
@@ -65,18 +71,18 @@ class Placement:
 
     @property
     def is_contiguous(self) -> bool:
-        """One stage per device."""
+        """Return whether each device has one stage."""
         return len(set(self.devices)) == len(self.devices)
 
     @property
     def num_shared(self) -> int:
-        """Devices with several stages."""
+        """Number of devices with several stages."""
         return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of the road."""
+    """One operation on the path of a micro-batch."""
 
     name: str
     resource: Resource
@@ -85,17 +91,17 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What one device keeps; bytes."""
+    """Memory of one device, in bytes."""
 
     stages: tuple[int, ...]
     room: int
-    """Beside weights and buffers; negative where those alone do not fit."""
+    """Bytes beside weights and buffers; negative where those alone do not fit."""
     bytes_for_one: int
-    """Needed in all with one micro-batch in flight, the least there is."""
+    """Bytes needed in all with one micro-batch in flight, which is the least."""
 
 
 class Road:
-    """What an allocation does with one micro-batch, and what it keeps."""
+    """Path of a micro-batch through an allocation: its operations, and what it keeps on the devices."""
 
     def __init__(self, problem: Problem, placement: Placement) -> None:
         self.placement = placement
@@ -105,7 +111,7 @@ class Road:
         down: list[Operation] = []
         up: list[Operation] = []
         self.loads: list[int] = []
-        """Of the pseudo-stages: stage 0, cut 0, stage 1, ..."""
+        """Ticks of each pseudo-stage: stage 0, boundary 0, stage 1, ..."""
         for stage, (start, stop) in enumerate(pairwise(cuts)):
             if stage:
                 ends = sorted(devices[stage - 1 : stage + 1])
@@ -127,7 +133,7 @@ class Road:
         self.transient = [int(table.transient[stage]) for stage in pairwise(cuts)]
         self.slots = buffer_slots(platform)
         self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
-        """Of the cut after each stage but the last."""
+        """Bytes over the boundary after each stage but the last."""
         at_ends = [0, *(self.slots * sent for sent in self.sent_bytes), 0]
         self.memory: list[DeviceMemory] = []
         for device in sorted(set(devices)):
@@ -145,19 +151,23 @@ class Road:
 
     @cached_property
     def sequential(self) -> int:
-        """The period at which one micro-batch goes down and up before the next one comes."""
+        """Period, in ticks, at which one micro-batch goes down and up before the next one comes."""
         return sum(self.loads)
 
     def fewest_in_flight(self, period: int) -> list[int]:
-        """Of each stage: no pattern has fewer (1F1B*; sharing a device only adds to what it has to wait for)."""
+        """Return the fewest micro-batches in flight of each stage in any pattern: those of 1F1B*.
+
+        Stages that share a device can only have more.
+        """
         return one_f_one_b.in_flight(self.loads, period)
 
     def bytes_at_least(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
-        """Stash and transient bytes of a device at its peak, given the fewest micro-batches of each stage.
+        """Return the least peak of a device's stash and transient bytes, given the fewest in flight of each
+        stage.
 
         A stage's count alternates between its maximum m and m - 1, and a micro-batch in flight in a stage is so
-        in all stages before it. So when the forward of stage i starts, stage i has g_i, any other stage j at least
-        g_j - 1, and those before it at least g_i: all stages that share a group peak together.
+        in all stages before it. So when the forward of stage i starts, stage i has g_i, any other stage j at
+        least g_j - 1, and those before it at least g_i: all stages that share a group peak together.
         """
         base = sum((in_flight[stage] - 1) * self.stash[stage] for stage in stages)
         most = current = 0
@@ -171,12 +181,12 @@ class Road:
         return base + most
 
     def bytes_enough(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
-        """What a device needs that runs all its forwards in a row, then all its backwards."""
+        """Return the bytes of a device that runs all its forwards in a row, then all its backwards."""
         kept = sum(in_flight[stage] * self.stash[stage] for stage in stages)
         return kept + max(self.transient[stage] for stage in stages)
 
     def may_fit(self, period: int, estimate: Estimate = "peak") -> bool:
-        """Whether the estimate of every device's memory has room; where a bound has none, no pattern fits."""
+        """Return whether every device has room by the estimate; where a bound has none, no pattern fits."""
         if period < self.busiest:
             return False
         in_flight = self.fewest_in_flight(period)
@@ -188,9 +198,9 @@ class Road:
         return all(self._pairs_may_fit(period, device, estimate) for device in self.memory)
 
     def shortest_that_may_fit(self, estimate: Estimate = "peak") -> int | None:
-        """The first period for which the estimate has room; None where there is none.
+        """Return the first period, in ticks, for which the estimate has room; None where there is none.
 
-        But for ``"safe"`` a lower bound on the period of every pattern.
+        It is a lower bound on the period of every pattern, except under ``"safe"``.
         """
         if not self.may_fit(self.sequential, estimate):
             return None
@@ -205,14 +215,14 @@ class Road:
         return one_f_one_b.shortest_that(fits, self.loads, self.busiest)
 
     def _pairs_may_fit(self, period: int, device: DeviceMemory, estimate: Estimate) -> bool:
-        """Whether every two stages of a device that the estimate looks at have room together (``pairs.py``)."""
+        """Return whether the pairs of stages that the estimate looks at have room (``pairs.py``)."""
         if len(device.stages) == 1:
             return True
         kept, upper, lower, ahead, back = self._pairs(period, device, estimate)
         return bool(may_share(period, np.array(device.room - kept), upper, lower, ahead, back).all())
 
     def bytes_of_pairs(self, period: int, device: DeviceMemory, estimate: Estimate) -> int:
-        """Stash and transient bytes that a device needs at least for any two of its stages."""
+        """Return the stash and transient bytes that a device needs at least for any two of its stages."""
         if len(device.stages) == 1:
             return 0
         kept, upper, lower, ahead, back = self._pairs(period, device, estimate)
@@ -221,7 +231,7 @@ class Road:
     def _pairs(
         self, period: int, device: DeviceMemory, estimate: Estimate
     ) -> tuple[int, Side, Side, Integers, Integers]:
-        """The bytes of what is in flight beside the pairs, and the pairs as ``may_share`` has them."""
+        """Return the bytes of what is in flight beside the pairs, and the pairs as ``may_share`` takes them."""
         delays = one_f_one_b.delays(self.loads, period)[::2]
         kept = sum((delays[stage][0] - 1) * self.stash[stage] for stage in device.stages)
         sides, begins, ends = [], [], []
@@ -238,16 +248,16 @@ class Road:
         return kept, Side(*values[i].T), Side(*values[j].T), ahead[j] - ahead[i], back[j] - back[i]
 
     def fits(self, pattern: Pattern) -> bool:
-        """Whether the stash and transient bytes of a pattern have room."""
+        """Return whether the stash and transient bytes of a pattern have room."""
         return all(self.peak_bytes(pattern, device) <= device.room for device in self.memory)
 
     def peak_bytes(self, pattern: Pattern, device: DeviceMemory) -> int:
-        """The most stash and transient bytes on a device at any instant: at the start of one of its operations."""
+        """Return the peak of stash and transient bytes on a device: at the start of one of its operations."""
         begins = (pattern.begins[self.position[f"{kind}{stage}"]] for stage in device.stages for kind in "FB")
         return max(self._bytes_at(pattern, device, begin) for begin in begins)
 
     def fits_with_waiting(self, pattern: Pattern) -> bool:
-        """The same with the tensors that wait at cuts beyond the buffers."""
+        """Return whether a pattern has room with the tensors that wait at boundaries beyond the buffers."""
 
         def when(name: str) -> tuple[int, int]:
             begin = pattern.begins[self.position[name]]
@@ -289,29 +299,29 @@ class Road:
 
 
 def _alive(span: tuple[int, int], now: int, period: int) -> int:
-    """How many repetitions of a span hold at an instant; what takes no time is there for its instant."""
+    """Count the repetitions of a span that hold at an instant; one that takes no time holds at its instant."""
     begin, end = span
     return int((now - begin) % period == 0) if begin == end else _waiting(span, now, period)
 
 
 def _waiting(span: tuple[int, int], now: int, period: int) -> int:
-    """How many repetitions of a half-open span hold at an instant."""
+    """Count the repetitions of a half-open span that hold at an instant."""
     begin, end = span
     return (now - begin) // period - (now - end) // period
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """An allocation and when its operations run, in ticks."""
+    """Allocation, and when its operations run, in ticks."""
 
     placement: Placement
     operations: tuple[Operation, ...]
     period: int
     begins: tuple[int, ...]
-    """Of each operation on micro-batch 0; 0 for F0."""
+    """Ticks at which each operation begins on micro-batch 0; 0 for F0."""
 
     def schedule(self, clock: Clock) -> PeriodicSchedule:
-        """In seconds, as a plan has it."""
+        """Return the pattern in seconds, as a plan has it."""
         placed = []
         for operation, begin in zip(self.operations, self.begins, strict=True):
             shift, at = divmod(begin, self.period)
@@ -333,7 +343,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """``begin[after] >= begin[before] + ticks - periods * period``."""
+    """Rule for two operations: ``begin[after] >= begin[before] + ticks - periods * period``."""
 
     before: int
     after: int
@@ -342,7 +352,7 @@ class _Edge:
 
 
 def pattern_of(road: Road, orders: Orders, shifts: Shifts, *, single_slots: bool) -> Pattern | None:
-    """The shortest pattern with these orders and shifts, in exact integers; None where there is none.
+    """Return the shortest pattern with these orders and shifts, in exact integers; None where there is none.
 
     Every rule is a difference of two beginnings, so the least period is the largest ratio, ticks over periods,
     of any cycle of rules (rounded up to a tick), and the beginnings are longest paths from F0.
@@ -350,8 +360,8 @@ def pattern_of(road: Road, orders: Orders, shifts: Shifts, *, single_slots: bool
     Args:
         road: the allocation.
         orders: what each resource does in one period, in order.
-        shifts: of each operation, with the instants that ``orders`` refers to in [0, period).
-        single_slots: at each end of a cut at most one activation and one gradient wait.
+        shifts: the shift of each operation, with the instants that ``orders`` refers to in [0, period).
+        single_slots: allow one activation and one gradient to wait at each end of a boundary, not more.
     """
     edges = _order_edges(road, orders, shifts)
     if single_slots:
@@ -368,9 +378,9 @@ def pattern_of(road: Road, orders: Orders, shifts: Shifts, *, single_slots: bool
 
 
 def one_by_one(road: Road) -> Pattern:
-    """One micro-batch after the other: the least memory that an allocation takes, and its longest period.
+    """Return the pattern of one micro-batch after the other: least memory, longest period.
 
-    The road must have room for one.
+    The allocation must have room for one micro-batch.
     """
     pattern = pattern_of(road, road.users, [0] * len(road.operations), single_slots=True)
     assert pattern is not None and road.fits(pattern), "one micro-batch at a time fits by its bytes"
@@ -389,7 +399,7 @@ def _order_edges(road: Road, orders: Orders, shifts: Shifts) -> list[_Edge]:
 
 
 def _slot_edges(road: Road) -> Iterable[_Edge]:
-    """A tensor leaves the sender within a period of its coming, and so it does the receiver."""
+    """Yield the rules by which a tensor leaves sender and receiver within a period of its coming."""
     for index, operation in enumerate(road.operations):
         if operation.name.startswith("S"):
             producer, consumer = index - 1, index + 1
@@ -398,7 +408,7 @@ def _slot_edges(road: Road) -> Iterable[_Edge]:
 
 
 def _longest_paths(size: int, edges: Sequence[_Edge], period: int) -> list[int] | tuple[int, int]:
-    """Beginnings from F0 at 0, or ticks and periods of a cycle of rules that asks for a longer period."""
+    """Return the beginnings with F0 at 0, or ticks and periods of a cycle that asks for a longer period."""
     weights = [(edge, edge.ticks - edge.periods * period) for edge in edges]
     reach = [0] + [-(2**200)] * (size - 1)
     came_by: list[_Edge | None] = [None] * size

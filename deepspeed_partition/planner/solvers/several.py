@@ -1,8 +1,12 @@
-"""Allocations in which several devices have several stages: all of them on small chains, else a good few.
+"""Allocations in which several devices have several stages: all of them on small chains, else a beam of them.
 
-Stages are laid from the end of the chain, as in ``special.py``, but a label holds load and memory of every device,
-so hardly any dominates another and their number grows fast. All of them are enumerated as long as they are few;
-beyond that only those go on at each boundary that promise to need least memory (a beam), which proves nothing.
+Stages are laid from the end of the chain, as in ``special.py``, but a label holds load and memory of every
+device. Hardly any label dominates another, and their number grows fast. All are enumerated as long as they are
+few. Beyond that, only the labels that promise to need least memory go on at each boundary (a beam).
+
+Source: an extension of the MadPipe paper, section 4.2, which has one special device. The enumeration is exact for
+the "peak" estimate; the beam proves nothing. Cost for L layers and P devices: the enumeration grows like P^L and
+stops at its limits; a beam of w labels takes O(L^2 P w) extensions, with O(P^2) loads of links for each label.
 """
 
 from __future__ import annotations
@@ -19,43 +23,46 @@ from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Placement
 
 MOST_CHILDREN = 2_000_000
-"""Partial allocations that are looked at together."""
+"""Most partial allocations that are looked at together."""
 MOST_LOADS, MOST_CHILDREN_LOADS = 100_000, 20_000_000
-"""Loads of links in the labels of a boundary, where only some go on (on more than ten devices they are fewer for
-it), and in what is made of them at once, where all do."""
+"""Most loads of links held at once: in the labels of a boundary where only some go on (on more than ten devices
+these are fewer for it), and in what is made of them where all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Partial allocations of one boundary; a row each. Bytes are counted as in ``Road.bytes_at_least``."""
+    """Partial allocations of one boundary; a row each.
+
+    Times are in ticks; bytes are counted as in ``Road.bytes_at_least``.
+    """
 
     group: NDArray[np.int64]
     fill: NDArray[np.int64]
-    """The delay of 1F1B*, without the transfer over this boundary."""
+    """Fill of the 1F1B* delay in ticks, without the transfer over this boundary; [label]."""
     used: NDArray[np.int64]
-    """Devices that have a stage."""
+    """Number of devices that have a stage; [label]."""
     top: NDArray[np.int64]
-    """The device of the stage laid last."""
+    """Device of the stage laid last; [label]."""
     load: NDArray[np.int64]
-    """[label, device]"""
+    """Ticks per period of each device; [label, device]."""
     kept: NDArray[np.int64]
-    """[label, device]: without the group that peaks."""
+    """Bytes of each device without the group that peaks; [label, device]."""
     peak: NDArray[np.int64]
-    """[label, device]: of the group that peaks."""
+    """Bytes of the group that peaks; [label, device]."""
     current: NDArray[np.int64]
-    """[label, device]: of the group of its last stage, which may still grow."""
+    """Bytes of the group of the device's last stage, which may still grow; [label, device]."""
     current_group: NDArray[np.int64]
-    """[label, device]"""
+    """Number of the group of the device's last stage; [label, device]."""
     link: NDArray[np.int64]
-    """[label, device, device]: ticks per period."""
+    """Ticks per period of each link; [label, device, device]."""
     came_from: NDArray[np.int64]
-    """[label, (boundary below, place there)]"""
+    """Label that this one was made from, as (boundary below, place there); [label, 2]."""
 
     def pick(self, chosen: NDArray[np.intp]) -> _Labels:
         return _Labels(*(getattr(self, each.name)[chosen] for each in fields(self)))
 
     def without_tables(self) -> _Labels:
-        """What ``SeveralSearch._trace`` needs of them: on many devices the rest takes gigabytes."""
+        """Return the labels without their tables of links, which take gigabytes on many devices."""
         return replace(self, link=self.link[:, :0, :0])
 
     @classmethod
@@ -64,7 +71,7 @@ class _Labels:
 
 
 class SeveralSearch:
-    """Lays allocations that may fit at a period, by the "peak" estimate of every device's memory."""
+    """Search for allocations that may fit at a period, by the "peak" estimate of every device's memory."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -82,14 +89,14 @@ class SeveralSearch:
         self.transient = np.minimum(table.transient, memory + 1)
 
     def all(self, period: int, limit: int) -> list[Placement] | None:
-        """Every allocation that may fit; None where more than ``limit`` labels meet, or the deadline passes."""
+        """Return every allocation that may fit; None where there are over ``limit`` labels, or time is up."""
         try:
             return self._lay(period, limit, exact=True)
         except DeadlinePassed:
             return None
 
     def some(self, period: int, width: int) -> list[Placement]:
-        """Allocations that may fit, the most promising first, from ``width`` labels at each boundary."""
+        """Return allocations that may fit, the most promising first, from ``width`` labels at each boundary."""
         try:
             narrow = max(1, min(width, MOST_LOADS // self.num_devices**2))
             return self._lay(period, narrow, exact=False) or []
@@ -154,7 +161,7 @@ class SeveralSearch:
         return labels.pick(np.argsort(self._promise(labels, stop, period), kind="stable")[:width])
 
     def _promise(self, labels: _Labels, stop: int, period: int) -> NDArray[np.float64]:
-        """The bytes that all devices will need if no further group opens; lower is better."""
+        """Return for each label the bytes of all devices if no further group opens; lower is better."""
         num_bytes = (labels.kept + labels.peak).sum(axis=1)
         return self._promised(num_bytes, labels.group, labels.fill, stop, period)
 
@@ -171,10 +178,10 @@ class SeveralSearch:
         return promise
 
     def _extended(self, labels: _Labels, start: int, stop: int, period: int, width: int | None) -> _Labels:
-        """The labels with layers ``start`` to ``stop`` on each device that may have them.
+        """Return the labels with layers ``start`` to ``stop`` on each device that may have them.
 
         Args:
-            width: only so many, the most promising; None: all.
+            width: keep only so many, the most promising; None: all.
         """
         transfer, load = int(self.transfer[stop]), int(self.compute[stop] - self.compute[start])
         opens = labels.fill + transfer > period
@@ -231,7 +238,10 @@ class SeveralSearch:
         group: NDArray[np.int64],
         period: int,
     ) -> NDArray[np.bool_]:
-        """[label, device]: whether time and memory suffice for layers 0 to ``start``, of this group or above."""
+        """Return, as entry [label, device], whether time and memory suffice for layers 0 to ``start``.
+
+        Their delays are in the group ``group`` or above.
+        """
         free = self.num_devices * period - labels.load.sum(axis=1) - load
         chain, platform = self.problem.chain, self.problem.platform
         weights = platform.weights_bytes(sum(layer.weight_bytes for layer in chain.layers[:start]))
@@ -252,7 +262,7 @@ class SeveralSearch:
 
 
 def neighbours(problem: Problem, placement: Placement) -> Iterator[Placement]:
-    """Allocations one change away: a layer moved over a cut, a stage or a part of one on another device."""
+    """Yield neighbours: a layer moved over a boundary, or a stage or a part of one on another device."""
     owner = [
         device for (start, stop), device in zip(pairwise(placement.cuts), placement.devices, strict=True)
         for _ in range(start, stop)

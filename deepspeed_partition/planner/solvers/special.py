@@ -1,6 +1,6 @@
 """The best allocation with one special device, under an estimate of its memory: exact, without a grid.
 
-Every device runs one stage, but for the special one, which runs any number (MadPipe paper, section 4.2). The
+Every device runs one stage, except the special one, which runs any number (MadPipe paper, section 4.2). The
 paper's dynamic program has a grid for the special device's load and memory and for the delay. Here, for a
 decision at a period T, the allocations of layers l and on are *labels*, and only those are kept that no other one
 dominates:
@@ -18,6 +18,10 @@ The memory of the special device depends on the schedule, so it is estimated:
 - ``"peak"``, a lower bound: what ``Road.bytes_at_least`` counts. No schedule of a shorter period exists.
 - ``"pair"``, a better one: in addition, special stages that follow one another have room (``pairs.py``).
 - ``"safe"``: all forwards in a row, then all backwards, ``sum g_i s_i``: allocations easy to schedule.
+
+Cost for L layers: with n labels that no other one dominates at a boundary, each makes up to 2 L new ones, and
+comparing them takes O(n^2) per boundary; memory is O(L n). No polynomial in L and P bounds n; the deadline ends
+the search.
 """
 
 from __future__ import annotations
@@ -40,49 +44,49 @@ from deepspeed_partition.planner.solvers.problem import Problem
 from deepspeed_partition.planner.solvers.road import Estimate, Placement, Road
 
 USED, DELAY, LOAD, KEPT, PEAK, CURRENT, LINK = range(7)
-"""The columns of a label: the normals used; the delay as ``group * (T + 1) + fill``; load and bytes of the special
+"""Columns of a label: the normals used; the delay as ``group * (T + 1) + fill``; load and bytes of the special
 device without the group that peaks; the bytes of the group that peaks; those of the delay's own group, which may
 still grow; the load of the link to the special device that a special stage would share next."""
 GROUP, FILL, FORWARD, BACKWARD, STASH, TRANSIENT, AHEAD, BACK = range(7, 15)
-"""For ``"pair"``: the special stage laid last, as a ``Side``, and the ticks from the label's boundary to its
-forward and from its backward to the boundary; all 0 where there is none."""
+"""Columns for ``"pair"``: the special stage laid last, as a ``Side``, and the ticks from the label's boundary to
+its forward and from its backward to the boundary; all 0 where there is none."""
 SIDE = slice(GROUP, AHEAD)
 SPECIALS = 15
-"""Special stages laid, counted where they are limited."""
+"""Column of the number of special stages laid, counted where they are limited."""
 STOP, PLACE, KIND, FIRST = range(16, 20)
-"""Of the stage laid last: where it ends, the place of the label below it there, whether it is special, and where
-it starts, which is the boundary of the label."""
+"""Columns of the stage laid last: where it ends, the place of the label below it there, whether it is special,
+and where it starts, which is the boundary of the label."""
 CAME_FROM = slice(STOP, FIRST)
 NUM_COLUMNS = 20
 Labels = NDArray[np.int64]
-"""[column, label]"""
+"""Labels as integers, indexed [column, label]."""
 Places = NDArray[np.intp]
-"""Of labels at their boundary."""
+"""Places of labels at their boundary."""
 STEPS_PER_LABEL = 30
-"""Of the recurrence that bounds completions: as fine as the labels made so far are worth."""
+"""Steps per label of the recurrence that bounds completions: as fine as the labels made so far are worth."""
 MOST_PAIRS = 500_000
-"""Of a label and where its next stage begins, or of two labels, looked at together."""
+"""Most pairs looked at together: of a label and where its next stage begins, or of two labels."""
 MOST_ROWS = 64
-"""Of the labels that others are compared with at a time: what these dominate is not compared again."""
+"""Labels that others are compared with at a time: what these dominate is not compared again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """What a search for one special device found."""
+    """Result of a search for one special device."""
 
     placement: Placement | None
     bound: int | None
-    """Ticks: the estimate allows no shorter period. None: none that was asked for."""
+    """Lower bound on the period by the estimate, in ticks. None: nothing that was asked for exists."""
 
 
 def best_special(
     problem: Problem, estimate: Estimate, shorter_than: int | None, most_specials: int | None = None
 ) -> Special:
-    """The allocation that the estimate calls best among those with a period below ``shorter_than``.
+    """Find the allocation that the estimate calls best among those with a period below ``shorter_than`` ticks.
 
-    But under ``"safe"`` the bound holds for every schedule of every allocation with one special device, or, where
-    ``most_specials`` is given, of those with no more stages there. Where the deadline passes, the placement is the
-    best so far.
+    The bound holds for every schedule of every allocation with one special device, or, where ``most_specials`` is
+    given, of those with no more stages there; under ``"safe"`` it does not. Where the deadline passes, the
+    placement is the best so far.
     """
     search = SpecialSearch(problem, estimate, most_specials)
     most = problem.longest_period if shorter_than is None else shorter_than - 1
@@ -98,7 +102,7 @@ def best_special(
 
 
 class SpecialSearch:
-    """Decides whether some allocation with one special device fits at a period, by one of the estimates."""
+    """Decision whether some allocation with one special device fits at a period, by one of the estimates."""
 
     def __init__(self, problem: Problem, estimate: Estimate, most_specials: int | None = None) -> None:
         self.problem = problem
@@ -107,7 +111,7 @@ class SpecialSearch:
         self.counts_peak = estimate != "safe"
         self.best: Placement | None = None
         self.bound = 0
-        """The first period that is not decided to be too short."""
+        """First period, in ticks, that is not decided to be too short."""
         self.num_layers = problem.chain.num_layers
         self.max_normals = problem.platform.num_devices - 1
         times, table = problem.times, problem.table
@@ -135,19 +139,19 @@ class SpecialSearch:
         most = np.full_like(free, 2**40)
         np.floor_divide(free, self.stash, out=most, where=self.stash > 0)
         self.most_counted = np.where((free < 0) | ~table.is_stage, -1, most)
-        """[k, l]: the most micro-batches of one special stage that the estimate may count."""
+        """Most micro-batches of one special stage that the estimate may count; [k, l] for layers k to l."""
 
     def snap(self, placement: Placement, period: int) -> int:
-        """The least period of an allocation that was found at ``period``."""
+        """Return the least period of an allocation that was found at ``period``, in ticks."""
         self.best = placement
         least = Road(self.problem, placement).shortest_that_may_fit(self.estimate)
         return period if least is None else min(least, period)  # None: a byte of rounded weights too much
 
     def decide(self, period: int) -> Placement | None:
-        """Some allocation that fits, or None where there is none.
+        """Return some allocation that fits, or None where there is none.
 
         Raises:
-            DeadlinePassed: before that is known.
+            DeadlinePassed: the deadline passed before that was known.
         """
         boundaries = self._labels(period, everything=None)
         if boundaries is None:
@@ -156,7 +160,7 @@ class SpecialSearch:
         return self._trace(boundaries, 0)
 
     def some(self, period: int) -> list[Placement]:
-        """Allocations that fit, those that no other one dominates; none where the deadline passes."""
+        """Return the allocations that fit and that no other one dominates; none where the deadline passes."""
         try:
             boundaries = self._labels(period, everything=None)
         except DeadlinePassed:
@@ -164,7 +168,7 @@ class SpecialSearch:
         return [self._trace(boundaries, place) for place in range(boundaries[0].shape[1])] if boundaries else []
 
     def all(self, period: int, limit: int) -> list[Placement] | None:
-        """Every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
+        """Return every allocation that fits; None where that takes more than ``limit`` labels, or too long."""
         try:
             boundaries = self._labels(period, everything=None, to_the_end=True)
             if boundaries is None:
@@ -183,10 +187,10 @@ class SpecialSearch:
             return None
 
     def _dead(self, boundaries: dict[int, Labels], period: int) -> dict[int, Labels]:
-        """The labels that nothing completes; what they dominate is dead, too.
+        """Return the labels that nothing completes; what they dominate is dead, too.
 
         Args:
-            boundaries: all labels that no other one dominates.
+            boundaries: all labels that no other one dominates, by boundary.
         """
         completion = Completion(self, period)
         dead: dict[int, Labels] = {}
@@ -201,7 +205,7 @@ class SpecialSearch:
         return dead
 
     def _living(self, labels: Labels, dead: Labels | None, period: int) -> Labels:
-        """The labels of a boundary that no dead one dominates."""
+        """Return the labels of a boundary that no dead one dominates."""
         if dead is None or not dead.size:
             return labels
         known = _Measures(dead, period + 1)
@@ -231,11 +235,11 @@ class SpecialSearch:
         to_the_end: bool = False,
         dead: dict[int, Labels] | None = None,
     ) -> dict[int, Labels] | None:
-        """The labels of each boundary; None where none reaches the beginning, empty where they are too many.
+        """Return the labels of each boundary; None where none reaches layer 0, empty where too many.
 
         Args:
-            everything: so many labels at the most, dominated or not; None: those that no other one dominates.
-            to_the_end: all of those, and not only until one reaches the beginning.
+            everything: the most labels, dominated or not; None: only those that no other one dominates.
+            to_the_end: make all of those, and not only until one reaches the beginning.
             dead: labels that nothing completes.
         """
         size, deadline = self.num_layers, self.problem.deadline
@@ -269,7 +273,7 @@ class SpecialSearch:
         return known
 
     def _in_parts(self, labels: Labels, stop: int, period: int, completion: Completion) -> Iterator[Labels]:
-        """What ``_extended`` makes of so few labels at a time that its tables stay small."""
+        """Yield what ``_extended`` makes of a few labels at a time, so that its tables stay small."""
         step = max(1, MOST_PAIRS // stop)
         for begin in range(0, labels.shape[1], step):
             made = self._extended(labels[:, begin : begin + step], stop, period, completion)
@@ -278,7 +282,7 @@ class SpecialSearch:
             self.problem.deadline.check()
 
     def _extended(self, labels: Labels, stop: int, period: int, completion: Completion) -> Labels:
-        """The labels with one more stage, on a normal device or on the special one, that may be completed."""
+        """Return the labels with one more stage, on a normal or the special device, that may be completed."""
         base, transfer, lowest = period + 1, int(self.transfer[stop]), int(completion.first[stop])
         group, fill = np.divmod(labels[DELAY], base)
         opens = fill + transfer > period
@@ -334,7 +338,7 @@ class SpecialSearch:
         return labels[:, possible & (kept <= self.memory)]
 
     def _paired(self, made: Labels, stop: int, period: int) -> Labels:
-        """The labels whose new special stage has room beside the one laid before it."""
+        """Return the labels whose new special stage has room beside the one laid before it."""
         first = made[FIRST]
         forward, backward = (ticks[stop] - ticks[first] for ticks in (self.forward, self.backward))
         made[AHEAD] += self.one_way[stop] + forward
@@ -357,7 +361,7 @@ class SpecialSearch:
 
 
 def _by_first(labels: Labels) -> Iterator[tuple[int, Labels]]:
-    """The labels of each boundary."""
+    """Yield each boundary and its labels."""
     if labels.size:
         labels = labels[:, labels[FIRST].argsort(kind="stable")]
         firsts = labels[FIRST]
@@ -367,11 +371,11 @@ def _by_first(labels: Labels) -> Iterator[tuple[int, Labels]]:
 
 
 class _Measures:
-    """What the labels of a boundary are compared by.
+    """Measures by which the labels of a boundary are compared.
 
-    A group that may still grow counts only against labels of the same group: one that is a group behind pays
-    for every further stage what the other one may add to its group. Of the last special stage all sums count that
-    ``may_share`` compares with a period; stages of different groups do not compare.
+    A group that may still grow counts only against labels of the same group: one that is a group behind pays for
+    every further stage what the other one may add to its group. For the last special stage, all sums count that
+    ``may_share`` compares with a period; stages of different groups are not compared.
     """
 
     def __init__(self, values: Labels, base: int) -> None:
@@ -386,7 +390,7 @@ class _Measures:
             self.others = np.concatenate([self.others, values[[STASH, TRANSIENT]], sums])
 
     def dominate(self, one: Places, those: _Measures, other: Places) -> NDArray[np.bool_]:
-        """[one, other]: whether one of these labels is at least as good as another one of those in everything."""
+        """Return, as entry [one, other], whether a label is at least as good as another one in everything."""
         one, other = one[:, None], other[None]
         rows = min(len(self.others), len(those.others))  # without a last special stage there is less to compare
         better: NDArray[np.bool_] = (self.group[one] < those.group[other]) | (
@@ -399,7 +403,7 @@ class _Measures:
 
 
 def _undominated(values: Labels, base: int, deadline: Deadline) -> Places:
-    """The labels to keep: none of them dominates another one."""
+    """Return the places of the labels to keep: none of them dominates another one."""
     size = values.shape[1]
     if size < 2:
         return np.arange(size)

@@ -1,20 +1,26 @@
-"""The shortest step of m micro-batches in an engine that overlaps transfers: cut, devices and orders together.
+"""The shortest step of m micro-batches with overlapped transfers: boundaries, devices and orders together.
 
-Everything is judged by the simulated step (``overlapping.py``), memory included; what is not simulated is pruned
-by a bound that no order of an allocation beats. The candidates:
+Candidates are compared by the simulated step (``overlapping.py``), memory included; what is not simulated is
+pruned by a bound that no order of an allocation beats. They are:
 
-1. contiguous cuts: the best for the period, those of the baselines, for each number of stages the best by the
-   bound and for DeepSpeed's own engine, and whatever gets better by moving one boundary; all where they are few;
+1. contiguous partitions: the best for the period, those of the baselines, for each number of stages the best by
+   the bound and for DeepSpeed's own engine, and whatever gets better by moving one boundary; all where they are
+   few;
 2. each under 1F1B with a depth of its own for each stage: DeepSpeed's, that of 1F1B*, one that hides transfers
-   (2 (P - s) - 1), all that memory allows (with room for all of them GPipe's flush), and what is reached from the
-   best of these by changing single depths;
+   (2 (P - s) - 1), all that memory allows (with room for all micro-batches: GPipe's flush), and what is reached
+   from the best of these by changing single depths;
 3. allocations with several stages on a device: those of the periodic search, in the order of their pattern and
    in eager orders with a limit on the micro-batches in flight of each stage, and what lies around the best one.
 
-Nothing is proved, but the answer is never slower than any of the candidates: not than the periodic plan in its
-own order, nor than DeepSpeed's 1F1B, deep 1F1B or GPipe's flush on any of those cuts where they fit. Steps that
-are too long to be simulated so often are compared by the rhythm of their beginning; in full the last few and the
-periodic plans.
+Nothing is proved, but the answer is never slower than any of the candidates: the periodic plan in its own order,
+and DeepSpeed's 1F1B, deep 1F1B and GPipe's flush on any of those partitions where they fit. Steps that are too
+long to be simulated so often are compared by the rhythm of their beginning; in full the last few and the periodic
+plans.
+
+Method: local search with a simulation; it is not in the papers. The baselines are those of DeepSpeed (1F1B),
+GPipe (the flush) and the MadPipe paper, section 4 (the periodic plan). Cost: a simulated step takes time and
+memory in O(m S) for S stages; all simulations together run ``MOST_OPERATIONS`` forwards and backwards, twice at
+most, or end with the deadline.
 """
 
 from __future__ import annotations
@@ -40,27 +46,30 @@ from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
 from deepspeed_partition.planner.solvers.several import neighbours
 
 MOST_OPERATIONS = 500_000
-"""Forwards and backwards that are simulated for contiguous cuts, and as many beyond: a few seconds each."""
+"""Most forwards and backwards that are simulated for contiguous partitions, and as many beyond: a few seconds
+each."""
 LONGEST_RUN = 128
-"""Micro-batches: a longer step is extrapolated from its rhythm, until the best ones are compared in full."""
+"""Most micro-batches of a simulation: a longer step is extrapolated from its rhythm, until the best are compared
+in full."""
 FEW = 300
-"""Cuts, or ways to give layers to devices: so few that all are tried."""
+"""Number of partitions, or ways to give layers to devices, up to which all are tried."""
 NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
-"""Allocations whose depths are refined, and that are compared in full; neighbours of one that are simulated."""
+"""Numbers of allocations whose depths are refined, and that are compared in full; neighbours of one that are
+simulated."""
 NUM_CENTRES = 3
-"""Cuts whose neighbours are looked at."""
+"""Number of partitions whose neighbours are looked at."""
 CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
-"""Of the time that is left: for contiguous cuts where others follow, and for all that is searched. The rest is for
-the full steps of the best, and for the pattern of an allocation that has none yet."""
+"""Shares of the time that is left: for contiguous partitions where others follow, and for all that is searched.
+The rest is for the full steps of the best, and for the pattern of an allocation that has none yet."""
 NEAR = 1.05
-"""What is within this factor of the best is remembered: with other depths it may become the best."""
+"""Factor of the best within which an allocation is remembered: with other depths it may become the best."""
 
 
 def best_contiguous_step(problem: Problem, cuts: Cuts) -> tuple[Step, ...]:
-    """The shortest step of a contiguous cut that is found; none where none fits.
+    """Find the shortest step of a contiguous partition; empty where none fits.
 
     Args:
-        cuts: those of the shortest period.
+        cuts: the boundaries of the shortest period.
     """
     search = _StepSearch(problem)
     search.deadline = problem.deadline.part(SEARCH_SHARE)
@@ -69,11 +78,11 @@ def best_contiguous_step(problem: Problem, cuts: Cuts) -> tuple[Step, ...]:
 
 
 def best_step(problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern]) -> tuple[Step, ...]:
-    """The shortest step of any allocation that is found; none where none fits.
+    """Find the shortest step of any allocation; empty where none fits.
 
     Args:
-        cuts: the contiguous cut of the shortest period; None where none fits.
-        patterns: of allocations with several stages on a device.
+        cuts: the boundaries of the contiguous partition of the shortest period; None where none fits.
+        patterns: patterns of allocations with several stages on a device.
     """
     search = _StepSearch(problem)
     if cuts is not None:
@@ -85,7 +94,7 @@ def best_step(problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern]) 
 
 
 def fixed_step(problem: Problem, cuts: Cuts) -> Step:
-    """A given cut under DeepSpeed's 1F1B: at its depth P - s, or as near to that as memory allows.
+    """Return the step of given boundaries under DeepSpeed's 1F1B: depth P - s, or as near as memory allows.
 
     Where not even one micro-batch at a time fits, which only the step shows, that is the answer.
     """
@@ -100,7 +109,7 @@ def fixed_step(problem: Problem, cuts: Cuts) -> Step:
 
 
 def memory_of_flush(problem: Problem) -> int:
-    """Bytes per device with which all micro-batches of a batch can be in flight in a contiguous cut."""
+    """Return the bytes per device with which a contiguous partition has a whole batch in flight."""
     table, in_flight = problem.table, problem.fewest_in_flight
     found = min_max_cuts(problem, lambda from_end: table.fixed + in_flight * table.stash)
     cuts = min(found, key=lambda each: each[1])[0]
@@ -113,7 +122,7 @@ def memory_of_flush(problem: Problem) -> int:
 
 
 def step_engine(problem: Problem, placement: Placement) -> StepEngine:
-    """The simulation of an allocation, all-reduces included."""
+    """Return the simulator of an allocation, all-reduces included."""
     ticks = problem.times.clock.ticks
     allreduce = [ticks(seconds) for seconds in problem.allreduce_seconds(placement.cuts)]
     return StepEngine(problem.times, problem.table, placement.cuts, placement.devices, allreduce, problem.flushes)
@@ -121,12 +130,12 @@ def step_engine(problem: Problem, placement: Placement) -> StepEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How the devices of an allocation take turns."""
+    """Rule by which the devices of an allocation take turns."""
 
     name: str
-    """``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``overlapping.eager``)."""
+    """Name of the rule: ``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``overlapping.eager``)."""
     depths: tuple[int, ...]
-    """The most micro-batches in flight of each stage."""
+    """Most micro-batches in flight of each stage."""
 
     def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
         depths = [min(depth, num_micro_batches) for depth in self.depths]
@@ -137,7 +146,7 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class _PatternRule:
-    """The order of a periodic pattern."""
+    """Rule that follows the order of a periodic pattern."""
 
     pattern: Pattern
 
@@ -173,7 +182,7 @@ class _Found:
 
 
 class _StepSearch:
-    """The steps found so far, the best of each allocation."""
+    """Steps found so far, the best of each allocation."""
 
     def __init__(self, problem: Problem) -> None:
         assert problem.num_micro_batches is not None
@@ -187,15 +196,15 @@ class _StepSearch:
         self.tried: set[Placement] = set()
         self.found: dict[Placement, _Found] = {}
         self.by_name: dict[tuple[Placement, str], tuple[float, _Rule]] = {}
-        """The best estimate of an allocation under a rule of a name."""
+        """Best estimate of each allocation in ticks, and its rule, by the name of the rule."""
         self.best = inf
-        """The least estimate so far, ticks."""
+        """Least estimate so far, in ticks."""
         self.last_complete: tuple[tuple[Placement, Rule], StepRun] | None = None
         self.certain: list[tuple[Placement, Rule]] = []
         """Periodic plans in their own order, which are compared in full whatever their estimates."""
 
     def search_contiguous(self, steady: Cuts) -> None:
-        """Search the contiguous cuts; ``steady`` is that of the shortest period."""
+        """Search the contiguous partitions; ``steady`` is that of the shortest period."""
         placement = Placement.contiguous(steady)
         if not self.problem.flushes:
             self.certain.append((placement, _Rule("1F1B", self._of_steady_state(placement))))
@@ -217,7 +226,7 @@ class _StepSearch:
         self._refine_leaders()
 
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
-        """Search on where a device may have several stages, from the allocations of ``patterns``."""
+        """Search allocations in which a device may have several stages, beginning with those of ``patterns``."""
         self.operations_left = MOST_OPERATIONS
         for pattern in patterns if not self.problem.flushes else ():  # they mix forwards and backwards
             rule = _PatternRule(pattern)
@@ -239,7 +248,7 @@ class _StepSearch:
         self._refine_leaders()
 
     def steps(self, patterns: Iterable[Pattern] = ()) -> Iterator[Step]:
-        """What was found and fits, simulated in full, the shortest first."""
+        """Yield the steps that were found and fit, simulated in full, the shortest first."""
         known = {pattern.placement: pattern for pattern in patterns}
         memory, deadline = self.problem.platform.memory_bytes, self.problem.deadline
         pairs = [(placement, self.found[placement].rule) for placement in self._leaders()]
@@ -258,7 +267,7 @@ class _StepSearch:
             yield self.step(placement, rule, steady)
 
     def _in_full(self, pairs: list[tuple[Placement, Rule]]) -> list[tuple[Placement, Rule]]:
-        """The shortest first, by their full steps; where the time is up, those that were not run come last."""
+        """Return the pairs by their full steps, the shortest first; those not run for lack of time come last."""
         run: dict[tuple[Placement, Rule], int] = {}
         for pair in pairs:
             if run and self.problem.deadline.passed():
@@ -281,7 +290,7 @@ class _StepSearch:
     # Allocations
 
     def _try_contiguous(self, placement: Placement) -> None:
-        """A cut under the usual depths."""
+        """Try a contiguous partition under the usual depths."""
         engine = self._engine(placement)
         if min(engine.most_in_flight) < 1 or engine.bound(self.num_micro_batches) >= self.best or self._ended():
             return
@@ -299,7 +308,7 @@ class _StepSearch:
             self.attempt(placement, "1F1B", depths)
 
     def _try_shared(self, placement: Placement) -> None:
-        """An allocation with several stages on a device in eager orders."""
+        """Try an allocation with several stages on a device in eager orders."""
         road, engine = Road(self.problem, placement), self._engine(placement)
         period = road.shortest_that_may_fit()
         if period is None or engine.bound(self.num_micro_batches) >= self.best or self._ended():
@@ -315,7 +324,7 @@ class _StepSearch:
                     self.attempt(placement, name, depths)
 
     def _try_flushes(self, placement: Placement) -> None:
-        """An allocation with all micro-batches of a batch in flight, then with as many as there is room for."""
+        """Try an allocation with all micro-batches of a batch in flight, then with as many as have room."""
         engine = self._engine(placement)
         fewest = (self.problem.fewest_in_flight,) * len(placement.devices)
         for depths in dict.fromkeys(
@@ -325,7 +334,7 @@ class _StepSearch:
                 self.attempt(placement, name, depths)
 
     def _descend(self, placement: Placement, around: Callable[[Placement], Iterable[Placement]]) -> None:
-        """To a better allocation beside this one, until there is none or the search has ended."""
+        """Go to better neighbours of an allocation, until there is none or the search has ended."""
         better = True
         while better and not self._ended():
             better = False
@@ -340,9 +349,9 @@ class _StepSearch:
                     break
 
     def _promising(self, placements: Iterable[Placement]) -> list[Placement]:
-        """Those that were not tried and may be better than the best, the most promising first.
+        """Return the allocations not tried yet that may be better than the best, the most promising first.
 
-        Where the time is up: of those that were looked at by then.
+        Where the time is up, only those are returned that were looked at by then.
         """
         bounds = []
         for placement in placements:
@@ -359,7 +368,7 @@ class _StepSearch:
     # Orders
 
     def _refine_leaders(self) -> None:
-        """Refine the best allocations, as long as no bound says that it is in vain."""
+        """Refine the best allocations, as long as no bound says that it is useless."""
         for placement in self._leaders()[:NUM_REFINED]:
             if self._out_of_time():
                 return
@@ -377,7 +386,7 @@ class _StepSearch:
                 pass
 
     def _improve(self, placement: Placement, name: str) -> bool:
-        """Take the first change of depths that shortens the step; False where there is none."""
+        """Take the first change of depths that shortens the step; return False where there is none."""
         estimate, rule = self.by_name[placement, name]
         for depths in dict.fromkeys(self._within_room(placement, each) for each in _changed(rule.depths)):
             if self._ended():
@@ -387,7 +396,7 @@ class _StepSearch:
         return False
 
     def attempt(self, placement: Placement, name: str, depths: tuple[int, ...]) -> None:
-        """A rule, at smaller depths where it does not fit at these."""
+        """Try a rule, at smaller depths where it does not fit at these."""
         depths = self._within_room(placement, depths)
         if self._run(placement, _Rule(name, depths), self.best * NEAR) is not _Outcome.TOO_LARGE:
             return
@@ -431,28 +440,28 @@ class _StepSearch:
         return self.engines[placement]
 
     def _leaders(self) -> list[Placement]:
-        """The best first."""
+        """Return the allocations that were found, the best estimate first."""
         return sorted(self.found, key=lambda each: (self.found[each].estimate, each.cuts, each.devices))
 
     def _of_steady_state(self, placement: Placement) -> tuple[int, ...]:
-        """The depths of a contiguous cut under 1F1B* at its least period."""
+        """Return the depths of a contiguous partition under 1F1B* at its least period."""
         loads = steady_1f1b.pseudo_stage_loads(self.problem.times, placement.cuts)
         period = steady_1f1b.least_period(loads, self._engine(placement).most_in_flight)
         assert period is not None
         return self._within_room(placement, steady_1f1b.in_flight(loads, period))
 
     def _within_room(self, placement: Placement, depths: Iterable[int]) -> tuple[int, ...]:
-        """Depths that the stages have room for, if each had its device for itself.
+        """Return depths that the stages have room for, if each had its device for itself.
 
-        A micro-batch in flight in a stage is so in all before it: a stage that waited for more than there can be
-        would wait forever.
+        A micro-batch in flight in a stage is in flight in all stages before it: a stage that waited for more than
+        those allow would wait forever.
         """
         rooms = self._engine(placement).most_in_flight
         wanted = (min(depth, room, self.num_micro_batches) for depth, room in zip(depths, rooms, strict=True))
         return tuple(max(1, depth) for depth in accumulate(wanted, min))
 
     def _ended(self) -> bool:
-        """Whether the search has done its work or its time is up; never before something was found."""
+        """Return whether the search has done its work or its time is up; never before something was found."""
         return bool(self.found) and (self.operations_left <= 0 or self.deadline.passed())
 
     def _out_of_time(self) -> bool:
@@ -460,7 +469,7 @@ class _StepSearch:
 
 
 def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
-    """The cuts of other planners, and at last the one that needs least memory."""
+    """Yield the partitions of other planners, and at last the one that needs least memory."""
     chain, num_devices = problem.chain, problem.constraints.max_stages
     yield steady
     for algorithm in (PipeDream(), MemoryBalanced()):
@@ -474,9 +483,9 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
 
 
 def _balanced(problem: Problem) -> list[Cuts]:
-    """For each number of stages the best cut for DeepSpeed's own engine, nearly, and that of the least bound.
+    """Return, for each number of stages, a good partition for DeepSpeed's engine, and that of least bound.
 
-    That bound is ``StepEngine.bound`` per micro-batch, without the transfers on the way.
+    The bound is ``StepEngine.bound`` per micro-batch, without the transfers on the way.
     """
     times, table, m = problem.times, problem.table, problem.num_micro_batches
     assert m is not None
@@ -499,7 +508,7 @@ def _moved_boundaries(placement: Placement) -> Iterator[Placement]:
 
 
 def _changed(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One more or one less for a stage, or for it and all before it; then the most or the least for a stage."""
+    """Yield changed depths: one more or less for a stage, or for it and all before it; then the extremes."""
     for change in (1, -1):
         for stage, depth in enumerate(depths):
             yield (*depths[:stage], depth + change, *depths[stage + 1 :])
@@ -511,7 +520,7 @@ def _changed(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _rhythm(run: StepRun) -> float:
-    """Ticks per micro-batch in the middle of a step."""
+    """Return the ticks per micro-batch in the middle of a step."""
     ends = run.ends[-1]
     first, last = len(ends) // 4, 3 * len(ends) // 4
     return (ends[last] - ends[first]) / (last - first)

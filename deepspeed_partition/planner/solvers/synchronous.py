@@ -1,8 +1,12 @@
-"""Cuts for a synchronous step of m micro-batches under DeepSpeed's schedule.
+"""Contiguous partitions for a synchronous step of m micro-batches under DeepSpeed's schedule.
 
 Its transfers block both neighbours, so a stage is as slow as its computation and the transfers over both its
-cuts together. For each number of stages the cut that balances this is a first guess; moving single boundaries
-by one layer while the simulated step gets shorter does the rest.
+boundaries together. For each number of stages the partition that balances this is a first guess (``min_max.py``).
+Then single boundaries move by one layer as long as the simulated step gets shorter.
+
+Method: the PipeDream slides' recurrence with the cost above, and a local search; nothing is proved. Cost for L
+layers and P stages: O(P L^2) time and O(P L) memory for the guesses; each simulated step takes O(m P) time, and
+fewer micro-batches are simulated where the step soon repeats itself.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from deepspeed_partition.planner.solvers.problem import Cuts, Problem, fits
 
 
 def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
-    """Cuts that fit at DeepSpeed's depth, the shortest step first; ``steady`` is among the candidates."""
+    """Return partitions that fit at DeepSpeed's depth, the shortest step first; ``steady`` is a candidate."""
     starts = balanced_cuts(problem)
     if fits(problem, steady):
         starts.append(steady)
@@ -43,7 +47,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
 
 
 def balanced_cuts(problem: Problem) -> list[Cuts]:
-    """For each number of stages the cut whose slowest stage, with the transfers over both its cuts, is fastest."""
+    """Return, for each number of stages, the partition whose slowest stage, with its transfers, is fastest."""
     table, times = problem.table, problem.times
     transfers = times.one_way[:, None] + times.one_way[None, :]
     loads = times.compute[None, :] - times.compute[:, None] + 2 * transfers
@@ -81,7 +85,7 @@ def _neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
 
 
 def _step_estimate(problem: Problem, cuts: Cuts) -> float:
-    """The step's ticks; of a long one simulated until it repeats itself, then extended by its rhythm."""
+    """Return the ticks of a step; a long one is simulated until it repeats itself, then extended by its rhythm."""
     num_micro_batches = problem.num_micro_batches
     assert num_micro_batches is not None
     num_stages = len(cuts) - 1
