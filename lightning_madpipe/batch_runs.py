@@ -24,6 +24,10 @@ Dims = tuple[int | None, ...]
 WAY_OUT = "take the loss of each micro-batch with MadPipeStrategy(loss='mean')"
 
 
+class SamplesSelectedError(ValueError):
+    """What a step passes to ``forward`` is not in proportion to the samples."""
+
+
 def as_tuple(boundary: Any) -> tuple[Any, ...]:
     return boundary if isinstance(boundary, tuple) else (boundary,)
 
@@ -163,6 +167,23 @@ class Root(torch.autograd.Function):
         return None, None, *gradients
 
 
+class _Writable(torch.autograd.Function):
+    """A leaf as a tensor that may be changed in place: the same memory, with a count of versions of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def writable(leaves: Tensors) -> Tensors:
+    """What a step gets in the place of the outputs, which it may change in place as one process lets it."""
+    return tuple(_Writable.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves)
+
+
 def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Tensors]:
     """What a step passes to ``forward`` for a whole batch, as inputs of its micro-batches.
 
@@ -187,7 +208,14 @@ def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[i
             columns.append([tensor] * len(sizes))
             continue
         length, total = tensor.shape[dim] if dim >= 0 else 1, sum(sizes)
-        if dim < 0 or any(length * size % total for size in sizes) or shape[dim] != length * sizes[0] // total:
+        if dim >= 0 and (any(length * size % total for size in sizes) or shape[dim] * total != length * sizes[0]):
+            raise SamplesSelectedError(
+                f"the step passes {length} rows to forward() for a batch of {total} samples and {shape[dim]} for "
+                f"{sizes[0]} of them, so the mean over micro-batches would be another loss than the batch's: "
+                "select samples after the call, self(x)[mask] instead of self(x[mask]), or take that mean with "
+                "MadPipeStrategy(loss='mean')"
+            )
+        if dim < 0:
             raise ValueError(
                 f"the step passes a tensor of shape {tuple(tensor.shape)} to forward() for a batch of {total} "
                 f"samples and one of shape {tuple(shape)} for {sizes[0]} of them: no dimension counts the "
@@ -195,6 +223,15 @@ def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[i
             )
         columns.append(tensor.split([length * size // total for size in sizes], dim))
     return list(zip(*columns, strict=True))
+
+
+def rows_of_inputs(piece: Tensors, whole: Tensors, size: int) -> list[tuple[int, int] | None]:
+    """The dimension of each input that counts the samples of a micro-batch of this size, and how often."""
+    rows: list[tuple[int, int] | None] = []
+    for own, all_of_them in zip(piece, whole, strict=True):
+        dim = _only_difference([tuple(own.shape), tuple(all_of_them.shape)])
+        rows.append(None if dim is None else (dim, own.shape[dim] // size))
+    return rows
 
 
 def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dims | None) -> Dims:

@@ -74,13 +74,20 @@ class Leftovers:
         module: The LightningModule.
         ignored: Attributes that are not the user's.
         undoable: Keep copies of tensors, so that :meth:`undo` brings them back, too.
+        may_be_undone: Keep copies at least of those that are attributes, such as the states of metrics; of
+            tensors in lists and dicts, which are seldom changed in place, only if ``undoable``.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], *, undoable: bool) -> None:
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], *, undoable: bool, may_be_undone: bool = False
+    ) -> None:
         self._module, self._ignored = module, frozenset(ignored)
         memo: dict[int, _Seen] = {}
         # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
-        self._before = {place: _look(value, undoable or place.is_buffer, memo) for place, value in self._places()}
+        self._before = {
+            place: _look(value, undoable, memo, copied=undoable or may_be_undone or place.is_buffer)
+            for place, value in self._places()
+        }
         opaque = [seen.value for seen in memo.values() if _is_opaque(seen.value)]
         self._opaque = [(value, dict(vars(value))) for value in opaque]
 
@@ -144,7 +151,13 @@ def _table(module: nn.Module, place: Place) -> dict[str, Any]:
     return owner._buffers if place.is_buffer else vars(owner)
 
 
-def _look(value: Any, copies: bool, memo: dict[int, _Seen]) -> _Seen:
+def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | None = None) -> _Seen:
+    """A value as it is.
+
+    Args:
+        copies: Whether to copy the tensors within it.
+        copied: Whether to copy it, if it is a tensor; left out: as ``copies`` says.
+    """
     if id(value) in memo:
         return memo[id(value)]
     seen = memo[id(value)] = _Seen(value)
@@ -152,7 +165,7 @@ def _look(value: Any, copies: bool, memo: dict[int, _Seen]) -> _Seen:
         pass  # the optimizer changes it
     elif isinstance(value, Tensor):
         seen.version = _version(value)
-        if copies and value.layout is torch.strided:
+        if (copies if copied is None else copied) and value.layout is torch.strided:
             seen.contents = value.detach().clone()
     elif isinstance(value, numpy.ndarray | set):
         seen.contents = value.copy()

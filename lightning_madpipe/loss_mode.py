@@ -6,11 +6,16 @@ that gives the loss of the batch. It is tried again
 
 - before a step whose batch could tell two explanations apart that were alike so far, such as the first one with
   padding, or with classes that had always been spread evenly (``losses.py``);
+- in a step whose loss has operations that no loss which was tried had, such as a term that begins: the batch is
+  given up in all pipelines, tried, and trained anew (``signs.py``);
+- before a step for which an attribute of the module, or the epoch, has changed, and before the first one of an
+  epoch if the last trial is 64 steps ago;
 - before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
 
 A trial costs a forward of the batch, and the loss on it three times. What is looked at in every step are counts of
-the values of labels and masks. So a loss that turns out to be another one is trained as such from the very step on
-that shows it; where a regular trial shows what no count has, the sentence says since when it may have been wrong.
+the values of labels and masks, the operations of the loss, and numbers on the module. So a loss that turns out to
+be another one is trained as such from the very step on that shows it; where a regular trial shows what nothing
+else has, the sentence says since when it may have been wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from lightning_madpipe.losses import (
     SAMPLES,
     Finding,
     Tracked,
+    View,
     Weight,
     best_of,
     class_weights_of,
@@ -40,9 +46,12 @@ from lightning_madpipe.losses import (
     normalized,
     still_fits,
     values_of,
+    views_of,
     weights_of,
 )
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.signs import STEPS_BEFORE_AN_EPOCH, Attributes
+from lightning_madpipe.traces import said
 from lightning_madpipe.trials import try_batch
 
 LOSSES = ("auto", "mean", "batch")
@@ -82,19 +91,45 @@ class LossOfBatches:
     _tracked: Tracked = field(default_factory=Tracked)
     _num_steps: int = 0
     _last_trial: int = 0
+    _is_sure: bool = True
+    """Whether no step before the trial can have had the loss that it finds."""
+    _looked_at: tuple[BatchRun, list[View]] | None = None
+    _attributes: Attributes | None = None
+    _epoch: int = 0
     _found: Finding | None = None
     _told: set[str] = field(default_factory=set)
 
     def prepare(self, window: Sequence[BatchRun]) -> None:
         """Before a step: say of each of its batches how it gets its loss. Collective over the job."""
         self._num_steps += 1
-        flushes = tuple(len(run.micro_batches) for run in window)
+        flushes = _flushes_of(window)
         if self.num_micro_batches > 1 and self.option != "mean":
             if not self.once:
                 self._try_where_needed(window, flushes)
-            for run in window:
-                self._give_loss(run)
+            self._give_losses(window)
         self.engine.flushes = flushes if self.once else None
+        self._watch()
+
+    def look_again(self, window: Sequence[BatchRun]) -> None:
+        """After a step was given up for a sign of another loss: try its batches. Collective over the job."""
+        flushes, self._is_sure = _flushes_of(window), True
+        wanted = [any(micro_batch.is_untried for micro_batch in run.micro_batches) for run in window]
+        for micro_batch in (each for run in window for each in run.micro_batches):
+            micro_batch.is_untried = False
+        self._try_those(window, flushes, self._on_any(wanted))
+        self._give_losses(window)
+        self.engine.flushes = flushes if self.once else None
+        self._watch()
+
+    def _watch(self) -> None:
+        # Where DeepSpeed's own schedule runs, a batch that has begun cannot be given up.
+        may_be_tried = self.option == "auto" and self.num_micro_batches > 1 and not self.once
+        self.steps.watches = may_be_tried and self.engine.runs_lists
+
+    def _give_losses(self, window: Sequence[BatchRun]) -> None:
+        for run in window:
+            self._give_loss(run)
+        self._looked_at = None  # it holds a batch
 
     def _give_loss(self, run: BatchRun) -> None:
         run.runs_once = self.once
@@ -113,13 +148,30 @@ class LossOfBatches:
             self._try(window[0], compares=False)
             self._switch(flushes, "")
             return
-        number = self._num_steps
-        regular = number & (number - 1) == 0 if number < MOST_STEPS_BETWEEN else number % MOST_STEPS_BETWEEN == 0
-        wanted = [(regular and place == 0) or self._may_differ(run) for place, run in enumerate(window)]
-        for run, wants in zip(window, self._on_any(wanted), strict=True):
+        differing = [self._may_differ(run) for run in window]
+        has_changed = self._module_has_changed()
+        due = [has_changed or self._is_due(), *[False] * (len(window) - 1)]
+        found = self._on_any([*differing, *due])
+        self._is_sure = not found[len(window)]
+        wanted = [any(both) for both in zip(found[: len(window)], found[len(window) :], strict=True)]
+        self._try_those(window, flushes, wanted)
+
+    def _try_those(self, window: Sequence[BatchRun], flushes: tuple[int, ...], wanted: Sequence[bool]) -> None:
+        for run, wants in zip(window, wanted, strict=True):
             if wants and not self.once:
                 self._decide(flushes, self._try(run, compares=True))
-                self._last_trial = number
+                self._last_trial = self._num_steps
+
+    def _is_due(self) -> bool:
+        number = self._num_steps
+        return number & (number - 1) == 0 if number < MOST_STEPS_BETWEEN else number % MOST_STEPS_BETWEEN == 0
+
+    def _module_has_changed(self) -> bool:
+        if self._attributes is None:
+            self._attributes, self._epoch = self.steps.attributes(), self.module.current_epoch
+        is_long_ago = self._num_steps - self._last_trial >= STEPS_BEFORE_AN_EPOCH
+        begins, self._epoch = self.module.current_epoch != self._epoch, self.module.current_epoch
+        return self._attributes.have_changed() or (begins and is_long_ago)
 
     def _may_differ(self, run: BatchRun) -> bool:
         """Whether this batch could tell apart what was alike so far. Only the last stage looks."""
@@ -140,11 +192,15 @@ class LossOfBatches:
         return self._tracked.is_new(self._features(run), own)
 
     def _weights(self, run: BatchRun) -> dict[Weight, Any]:
-        pieces = [micro_batch.data for micro_batch in run.micro_batches]
-        return weights_of(pieces, run.sizes, class_weights_of(outside_pipeline(self.module)))
+        return weights_of(self._views(run), run.sizes, class_weights_of(outside_pipeline(self.module)))
 
-    def _features(self, run: BatchRun) -> dict[Any, Any]:
-        return features_of([micro_batch.data for micro_batch in run.micro_batches], run.sizes)
+    def _features(self, run: BatchRun) -> dict[Weight, Any]:
+        return features_of(self._views(run), run.sizes)
+
+    def _views(self, run: BatchRun) -> list[View]:
+        if self._looked_at is None or self._looked_at[0] is not run:
+            self._looked_at = run, views_of([micro_batch.data for micro_batch in run.micro_batches])
+        return self._looked_at[1]
 
     def _try(self, run: BatchRun, *, compares: bool) -> list[Finding]:
         """What the last stage of each pipeline finds, on all ranks."""
@@ -207,6 +263,8 @@ class LossOfBatches:
             )
         self._fitting, self.weight = fitting, weight
         for finding in findings:
+            if finding.traces:
+                self._tell(said(finding.traces), key="traces")
             self.log_rules.update(finding.log_rules)
             for name, merged, whole in finding.wrong_logs:
                 self._tell(
@@ -233,7 +291,8 @@ class LossOfBatches:
         self.once = True
         since = ""
         if why and self._num_steps > 1:
-            since = f" from step {self._num_steps} on; steps since {self._last_trial} may have had another loss"
+            before = "" if self._is_sure else f"; steps since {self._last_trial} may have had another loss"
+            since = f" from step {self._num_steps} on{before}"
         try:
             self.engine.take_losses_of_batches(flushes)
         except ValueError as flaw:
@@ -258,3 +317,7 @@ class LossOfBatches:
 
     def _from_every_pipeline(self, found: Finding | None) -> list[Finding]:
         return [finding for finding in gather_objects(found) if finding is not None]
+
+
+def _flushes_of(window: Sequence[BatchRun]) -> tuple[int, ...]:
+    return tuple(len(run.micro_batches) for run in window)

@@ -13,8 +13,9 @@ only in directions in which they differed when it was tried.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -36,6 +37,11 @@ MOST_VALUES = 64
 WIDEST_RANGE = 4096
 MOST_ELEMENTS = 1 << 24
 """Of a tensor that is looked at in every step."""
+MOST_EXTREMES = 8
+"""How many different extremes of one floating tensor make a batch worth trying."""
+NOT_A_NUMBER = "NaN"
+COUNTED = ("labels", "rows")
+"""Kinds of weights that count what is not some value."""
 TOLERANCE = 1e-5
 
 
@@ -58,6 +64,8 @@ class Finding:
     """How logged numbers are merged that are no means over samples: weighted as the ``loss``, or their ``sum``."""
     wrong_logs: tuple[tuple[str, float, float], ...] = ()
     """Names that are logged with another value than that of the whole batch: name, merged, whole."""
+    traces: tuple[str, ...] = ()
+    """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
     loss_seconds: tuple[float, float] = (0.0, 0.0)
     """Forward and backward of the step on the whole batch."""
     loss_bytes: int = 0
@@ -140,39 +148,42 @@ def normalized(weights: Vector, weight: Weight) -> Vector | None:
 
 
 def weights_of(
-    pieces: Sequence[Any], sizes: Sequence[int], class_weights: Mapping[str, Tensor]
+    views: Sequence[View], sizes: Sequence[int], class_weights: Mapping[str, Tensor]
 ) -> dict[Weight, Vector]:
     """All guesses, for the micro-batches of one batch."""
     weights: dict[Weight, Vector] = {
         SAMPLES: numpy.array(sizes, dtype=float),
         SUM: numpy.ones(len(sizes)),
     }
-    for path, view, tensors in _views(pieces):
-        if not tensors[0].is_floating_point():
-            numbers = numpy.array([tensor.numel() for tensor in tensors], dtype=float)
-            counts = _counts(tensors)
-            weights["labels", path, view, None] = numbers
-            for value, count in counts.items():
-                weights["labels", path, view, value] = numbers - count
-            for name, per_class in class_weights.items():
-                given = _sum_of_classes(tensors, per_class)
-                if given is not None:
-                    weights["class weights", path, view, name] = given
-        if _is_weight(tensors):
-            weights["sum of", path, view] = _sums(tensors)
+    for view in views:
+        weights.update(_weights_of_view(view, class_weights))
     return weights
+
+
+def _weights_of_view(view: View, class_weights: Mapping[str, Tensor]) -> Iterator[tuple[Weight, Vector]]:
+    place = view.path, view.shift
+    for kind, numbers, counts in [] if view.is_floating and view.shift else view.counted:
+        yield (kind, *place, None), numbers
+        for value, count in counts.items():
+            yield (kind, *place, value), numbers - count
+    for name, per_class in () if view.is_floating else class_weights.items():
+        given = _sum_of_classes(view.tensors, per_class)
+        if given is not None:
+            yield ("class weights", *place, name), given
+    if _is_weight(view.tensors):
+        yield ("sum of", *place), view.sums
 
 
 def values_of(weight: Weight, weights: Mapping[Weight, Vector]) -> Vector | None:
     """A weight of each micro-batch; None where the batch has no such tensor."""
-    if weight in weights or weight[0] != "labels":
+    if weight in weights or weight[0] not in COUNTED:
         return weights.get(weight)
     return weights.get((*weight[:3], None))  # the value does not occur
 
 
 def still_fits(weight: Weight, fitting: frozenset[Weight], considered: frozenset[Weight]) -> bool:
     """Whether a weight explains a batch: a value that does not occur there is as good as no value."""
-    if weight in considered or weight[0] != "labels":
+    if weight in considered or weight[0] not in COUNTED:
         return weight in fitting
     return (*weight[:3], None) in fitting
 
@@ -184,9 +195,10 @@ def best_of(fitting: frozenset[Weight]) -> Weight | None:
         kind = weight[0]
         if weight in (SAMPLES, SUM):
             return (0 if weight == SAMPLES else 1, "")
-        if kind == "labels":
+        if kind in COUNTED:
             value = weight[3]
-            return (5 if value is None or value >= 0 else 2, repr(weight))  # type: ignore[operator]
+            is_special = value == NOT_A_NUMBER or (value is not None and value < 0)  # type: ignore[operator]
+            return (2 if is_special else 5, repr(weight))
         return (3 if kind == "class weights" else 4, repr(weight))
 
     return min(fitting, key=order, default=None)
@@ -199,26 +211,27 @@ def in_words(weight: Weight) -> str:
     if weight == SAMPLES:
         return "weighted by samples"
     kind, path, *rest = weight
-    if kind == "labels":
+    if kind in COUNTED:
         ignored = "" if rest[1] is None else f" that are not {rest[1]}"
-        return f"weighted by the elements of {path}{rest[0]}{ignored}"
+        return f"weighted by the {'elements' if kind == 'labels' else kind} of {path}{rest[0]}{ignored}"
     if kind == "class weights":
         return f"weighted by the sum of {rest[1]} over {path}{rest[0]}"
     return f"weighted by the sum of {path}{rest[0]}"
 
 
-def features_of(pieces: Sequence[Any], sizes: Sequence[int]) -> dict[Hashable, Vector]:
+def features_of(views: Sequence[View], sizes: Sequence[int]) -> dict[Weight, Vector]:
     """Numbers by name, per micro-batch, in which every guess is linear."""
-    features: dict[Hashable, Vector] = {SAMPLES: numpy.array(sizes, dtype=float)}
-    for path, view, tensors in _views(pieces):
-        if tensors[0].is_floating_point():
-            if not view:
-                features["sum of", path, view] = _sums(tensors)
+    features: dict[Weight, Vector] = {SAMPLES: numpy.array(sizes, dtype=float)}
+    for view in views:
+        place = view.path, view.shift
+        if view.is_floating and view.shift:
             continue
-        counts = _counts(tensors)
-        for value, count in counts.items():
-            if not view or len(counts) <= 4 or value <= 0:
-                features["labels", path, view, value] = count
+        if view.is_floating:
+            features[("sum of", *place)] = numpy.nan_to_num(view.sums, posinf=0.0, neginf=0.0)
+        for kind, _, counts in view.counted:
+            for value, count in counts.items():
+                if not view.shift or len(counts) <= 4 or value <= 0:
+                    features[(kind, *place, value)] = count
     return features
 
 
@@ -226,41 +239,48 @@ class Tracked:
     """In which directions the micro-batches of batches differed that were tried."""
 
     def __init__(self) -> None:
-        self._names: dict[Hashable, int] = {}
+        self._names: dict[Weight, int] = {}
         self._scales: list[float] = []
         self._basis: list[Vector] = []
 
-    def is_new(self, features: Mapping[Hashable, Vector], weights: Vector) -> bool:
+    def is_new(self, features: Mapping[Weight, Vector], weights: Vector) -> bool:
         """Whether micro-batches, with factors in these proportions, differ in another direction."""
         return any(True for _ in self._beyond(features, weights))
 
-    def add(self, features: Mapping[Hashable, Vector], weights: Vector) -> None:
+    def add(self, features: Mapping[Weight, Vector], weights: Vector) -> None:
         for direction in self._beyond(features, weights):
             rest = self._rest(direction)
             length = float(numpy.linalg.norm(rest))
             if length > 1e-9:
                 self._basis.append(rest / length)
 
-    def _beyond(self, features: Mapping[Hashable, Vector], weights: Vector) -> Iterator[Vector]:
+    def _beyond(self, features: Mapping[Weight, Vector], weights: Vector) -> Iterator[Vector]:
         counts = weights > 0
         if counts.sum() < 2:
             return
         rows = {name: values[counts] / weights[counts] for name, values in features.items()}
         for name, row in rows.items():
-            if name not in self._names:
+            if name not in self._names and self._is_worth_it(name):
                 size = float(numpy.abs(row).max())
                 self._names[name] = len(self._names)
                 self._scales.append(size if size > 0 and numpy.isfinite(size) else 1.0)
         table = numpy.zeros((len(self._names), int(counts.sum())))
-        for name, row in rows.items():
+        for name in rows.keys() & self._names.keys():
             place = self._names[name]
-            table[place] = row / self._scales[place]
+            table[place] = rows[name] / self._scales[place]
         table -= table.mean(axis=1, keepdims=True)
         table[~(numpy.abs(table) > 1e-9)] = 0.0
         for direction in table.T:
             length = float(numpy.linalg.norm(direction))
             if length > 0 and float(numpy.linalg.norm(self._rest(direction))) > 1e-6 * length:
                 yield direction
+
+    def _is_worth_it(self, name: Weight) -> bool:
+        """Whether to track this, too: where each batch has an extreme of its own, that is no sign of anything."""
+        if not isinstance(name[-1], float):
+            return True
+        same = sum(isinstance(known[-1], float) and known[:-1] == name[:-1] for known in self._names)
+        return same <= MOST_EXTREMES  # 0 is one of them
 
     def _rest(self, direction: Vector) -> Vector:
         rest = direction.copy()
@@ -280,18 +300,80 @@ def class_weights_of(modules: Iterator[tuple[str, nn.Module]]) -> dict[str, Tens
     return found
 
 
-def _views(pieces: Sequence[Any]) -> Iterator[tuple[str, str, list[Tensor]]]:
-    """The tensors of micro-batches that labels or masks may be, whole and shifted as for the next token."""
+@dataclass(frozen=True, eq=False)
+class View:
+    """A tensor of each micro-batch that labels or masks may be, whole or shifted as for the next token."""
+
+    path: str
+    shift: str
+    tensors: list[Tensor]
+
+    @property
+    def is_floating(self) -> bool:
+        return self.tensors[0].is_floating_point()
+
+    @cached_property
+    def sums(self) -> Vector:
+        return _sums(self.tensors)
+
+    @cached_property
+    def counted(self) -> list[tuple[str, Vector, dict[Any, Vector]]]:
+        """Kinds of things that a loss may leave out: how many there are in each, and how many of each value."""
+        return list(_counted(self.tensors))
+
+
+def views_of(pieces: Sequence[Any]) -> list[View]:
+    """What labels and masks of micro-batches may be."""
+    return list(_views(pieces))
+
+
+def _views(pieces: Sequence[Any]) -> Iterator[View]:
     for same in zip(*map(named_tensors_of, pieces), strict=True):
         path, tensors = same[0][0], [tensor for _, tensor in same]
         if tensors[0].ndim == 0 or sum(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
             continue
         if tensors[0].is_complex() or tensors[0].layout is not torch.strided:
             continue
-        yield path, "", tensors
+        yield View(path, "", tensors)
         if tensors[0].ndim >= 2 and tensors[0].shape[1] > 1:
-            yield path, "[:, 1:]", [tensor[:, 1:] for tensor in tensors]
-            yield path, "[:, :-1]", [tensor[:, :-1] for tensor in tensors]
+            yield View(path, "[:, 1:]", [tensor[:, 1:] for tensor in tensors])
+            yield View(path, "[:, :-1]", [tensor[:, :-1] for tensor in tensors])
+
+
+def _counted(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Vector, dict[Any, Vector]]]:
+    numbers = numpy.array([tensor.numel() for tensor in tensors], dtype=float)
+    if not tensors[0].is_floating_point():
+        yield "labels", numbers, dict(_counts(tensors))
+        return
+    values = _float_counts(tensors)
+    yield "labels", numbers, values
+    # Whole rows are left out by masks such as x.abs().sum(-1) > 0, or isnan().any(-1).
+    length = tensors[0].shape[-1]
+    if tensors[0].ndim < 2 or length < 2:
+        return
+    rows: dict[Any, Vector] = {}
+    if 0.0 in values:
+        rows[0.0] = _vector((tensor == 0).all(-1).sum() for tensor in tensors)
+    if NOT_A_NUMBER in values:
+        rows[NOT_A_NUMBER] = _vector(tensor.isnan().any(-1).sum() for tensor in tensors)
+    yield "rows", numbers / length, rows
+
+
+def _float_counts(tensors: Sequence[Tensor]) -> dict[Any, Vector]:
+    """How often NaN, 0 and extremes that are no coincidence stand in each tensor: targets that are missing."""
+    counts: dict[Any, Vector] = {
+        NOT_A_NUMBER: _vector(tensor.isnan().sum() for tensor in tensors),
+        0.0: _vector(tensor.numel() - tensor.count_nonzero() for tensor in tensors),
+    }
+    ends = [end for tensor in tensors if tensor.numel() for end in tensor.aminmax()]
+    known = [end for end in (torch.stack(ends).tolist() if ends else []) if end == end]
+    for value in {min(known), max(known)} - {0.0} if known else ():
+        counts[value] = _vector((tensor == value).sum() for tensor in tensors)
+    return {value: count for value, count in counts.items() if count.sum() > (value not in (0.0, NOT_A_NUMBER))}
+
+
+def _vector(numbers: Iterable[Tensor]) -> Vector:
+    return torch.stack(list(numbers)).cpu().double().numpy()
 
 
 def _counts(tensors: Sequence[Tensor]) -> dict[int, Vector]:

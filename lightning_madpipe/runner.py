@@ -16,13 +16,14 @@ import torch.distributed as dist
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.collectives import gather_objects, portable
 from deepspeed_partition.engine.first_failure import in_words, is_raised_by_all, raised_by_all
-from lightning_madpipe.batch_runs import BatchRun, Piece
+from lightning_madpipe.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
 from lightning_madpipe.loss_mode import LossOfBatches
 from lightning_madpipe.metrics import MetricValue
 from lightning_madpipe.parcels import packed, pickled, unpacked
 from lightning_madpipe.recorded import Call, make
+from lightning_madpipe.signs import UntriedLossError
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
 
 BATCH_END_HOOKS = {
@@ -107,6 +108,8 @@ class BatchRunner:
         self._read: dict[str, bool] = {}
         self._told: set[str] = set()
         self._before: Leftovers | None = None
+        self._undo: Callable[[], object] | None = None
+        """Undoes what the steps of a batch that is given up have left on the module."""
         self._results: list[StepResult] = []
         self.begins = True
         """Whether the next batch is the first of an epoch."""
@@ -145,6 +148,17 @@ class BatchRunner:
         # A rank that has met an error since the last step says so where the others begin the next one.
         engine.meet(sum(len(run.micro_batches) for run in window))
         self._losses.prepare(window)
+        while not self._is_trained_on(window):
+            self._losses.look_again(window)
+        result = self._results[-1]
+        self._last_loss = torch.tensor(result.loss, device=self._device)
+        if isinstance(result.returned, Mapping):
+            return {**result.returned, "loss": self._last_loss}
+        return self._last_loss
+
+    def _is_trained_on(self, window: Sequence[BatchRun]) -> bool:
+        """Whether the window's step has been made; else it was given up because its loss is to be tried."""
+        engine, trainer = self._engine, self._trainer
         scale = engine.gradient_accumulation_steps() / trainer.accumulate_grad_batches
         for run in window:
             run.whole.loss_scale = scale
@@ -158,13 +172,17 @@ class BatchRunner:
             engine.set_train_micro_batch_size(first.size)  # known now; the plan's chain names it
         engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
         engine.around_measurements = lambda: self._measurement(in_order)
-        with self._announced_shapes(window):
-            engine.train_batch(self._feed(in_order))
-        result = self._results[-1]
-        self._last_loss = torch.tensor(result.loss, device=self._device)
-        if isinstance(result.returned, Mapping):
-            return {**result.returned, "loss": self._last_loss}
-        return self._last_loss
+        try:
+            with self._announced_shapes(window):
+                engine.train_batch(self._feed(in_order))
+        except UntriedLossError as flaw:
+            if not is_raised_by_all(flaw):
+                raise
+            if self._undo is not None:
+                self._undo()
+            self._before = self._undo = None
+            return False
+        return True
 
     def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run ``batch`` through the pipeline.
@@ -198,6 +216,8 @@ class BatchRunner:
         with torch.inference_mode(False), torch.no_grad(), self.steps.rehearsal():
             try:
                 self._go_forward(run)
+            except SamplesSelectedError as flaw:
+                raise self._refusal(f"{run.whole.step}: {flaw}") from None
             except Exception as flaw:
                 if not is_raised_by_all(flaw):
                     raise
@@ -353,8 +373,12 @@ class BatchRunner:
         """On the rank that runs whole steps, once that is known, what the module is before them."""
         engine, is_cut = self._engine, self._pipeline.num_stages > 1
         undoable = engine.may_run_again
-        before = self.steps.leftovers(undoable=undoable) if is_cut or undoable else None
+        may_be_undone = self.steps.watches and torch.is_grad_enabled()
+        before = None
+        if is_cut or undoable or may_be_undone:
+            before = self.steps.leftovers(undoable=undoable, may_be_undone=may_be_undone)
         self._before = before if is_cut else None
+        self._undo = before.undo if before is not None and may_be_undone else None
         engine.when_given_up = before.undo if before is not None and undoable else None
 
     def _share(self, window: Sequence[BatchRun]) -> list[StepResult]:

@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deepspeed_partition.engine.transplant import preserved_random_state
-from lightning_madpipe.batch_runs import BatchRun, Dims, Piece, Root, as_tuple, cut_inputs
+from lightning_madpipe.batch_runs import (
+    BatchRun,
+    Dims,
+    Piece,
+    Root,
+    SamplesSelectedError,
+    as_tuple,
+    cut_inputs,
+    rows_of_inputs,
+    writable,
+)
 from lightning_madpipe.batches import join_pieces, map_children, shapes_of, tensors_of
 from lightning_madpipe.elsewhere import ElsewhereError
 from lightning_madpipe.leftovers import Leftovers
@@ -29,6 +39,7 @@ from lightning_madpipe.losses import Tried
 from lightning_madpipe.metrics import BatchMetrics, MetricValue, metrics_of
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.recorded import Call, recorded_loggers
+from lightning_madpipe.signs import Attributes, Operations, UntriedLossError, operations_of
 
 SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
 
@@ -64,6 +75,8 @@ class MicroBatch:
     """Its share in the loss of the optimizer step, times the number that DeepSpeed divides by."""
     share: float | None = None
     """Its factor in the loss of the Lightning batch, where micro-batches have a loss each; None: its samples."""
+    is_untried: bool = False
+    """Whether its loss shows a sign of being another one than those that were tried."""
     loss: Tensor | None = None
     """What the step returned, unscaled; None where it returned no loss."""
     returned: Any = None
@@ -126,12 +139,23 @@ class UserSteps:
         self._told: set[str] = set()
         self.running: str | None = None
         """The name of the step that runs."""
+        self.watches = False
+        """Whether a training step that shows a sign of a loss that was not tried gives its batch up."""
+        self._tried: set[tuple[str, str]] = set()
+        """Operations in losses that were tried."""
+        self._rows: list[tuple[int, int] | None] | None = None
+        """The dimension of the samples, and its length for each, in every tensor that a training step passes to
+        ``forward``; None where all micro-batches pass the same."""
         self.rehearsing = False
         """Whether what runs is to leave no trace, and the other pipelines may not run it."""
 
-    def leftovers(self, *, undoable: bool = False) -> Leftovers:
+    def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
         """The module as it is now, to tell later what a step left behind."""
-        return Leftovers(self._module, self._ignored, undoable=undoable)
+        return Leftovers(self._module, self._ignored, undoable=undoable, may_be_undone=may_be_undone)
+
+    def attributes(self) -> Attributes:
+        """What of the module may change its loss, as it is now."""
+        return Attributes(self._module, self._ignored)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -198,7 +222,10 @@ class UserSteps:
     def inputs_of(self, label: MicroBatch | Piece, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
         """The inputs of a micro-batch: what its own step passes to the pipeline, or its piece of the batch's."""
         if isinstance(label, MicroBatch):
-            return self.inputs(label, is_last_stage=is_last_stage)
+            inputs = self.inputs(label, is_last_stage=is_last_stage)
+            if self._is_watched(label):
+                self._check_rows(label, as_tuple(inputs))
+            return inputs
         run = label.run
         if label.place == 0:
             run.inputs = list(self._inputs_of_pieces(run, is_last_stage=is_last_stage))
@@ -211,16 +238,46 @@ class UserSteps:
             return [whole]
         first = run.micro_batches[0]
         key = first.step, shapes_of(first.data), shapes_of(run.whole.data)
-        if key not in self._shapes_of_pieces:
-            if len(self._shapes_of_pieces) > 1000:  # of sequences of all lengths
-                self._shapes_of_pieces.clear()
-            with self.rehearsal():
-                pieces = as_tuple(self.inputs(first))
-            self._shapes_of_pieces[key] = [tuple(tensor.shape) for tensor in pieces]
+        was_known = key in self._shapes_of_pieces
+        if not was_known:
+            self._look_at_piece(first, key)
         try:
-            return cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
+            cut = cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
         except ValueError as flaw:
+            if was_known:  # it may pass on other shapes now
+                del self._shapes_of_pieces[key]
+                return self._inputs_of_pieces(run, is_last_stage=is_last_stage)
+            if isinstance(flaw, SamplesSelectedError) and self.rehearsing:
+                raise
             raise self._error(f"{first.step}: {flaw}") from None
+        if first.step == "training_step":
+            self._rows = rows_of_inputs(cut[0], whole, first.size)
+        return cut
+
+    def _look_at_piece(self, first: MicroBatch, key: Any) -> None:
+        if len(self._shapes_of_pieces) > 1000:  # of sequences of all lengths
+            self._shapes_of_pieces.clear()
+        with self.rehearsal():
+            pieces = as_tuple(self.inputs(first))
+        self._shapes_of_pieces[key] = [tuple(tensor.shape) for tensor in pieces]
+
+    def _check_rows(self, micro_batch: MicroBatch, inputs: tuple[Tensor, ...]) -> None:
+        """Give the batch up if a micro-batch passes on more or less for each sample than when it was tried."""
+        for tensor, known in zip(inputs, self._rows or (), strict=False):
+            if known is not None and (
+                tensor.ndim <= known[0] or tensor.shape[known[0]] != known[1] * micro_batch.size
+            ):
+                self._rows = None
+                self._give_up(micro_batch)
+
+    def _check_operations(self, micro_batch: MicroBatch, operations: Operations) -> None:
+        if not operations <= self._tried:
+            self._tried |= operations  # tried once, even if the trial fails
+            self._give_up(micro_batch)
+
+    def _give_up(self, micro_batch: MicroBatch) -> None:
+        micro_batch.is_untried = True
+        raise UntriedLossError(f"the loss of {micro_batch.step} is not the one that was tried")
 
     def loss(self, outputs: Any, label: MicroBatch | Piece) -> Tensor:
         """Run the step on the pipeline's ``outputs``; what comes of it is left in its micro-batch or batch.
@@ -265,7 +322,8 @@ class UserSteps:
             for outputs, micro_batch in zip(pieces, run.micro_batches, strict=True):
                 value = self._loss_or_error(outputs if is_tuple else outputs[0], micro_batch)
             return value
-        loss = self._loss_or_error(joined if is_tuple else joined[0], run.whole)
+        given = writable(joined)
+        loss = self._loss_or_error(given if is_tuple else given[0], run.whole)
         if trains and not loss.requires_grad:
             raise self._error(
                 f"the loss of {step} needs no gradient: it does not depend on what {self._called} returns"
@@ -285,7 +343,7 @@ class UserSteps:
         return joined
 
     def try_once(self, micro_batch: MicroBatch, outputs: tuple[Tensor, ...], is_tuple: bool) -> Tried:
-        """Run the step on ``outputs`` as leaves, to know its loss, their gradients and what it logs.
+        """Run the step on copies of ``outputs``, to know its loss, their gradients and what it logs.
 
         Within a rehearsal.
 
@@ -293,15 +351,18 @@ class UserSteps:
             Exception: whatever the step raises.
             NoLossError: it returns none.
         """
-        leaves = tuple(
-            tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor for tensor in outputs
-        )
+        # Copies, for a step may change them in place, and others are tried on the same outputs.
+        copies = (tensor.detach().clone() for tensor in outputs)
+        leaves = tuple(copy.requires_grad_() if copy.is_floating_point() else copy for copy in copies)
+        with torch.enable_grad():
+            given = writable(leaves)
+        ends = _graph_of(given)
         passed: list[tuple[Any, ...]] = []
         logged: list[LogCall] = []
 
         def answer(*arguments: Any, **_: Any) -> Any:
             passed.append(arguments)
-            return leaves if is_tuple else leaves[0]
+            return given if is_tuple else given[0]
 
         def log(*arguments: Any, **keywords: Any) -> None:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
@@ -314,6 +375,7 @@ class UserSteps:
             loss = returned.get("loss") if isinstance(returned, Mapping) else returned
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
                 raise NoLossError
+            self._tried |= operations_of(loss, ends)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = iter(torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True))
             gradients = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
@@ -366,6 +428,8 @@ class UserSteps:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
+            if self._is_watched(micro_batch):
+                self._check_operations(micro_batch, operations_of(loss, ends))
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
             if micro_batch.place == 0 and self._is_cut and self._has_other_weights(loss, ends):
@@ -377,6 +441,9 @@ class UserSteps:
                 "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
             )
         return torch.zeros((), device=self._module.device)
+
+    def _is_watched(self, micro_batch: MicroBatch) -> bool:
+        return self.watches and not self.rehearsing and micro_batch.step == "training_step"
 
     def _other_weights(self, micro_batch: MicroBatch, flaw: Exception | None = None) -> Exception:
         return self._error(

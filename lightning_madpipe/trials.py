@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,10 +24,12 @@ from lightning_madpipe.losses import (
     factors_of,
     fits,
     normalized,
+    views_of,
     weights_of,
 )
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps import NoLossError, UserSteps, merged_logs
+from lightning_madpipe.traces import StepTraces, differences
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -65,9 +68,10 @@ def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, c
 def _compared(
     steps: UserSteps, module: Any, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool, tolerance: float
 ) -> Finding:
-    draws = _Draws()
+    draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
     with draws:
         whole = steps.try_once(run.whole, joined, is_tuple)
+    left_by_whole = traces.taken()
     if not numpy.isfinite(whole.loss):
         return Finding(why_unknown=f"it is {whole.loss}")
     if len(run.micro_batches) == 1:
@@ -84,6 +88,7 @@ def _compared(
         try:
             with draws.replayed(begin, micro_batch.size, total):
                 pieces.append(steps.try_once(micro_batch, own, is_tuple))
+            traces.note(micro_batch.size)
         except OUT_OF_MEMORY:
             raise
         except NoLossError:
@@ -91,19 +96,26 @@ def _compared(
         except Exception as flaw:
             return Finding(why_not=f"for a part of it, it raises {type(flaw).__name__}: {flaw}")
         begin += micro_batch.size
+    left_by_pieces = traces.taken()
+    if draws.are_seeded:
+        return Finding(
+            why_not="it seeds the random numbers that it draws for each sample, and every micro-batch would draw "
+            "the same ones"
+        )
     if not _passes_rows(whole, pieces, run.sizes):
         return Finding(
             why_not="what it passes to forward() for a batch is not what it passes for its parts together"
         )
     mean = float(sum(piece.loss * size for piece, size in zip(pieces, run.sizes, strict=True)) / total)
-    error = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
+    off = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
+    error = off if numpy.isfinite(off) else None  # a mean over labels that are all missing in a micro-batch
     if not any(gradient is not None and bool(gradient.any()) for gradient in whole.gradients):
         return Finding(why_unknown="it has no gradient", relative_error=error)
     factors = factors_of(whole, pieces, run.cut(whole.gradients), tolerance)
     if factors is None:
         return Finding(why_not="it compares samples, or is weighted by more than one thing", relative_error=error)
-    data = [micro_batch.data for micro_batch in run.micro_batches]
-    weights = weights_of(data, run.sizes, class_weights_of(outside_pipeline(module)))
+    views = views_of([micro_batch.data for micro_batch in run.micro_batches])
+    weights = weights_of(views, run.sizes, class_weights_of(outside_pipeline(module)))
     losses = numpy.array([piece.loss for piece in pieces])
     fitting = frozenset(
         key for key, values in weights.items() if fits(factors, losses, whole.loss, values, key, tolerance)
@@ -125,6 +137,7 @@ def _compared(
         fitting=fitting,
         considered=frozenset(weights),
         relative_error=error,
+        traces=tuple(differences(traces, left_by_whole, left_by_pieces, total % len(run.sizes) == 0)),
         **_logs(run, alike, tolerance),
     )
 
@@ -189,34 +202,58 @@ def _cost(steps: UserSteps, run: BatchRun, joined: tuple[Tensor, ...], is_tuple:
         with live:
             steps.try_once(run.whole, joined, is_tuple)
         made = live.peak_bytes
-    outputs = sum(tensor.numel() * tensor.element_size() for tensor in joined)
-    return {"loss_seconds": seconds, "loss_bytes": made + outputs}
+    return {"loss_seconds": seconds, "loss_bytes": made}  # with a copy of the outputs, as large as the joined ones
 
 
 class _Draws(TorchDispatchMode):
-    """Random numbers of a step on a batch, which its micro-batches draw again, each the rows of its samples."""
+    """Random numbers of a step on a batch, which its micro-batches draw again, each the rows of its samples.
 
-    def __init__(self) -> None:
+    Args:
+        seed: The one that a step begins with; where torch has another one, the step has set it.
+    """
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
+        self._seed = seed
         self._drawn: list[tuple[Tensor, ...]] = []
+        self._begun: list[bytes | None] = []
+        """For each draw, the state of a generator of the user's before it."""
         self._rows: tuple[int, int, int] | None = None
         self._place = 0
+        self.are_seeded = False
+        """Whether micro-batches draw alike for different samples, because the step seeds what it draws from."""
 
     def replayed(self, begin: int, size: int, total: int) -> _Draws:
         self._rows, self._place = (begin, size, total), 0
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or "randperm" in str(func):
+            return func(*args, **(kwargs or {}))
+        begun = _state_of((kwargs or {}).get("generator"))
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and "randperm" not in str(func):
-            made = result if isinstance(result, tuple) else (result,)
-            if self._rows is None:
-                self._drawn.append(tuple(tensor.detach().clone() for tensor in made))
-            elif self._place < len(self._drawn):
-                for own, whole in zip(made, self._drawn[self._place], strict=False):
-                    self._take(own, whole)
-            self._place += 1
+        made = result if isinstance(result, tuple) else (result,)
+        if self._rows is None:
+            self._drawn.append(tuple(tensor.detach().clone() for tensor in made))
+            self._begun.append(begun)
+        elif self._place < len(self._drawn):
+            self._draw_again(made, begun)
+        self._place += 1
         return result
+
+    def _draw_again(self, made: tuple[Tensor, ...], begun: bytes | None) -> None:
+        drawn = self._drawn[self._place]
+        if self._is_seeded(made[0], begun):
+            self.are_seeded |= any(own.shape != whole.shape for own, whole in zip(made, drawn, strict=False))
+            return
+        for own, whole in zip(made, drawn, strict=False):
+            self._take(own, whole)
+
+    def _is_seeded(self, own: Tensor, begun: bytes | None) -> bool:
+        if begun is not None:  # a generator that is not seeded anew goes on from batch to batch
+            return begun == self._begun[self._place]
+        on_cpu = own.device.type == "cpu"
+        return (torch if on_cpu else get_accelerator()).initial_seed() != self._seed
 
     def _take(self, own: Tensor, whole: Tensor) -> None:
         assert self._rows is not None
@@ -231,3 +268,7 @@ class _Draws(TorchDispatchMode):
             if length * total == all_of_them * size and own.ndim == whole.ndim and all(a == b for a, b in rest):
                 own.copy_(whole.narrow(dim, all_of_them * begin // total, length))
                 return
+
+
+def _state_of(generator: torch.Generator | None) -> bytes | None:
+    return None if generator is None else generator.get_state().numpy().tobytes()

@@ -17,6 +17,7 @@ from loop_cases import pipeline_index, refused, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 VOCABULARY, LENGTH, PAD = 17, 7, 0
@@ -178,13 +179,140 @@ class TimeFirst(LanguageModel):
 
 
 class Changing(Layers):
-    """Becomes another loss after some steps."""
+    """Has another term after some steps; a step that is given up must not touch its metric and its counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.register = MulticlassAccuracy(cases.NUM_CLASSES), torch.zeros(2)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.register += torch.tensor([1.0, len(x)])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("seen", self.register[1])
+        loss = F.cross_entropy(logits, y)
+        return loss if self.global_step < 5 else loss + logits.mean(0).square().sum()
+
+
+class Rising(Layers):
+    """Has a term from the beginning, which is too small to be seen, and no operation begins with it."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        share = 1e-12 if self.global_step < 5 else 1.0
+        return F.cross_entropy(logits, y) + share * logits.mean(0).square().sum()
+
+
+class SwitchedOn(Layers):
+    """A flag that a hook sets begins a term whose operations were there before, with a tensor that was 0."""
+
+    def on_train_epoch_start(self) -> None:
+        self.compares = self.current_epoch >= 1
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        share = torch.full((cases.NUM_CLASSES,), float(self.compares))
+        return F.cross_entropy(logits, y) + (share * logits.mean(0)).square().sum()
+
+
+class Missing(Layers):
+    """Targets that are NaN count for nothing."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        target = F.one_hot(y.nan_to_num(0).long(), cases.NUM_CLASSES).float()
+        known = ~y.isnan()
+        return F.mse_loss(self(x)[known], target[known])
+
+
+class MaskedByInputs(Layers):
+    """Samples whose inputs are 0 are padding."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        mask = (x.abs().sum(-1) > 0).float()
+        return (F.cross_entropy(self(x), y, reduction="none") * mask).sum() / mask.sum()
+
+
+class InPlace(Layers):
+    """Changes the outputs in place."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        logits.mul_(2)
+        logits[x[:, 0] > 1, 0] = -1.0
+        return F.cross_entropy(logits, y)
+
+
+class InPlaceContrastive(Contrastive):
+    """Changes the outputs of a whole batch in place."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        z = self(torch.cat([batch[0], batch[0].flip(-1) + 0.1]))
+        z /= z.norm(dim=-1, keepdim=True).detach()
+        similar = z @ z.t() / 0.3
+        similar.fill_diagonal_(-1e9)
+        return F.cross_entropy(similar, torch.arange(len(z)).roll(len(batch[0])))
+
+
+class Seeded(Layers):
+    """Noise that is the same whenever a batch comes again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        torch.manual_seed(batch_idx)
+        loss = F.cross_entropy(self(x + 0.5 * torch.randn_like(x)), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class OwnGenerator(Seeded):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        generator = torch.Generator().manual_seed(batch_idx)
+        loss = F.cross_entropy(self(x) + torch.randn(len(x), cases.NUM_CLASSES, generator=generator), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Collecting(Layers):
+    """Keeps what it has seen: losses, of which micro-batches have one each, and predictions, which are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.names: list[int] = []
+        self.highest, self.mean, self.all = MaxMetric(), MeanMetric(), CatMetric()
+        self.accuracy = MulticlassAccuracy(cases.NUM_CLASSES)
+        self.num_steps = 0
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         x, y = batch
         logits = self(x)
         loss = F.cross_entropy(logits, y)
-        return loss if self.global_step < 5 else loss + logits.mean(0).square().sum()
+        self.losses.append(loss.detach())
+        self.outputs.append(logits.detach())
+        self.names.extend(y.tolist())
+        self.num_steps += 1
+        for metric in (self.highest, self.mean, self.all):
+            metric.update(loss.detach())
+        self.accuracy.update(logits, y)
+        return loss
+
+
+class Selecting(Layers):
+    """Leaves samples out before the layers run."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        chosen = y != 9
+        return F.cross_entropy(self(x[chosen]), y[chosen])
 
 
 class Denoising(Layers):
@@ -225,6 +353,15 @@ class HungryContrastive(Contrastive):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[-1].__class__ = Hungry  # the same weights
+
+
+class Chosen(Layers):
+    """Leaves samples out behind the layers."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        chosen = y != 9
+        return F.cross_entropy(self(x)[chosen], y[chosen])
 
 
 def texts(num: int, *, padded: bool = True, seed: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -319,6 +456,23 @@ def labelled(num: int, seed: int = 1) -> TensorDataset:
     return cases.samples(num, seed) if seed != 1 else cases.samples(num)
 
 
+def later_missing(num: int) -> TensorDataset:
+    """From the third batch on some labels are missing, and some inputs are padding."""
+    x, y = labelled(num).tensors
+    late = torch.arange(num) >= 32
+    x = torch.where((late & (torch.arange(num) * 5 % 7 < 3))[:, None], 0.0, x)
+    return TensorDataset(x, torch.where(late & (torch.arange(num) * 3 % 8 < 2), torch.nan, y.float()))
+
+
+def later_padding(num: int) -> TensorDataset:
+    return TensorDataset(later_missing(num).tensors[0], labelled(num).tensors[1])
+
+
+def later_chosen(num: int, begin: int) -> TensorDataset:
+    x, y = labelled(num).tensors
+    return TensorDataset(x, torch.where((torch.arange(num) >= begin) & (torch.arange(num) % 3 == 0), 9, y))
+
+
 def losses(host: Host) -> dict[str, Any]:
     """54 samples: the last batch has six, in micro-batches of 2, 2, 1 and 1."""
     return {
@@ -341,6 +495,16 @@ def losses(host: Host) -> dict[str, Any]:
         ),
         "warmed up padded": fitted(host, LanguageModel, texts(54), strategy={"warmup_steps": 3}),
         "given up": given_up(host),
+        "missing later": fitted(host, Missing, later_missing(80), max_epochs=1),
+        "padding later": fitted(host, MaskedByInputs, later_padding(80), max_epochs=1),
+        "changing": fitted(host, Changing, labelled(64), max_epochs=3),
+        "changing in warm-up": fitted(host, Changing, labelled(64), max_epochs=2, strategy={"warmup_steps": 7}),
+        "accumulated changing": fitted(host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2),
+        "switched on": fitted(host, SwitchedOn, labelled(54)),
+        "in place": fitted(host, InPlace, labelled(54), labelled(21, 3)),
+        "in place contrastive": fitted(host, InPlaceContrastive, labelled(54), labelled(21, 3), max_epochs=1),
+        "seeded": fitted(host, Seeded, labelled(54)),
+        "own generator": fitted(host, OwnGenerator, labelled(54)),
         "clipped": fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
 
@@ -361,7 +525,9 @@ def turned(host: Host) -> dict[str, Any]:
     """What is found when, and what is drawn for each sample or for a batch."""
     long = {"max_epochs": 3, "strategy": {"algorithm": "madpipe"}}
     found = {
+        "rising": fitted(host, Rising, labelled(64), **long)["found"],
         "changing": fitted(host, Changing, labelled(64), **long)["found"],
+        "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
         "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
         "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
@@ -400,6 +566,9 @@ def planned(host: Host) -> dict[str, Any]:
             lambda: fitted(host, Contrastive, labelled(16), max_epochs=1, strategy={"plan": str(tight)})
         ),
         "unknown": refused(lambda: host.trainer(strategy={"loss": "sum"})),
+        "selected": refused(lambda: fitted(host, Selecting, later_chosen(32, 0), max_epochs=1)),
+        "selected later": refused(lambda: fitted(host, Selecting, later_chosen(64, 32), max_epochs=1)),
+        "selected after": fitted(host, Chosen, later_chosen(64, 32), max_epochs=1)["found"]["once"],
     }
 
 
@@ -418,6 +587,7 @@ def replicated(host: Host) -> dict[str, Any]:
     found = {
         "padded": fitted(host, LanguageModel, batches_of(host, texts(48), 12), **arguments),
         "contrastive": fitted(host, Contrastive, batches_of(host, labelled(48), 12), **arguments),
+        "changing": fitted(host, Changing, batches_of(host, labelled(48), 12), **{**arguments, "max_epochs": 4}),
     }
     for record in found.values():
         record["record"] = {"weights": record["record"]["weights"]}

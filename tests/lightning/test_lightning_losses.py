@@ -10,9 +10,10 @@ import pytest
 import torch
 from test_lightning_pipeline import Records, assert_same, records_of
 
-from lightning_madpipe.batch_runs import cut_inputs, dims_of_outputs
+from lightning_madpipe.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.batches import split_batch
-from lightning_madpipe.losses import SAMPLES, SUM, Tracked, features_of, fits, weights_of
+from lightning_madpipe.losses import MOST_EXTREMES, SAMPLES, SUM, Tracked, features_of, fits, views_of, weights_of
+from lightning_madpipe.signs import Attributes, Operations, operations_of
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "warmed up padded": (False, LABELS),
     "given up": (True, ["samples"]),
     "clipped": (True, ["samples"]),
+    "missing later": (False, ["labels", "batch[1]", "", "NaN"]),
+    "padding later": (False, ["labels", "batch[0]", "", 0.0]),
+    "changing": (True, ["samples"]),
+    "changing in warm-up": (True, ["samples"]),
+    "accumulated changing": (True, ["samples"]),
+    "switched on": (True, ["samples"]),
+    "in place": (False, ["samples"]),
+    "in place contrastive": (True, ["samples"]),
+    "seeded": (True, ["samples"]),
+    "own generator": (True, ["samples"]),
 }
 """Whether the step runs once per batch, and else how micro-batches are weighted."""
 
@@ -55,6 +66,7 @@ def test_a_loss_trains_as_in_one_process(two: Records, case: str) -> None:
     record, reference = two.of("losses")[case], two.reference["losses"][case]
     found, actual, expected = record["found"], copy.deepcopy(record["record"]), copy.deepcopy(reference["record"])
     assert (found["once"], found["weight"]) == FOUND[case]
+    assert not any("could not be found out" in each for each in found["said"])
     if case == "masked":  # a number that is no mean of micro-batches', which is said
         [said] = [each for each in found["said"] if "training_step logs 'perplexity'" in each]
         assert "loss='batch'" in said
@@ -69,15 +81,36 @@ def test_a_loss_trains_as_in_one_process(two: Records, case: str) -> None:
 def test_what_is_found_late_is_said(two: Records) -> None:
     """A plan is made anew where the loss becomes another one; draws for each sample are no reason."""
     found = two.of("turned")
-    assert found["changing"]["once"] and found["changing"]["flushed"]
-    [said] = [each for each in found["changing"]["said"] if "no mean over samples" in each]
-    assert "from step 8 on; steps since 4 may have had another loss" in said
-    assert any("made anew" in each for each in found["changing"]["said"])
+    for case, since in (
+        ("rising", "from step 8 on; steps since 5 may have had another loss:"),  # a new epoch, and a regular trial
+        ("changing", "from step 6 on:"),
+    ):
+        assert found[case]["once"] and found[case]["flushed"]
+        [said] = [each for each in found[case]["said"] if "no mean over samples" in each]
+        assert since in said
+        assert any("made anew" in each for each in found[case]["said"])
     assert not found["denoising"]["once"] and found["denoising"]["weight"] == ["samples"]
     assert found["mix-up"]["once"]
     assert not found["mean"]["once"] and not any("no mean" in each for each in found["mean"]["said"])
     [logs] = [each for each in found["roots"]["said"] if "training_step logs" in each]
     assert "'root'" in logs and not found["roots"]["once"]
+
+
+def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Records) -> None:
+    """Predictions and labels that are joined, and a mean of losses, are what one process leaves."""
+    [said] = [each for each in two.of("turned")["collecting"]["said"] if "once per micro-batch" in each]
+    assert "self.losses gets 4 entries instead of 1; self.num_steps is 4 instead of 1" in said
+    assert "self.highest (MaxMetric) is" in said and "self.all (CatMetric) differs" in said
+    assert not any(name in said for name in ("outputs", "names", "MeanMetric", "accuracy"))
+    assert "loss='batch'" in said and not two.of("turned")["collecting"]["once"]
+
+
+def test_samples_that_are_selected_before_the_layers_are_refused(two: Records) -> None:
+    record = two.of("planned")
+    for case in ("selected", "selected later"):
+        assert "rows to forward() for a batch of 16 samples" in record[case]
+        assert "self(x)[mask] instead of self(x[mask])" in record[case]
+    assert record["selected after"] is False, "weighted by the labels that are not 9"
 
 
 def test_low_precision_is_close_and_explained_alike(two: Records) -> None:
@@ -95,7 +128,7 @@ def test_a_plan_for_another_order_is_run_in_this_one_if_it_has_room(two: Records
     assert "loss is 'sum': it is one of 'auto', 'mean', 'batch'" in record["unknown"]
 
 
-@pytest.mark.parametrize("case", ["padded", "contrastive"])
+@pytest.mark.parametrize("case", ["padded", "contrastive", "changing"])
 def test_two_pipelines_take_the_mean_of_their_batches_losses(four: Records, case: str) -> None:
     record, reference = four.of("replicated")[case], four.reference["replicated"][case]
     assert (record["found"]["once"], record["found"]["weight"]) == FOUND[case]
@@ -116,7 +149,7 @@ def test_a_batch_that_could_tell_weights_apart_is_new() -> None:
 
     def features(batch: Any) -> tuple[Any, Any]:
         pieces, sizes = pieces_of(batch)
-        return features_of(pieces, sizes), numpy.array(sizes, dtype=float)
+        return features_of(views_of(pieces), sizes), numpy.array(sizes, dtype=float)
 
     full = {"labels": torch.tensor([[1, 2], [1, 2], [1, 2], [1, 2]])}
     assert not tracked.is_new(*features(full))
@@ -131,7 +164,7 @@ def test_a_batch_that_could_tell_weights_apart_is_new() -> None:
 def test_weights_are_told_by_the_factors_of_micro_batches() -> None:
     batch = {"labels": torch.tensor([[1, 2], [2, 1], [1, -1], [-1, -1]])}
     pieces, sizes = pieces_of(batch, 2)
-    weights = weights_of(pieces, sizes, {"self.weight": torch.tensor([0.0, 1.0, 3.0])})
+    weights = weights_of(views_of(pieces), sizes, {"self.weight": torch.tensor([0.0, 1.0, 3.0])})
     losses = numpy.array([1.0, 5.0])
 
     def fitting(factors: list[float]) -> set[Any]:
@@ -146,6 +179,60 @@ def test_weights_are_told_by_the_factors_of_micro_batches() -> None:
     assert fitting([0.7, 0.3]) == set()
 
 
+def test_missing_values_and_rows_of_padding_are_counted() -> None:
+    y = torch.tensor([[0.5, torch.nan], [0.1, 0.2], [-9.0, -9.0], [-9.0, 0.3]])
+    x = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [0.0, 4.0]])
+    views = views_of([{"y": y[:2], "x": x[:2]}, {"y": y[2:], "x": x[2:]}])
+    features = features_of(views, [2, 2])
+    counted = {key: list(values) for key, values in features.items() if key[0] in ("labels", "rows")}
+    assert counted == {
+        ("labels", "batch['y']", "", "NaN"): [1, 0],
+        ("rows", "batch['y']", "", "NaN"): [1, 0],
+        ("labels", "batch['y']", "", -9.0): [0, 3],
+        ("labels", "batch['x']", "", 0.0): [3, 1],
+        ("rows", "batch['x']", "", 0.0): [1, 0],
+    }
+    weights = weights_of(views, [2, 2], {})
+    assert list(weights["rows", "batch['x']", "", 0.0]) == [1, 2]
+    assert list(weights["labels", "batch['y']", "", "NaN"]) == [3, 4]
+
+
+def test_extremes_of_their_own_in_each_batch_are_no_sign() -> None:
+    """A batch whose smallest value is another one each time is tried some times, and not always."""
+    tracked, sizes, num_new = Tracked(), numpy.array([2.0, 2.0]), 0
+    for number in range(1, 40):
+        x = torch.tensor([[1.0], [-number], [-number], [-number]])
+        features = features_of(views_of([(x[:2],), (x[2:],)]), [2, 2])
+        num_new += tracked.is_new(features, sizes)
+        tracked.add(features, sizes)
+    assert num_new <= MOST_EXTREMES + 2
+
+
+def test_a_term_that_begins_shows_in_the_graph() -> None:
+    outputs = torch.randn(4, 3, requires_grad=True) * 1.0
+    ends = [outputs.grad_fn]
+
+    def operations(scale: float) -> Operations:
+        return operations_of(outputs.square().mean() + scale * outputs.mean(0).sum(), ends)
+
+    assert operations(0.5) == operations(0.7)
+    assert not operations(0.5) <= operations(0.0)
+    assert not operations(0.5) <= operations_of(outputs.square().mean(), ends)
+
+
+def test_changes_of_a_counter_count_ever_more_seldom() -> None:
+    module = torch.nn.Linear(1, 1)
+    module.counter, module.phase = 1, "first"
+    attributes = Attributes(module, ignored=())
+    found = []
+    for _ in range(20):
+        module.counter += 1
+        found.append(attributes.have_changed())
+    assert [step for step, counts in enumerate(found, start=1) if counts] == [1, 2, 4, 8, 16]
+    module.phase = "second"
+    assert attributes.have_changed() and not attributes.have_changed()
+
+
 def test_inputs_are_cut_where_they_grow_with_the_samples() -> None:
     batch, mask = torch.arange(24).reshape(2, 12), torch.zeros(12, 12)
     pieces = cut_inputs((batch, mask), [(2, 6), (12, 12)], [3, 2, 1])
@@ -153,6 +240,8 @@ def test_inputs_are_cut_where_they_grow_with_the_samples() -> None:
     assert all(piece[1] is mask for piece in pieces)
     assert torch.equal(torch.cat([piece[0] for piece in pieces], 1), batch)
     with pytest.raises(ValueError, match="no dimension counts the samples"):
+        cut_inputs((torch.zeros(6, 7),), [(3, 2)], [3, 2, 1])
+    with pytest.raises(SamplesSelectedError, match="for a batch of 6 samples and 3 for 3 of them"):
         cut_inputs((torch.zeros(7, 2),), [(3, 2)], [3, 2, 1])
 
 

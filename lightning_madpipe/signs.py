@@ -1,0 +1,110 @@
+"""Signs, cheap enough for every step, that a loss may not be the one that was tried.
+
+- The graph of the loss: a term that begins brings operations, or a scalar factor that is no longer 0, which the
+  steps that were tried had not. It is read where the step of a micro-batch has just run, so that the batch can
+  still be given up and tried.
+- The module: an attribute that is a number, a flag or a string, and the epoch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torchmetrics import Metric
+
+from lightning_madpipe.module import outside_pipeline
+
+Operations = frozenset[tuple[str, str]]
+"""Pairs of an operation and the one whose result it takes."""
+
+MOST_NODES = 2000
+"""Nodes of a graph that are read, from the loss on."""
+MOST_VALUES = 16
+"""Values of one string attribute that are told apart."""
+STEPS_BEFORE_AN_EPOCH = 64
+"""Steps since the last trial, after which the first step of an epoch is tried."""
+
+
+class UntriedLossError(Exception):
+    """Ends a batch whose loss may come from its micro-batches otherwise than in the steps that were tried."""
+
+
+def operations_of(loss: Tensor, ends: Collection[Any]) -> Operations:
+    """What computes ``loss``, down to the nodes ``ends``, which made the outputs of the pipeline."""
+    pairs = set()
+    todo, names = [loss.grad_fn], {loss.grad_fn: _name_of(loss.grad_fn)}
+    while todo and len(names) < MOST_NODES:
+        node: Any = todo.pop()
+        if node is None or node in ends:
+            continue
+        name = names[node]
+        for following, _ in node.next_functions:
+            if following not in names:
+                names[following] = "outputs" if following in ends else _name_of(following)
+                todo.append(following)
+            pairs.add((name, names[following]))
+    return frozenset(pairs)
+
+
+def _name_of(node: Any) -> str:
+    if node is None:
+        return ""
+    name = node.name()
+    return f"{name} by 0" if name == "MulBackward0" and _is_zero(node._saved_other) else name
+
+
+def _is_zero(factor: Any) -> bool:
+    """Whether a factor is the number 0, such as the weight of a term that has not begun."""
+    if not isinstance(factor, Tensor) or factor.ndim > 0 or factor.device.type != "cpu":
+        return False
+    if _get_current_dispatch_mode() is None:
+        return not factor
+    with _disable_current_modes():  # a number of Python's is no tensor to them
+        return not factor
+
+
+class Attributes:
+    """The numbers, flags and strings on a module and its epoch, of which steps may make their loss.
+
+    A change counts where the attribute was never of this kind (0 or not, true or not, another string), and as the
+    1st, 2nd, 4th, 8th, ... change of the same attribute: a counter changes in every step.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self._module, self._ignored = module, ignored
+        self._kinds: dict[str, set[Any]] = defaultdict(set)
+        self._num_changes: Counter[str] = Counter()
+        self._before: dict[str, Any] = dict(self._now())
+        self._note_kinds(self._before)
+
+    def have_changed(self) -> bool:
+        """Whether a change since the last call counts."""
+        now = dict(self._now())
+        changed = [name for name, value in now.items() if name not in self._before or value != self._before[name]]
+        self._before = now
+        self._num_changes.update(changed)
+        new = self._note_kinds({name: now[name] for name in changed})
+        return new or any(number & (number - 1) == 0 for number in map(self._num_changes.__getitem__, changed))
+
+    def _note_kinds(self, values: dict[str, Any]) -> bool:
+        """Whether one of them is of a new kind."""
+        new = False
+        for name, value in values.items():
+            kind = value if isinstance(value, str) else (type(value), bool(value))
+            if kind not in self._kinds[name] and len(self._kinds[name]) < MOST_VALUES:
+                self._kinds[name].add(kind)
+                new = True
+        return new
+
+    def _now(self) -> Iterator[tuple[str, Any]]:
+        yield "current_epoch", getattr(self._module, "current_epoch", 0)
+        for path, owner in outside_pipeline(self._module):
+            if isinstance(owner, Metric):
+                continue
+            for name, value in vars(owner).items():
+                if isinstance(value, bool | int | float | str | None) and name not in self._ignored:
+                    yield f"{path}.{name}", value
