@@ -42,7 +42,11 @@ __all__ = [
 def install() -> None:
     """Teach DeepSpeed ``partition_method="madpipe"``, once, before the pipeline module is built.
 
-    Works on ``PipelineModule`` and every subclass, in code that nobody edits; calling it again changes nothing.
+    It works on ``PipelineModule`` and every subclass, in code that nobody edits; to call it again changes
+    nothing.
+
+    Raises:
+        ImportError: DeepSpeed or torch is missing, or older than the versions that this package works with.
     """
     from deepspeed_partition.engine.install import install as install_engine  # torch, DeepSpeed
 

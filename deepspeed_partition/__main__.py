@@ -1,4 +1,4 @@
-"""``python -m deepspeed_partition`` is the command ``madpipe``."""
+"""Entry of ``python -m deepspeed_partition``, which is the command ``madpipe``."""
 
 from deepspeed_partition.cli import main
 

@@ -53,7 +53,7 @@ DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class Commands(click.Group):
-    """Knows what a mistyped command was meant to be."""
+    """Group of commands that suggests a command for a mistyped one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -432,7 +432,7 @@ def _plan_replicated(
 
 @contextlib.contextmanager
 def _watched_search() -> Iterator[Deadline]:
-    """Shows how far the search is, on a terminal alone, and ends it at Ctrl-C."""
+    """Show how far the search is, on a terminal only, and end it at Ctrl-C."""
     with (
         tqdm(desc="planning", bar_format="{desc} ({elapsed})", leave=False, disable=None) as line,
         _ended_by_interrupt(lambda progress: line.set_description_str(f"planning: {progress}")) as deadline,
@@ -442,7 +442,7 @@ def _watched_search() -> Iterator[Deadline]:
 
 @contextlib.contextmanager
 def _ended_by_interrupt(watch: Callable[[str], None]) -> Iterator[Deadline]:
-    """The first Ctrl-C ends the searches, which then return the best they have; the second ends everything."""
+    """End the searches at the first Ctrl-C, so that they return the best so far; end all at the second."""
     deadline = Deadline(watch=watch)
     if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
         yield deadline
@@ -473,7 +473,7 @@ def _ended_by_interrupt(watch: Callable[[str], None]) -> Iterator[Deadline]:
 
 
 def _result(output: str | None, as_json: bool, source: str) -> tuple[str | None, bool]:
-    """Where the result goes, a file or standard output; refused before minutes of measuring, not after."""
+    """Return where the result goes, a file or standard output; refuse a bad one before any measuring."""
     if output == "-":
         return None, True
     if output is not None:
@@ -499,7 +499,7 @@ def _print_json(data: dict[str, Any]) -> None:
 
 
 def _width() -> int:
-    """Of the terminal; a pipe gets lines that need no wrapping."""
+    """Return the width of the terminal in columns; a pipe gets lines that need no wrapping."""
     return max(40, min(160, os.get_terminal_size().columns)) if sys.stdout.isatty() else 140
 
 
@@ -522,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; what goes wrong is one sentence on standard error and a status."""
+    """Run the command line and return the exit status; an error gives one sentence on standard error."""
     try:
         status = cli.main(args=arguments, prog_name="madpipe", standalone_mode=False)
         return status if isinstance(status, int) else DONE

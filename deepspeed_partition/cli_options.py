@@ -1,4 +1,4 @@
-"""Options of the command line that several commands share, and how their values are read."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def quantity(parse: Callable[[str], float]) -> Callback:
-    """A size, a bandwidth or a time, as people write it."""
+    """Return a callback that reads a size, a bandwidth or a time, as people write it."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
         try:
@@ -32,7 +32,7 @@ SIZE, BANDWIDTH, DURATION = map(quantity, (units.parse_size, units.parse_bandwid
 
 
 def input_file(name: str) -> Callable[[Command], Command]:
-    """A file to read, or - for standard input."""
+    """Return an argument for a file to read, or - for standard input."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str) -> str:
         return "/dev/stdin" if value == "-" else value
@@ -49,7 +49,7 @@ def json_flag(what: str) -> Callable[[Command], Command]:
 
 
 def complete_algorithm(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """For the shell: names, and the beginning of ``type:REGEX``."""
+    """Complete an algorithm in the shell: names, and the beginning of ``type:REGEX``."""
     names = [name.removesuffix("REGEX") for name in ALGORITHMS if " " not in name]
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
@@ -64,7 +64,7 @@ def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str 
 
 
 def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command]:
-    """The platform, the step and the time."""
+    """Return the options of the platform, the step and the time."""
 
     def add(command: Command) -> Command:
         for option in reversed((

@@ -1,4 +1,4 @@
-"""How a layer of a pipeline is called with what the one before it returned. Imports no torch."""
+"""Calls of a pipeline's layer with what the layer before it returned. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def unpacking(layer: Any) -> Any:
-    """``layer`` as DeepSpeed can call it: with one value, where it has parameters for several.
+    """Return ``layer`` as DeepSpeed can call it: with one value, where it has parameters for several.
 
     DeepSpeed hands a layer what the one before it returned, a tensor or a tuple, as one argument. A layer such as
     ``forward(self, x, mask)`` cannot be called so. Where a call with one argument cannot be bound to the
-    signature, what is returned here calls the layer with the members of a tuple; it has the layer's attributes
+    signature, the result calls the layer with the members of a tuple; it has the layer's attributes
     and, to ``isinstance``, its class. Any other layer is returned as it is: one that takes ``*args``, whose other
     parameters have defaults, or that has a forward pre-hook, which may do it by itself.
     """
@@ -32,7 +32,7 @@ def unpacking(layer: Any) -> Any:
 
 
 def needs_unpacking(layer: Any) -> bool:
-    """Whether a layer, a module or a function, cannot be called with one argument, and can be with more."""
+    """Return whether a layer, a module or a function, cannot be called with one argument, and can be with more."""
     if type(layer) is _StandIn or getattr(layer, "_forward_pre_hooks", None):
         return False
     function = getattr(layer, "forward", layer)
@@ -45,7 +45,7 @@ def needs_unpacking(layer: Any) -> bool:
 
 
 class _StandIn:
-    """Something that can be called, but for what happens when it is."""
+    """Object that behaves like another one, except when it is called."""
 
     __slots__ = ("_call", "_original")
 
@@ -75,5 +75,5 @@ def _rebuilt(original: Any) -> Any:
 
 
 def stand_in(original: Callable[..., Any], call: Callable[..., Any]) -> Any:
-    """What does ``call`` in the place of ``original``; it has its attributes and, to ``isinstance``, its class."""
+    """Return an object that runs ``call`` when called, and has the attributes and the class of ``original``."""
     return _StandIn(original, call)

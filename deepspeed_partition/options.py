@@ -1,4 +1,6 @@
-"""The ``madpipe`` keys of a DeepSpeed configuration, which are ``MadPipeStrategy``'s arguments too."""
+"""Options: the ``madpipe`` keys of a DeepSpeed configuration, which are also the arguments of
+``MadPipeStrategy``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user may say about planning; everything has a default.
+    """Options of planning that a user may set; everything has a default.
 
     Raises:
-        ValueError: a value that is not what its key needs.
+        ValueError: a value is not what its key needs.
     """
 
     memory: int | None = None
@@ -26,26 +28,28 @@ class Options:
     bandwidth: float | None = None
     """Bytes per second between neighbours; also ``"12GB/s"``. None: measured."""
     latency_seconds: float | None = None
-    """None: measured."""
+    """Seconds that a transfer takes beside its bytes. None: measured."""
     weight_copies: float | None = None
-    """None: from the optimizer and the precision, (weights + gradients + master copy + states) / weights."""
+    """Bytes that training keeps per byte of weights. None: from the optimizer and the precision, (weights +
+    gradients + master copy + states) / weights."""
     algorithm: str | tuple[int, ...] = "madpipe"
     warmup_steps: int = 0
-    """Steps on a trial cut, in which layers are measured while they train, before the plan is made. 0: they are
-    measured one by one on the first micro-batch, and the plan is made before the first optimizer step."""
+    """Steps on a trial partition, in which layers are measured while they train, before the plan is made. 0: they
+    are measured one by one on the first micro-batch, and the plan is made before the first optimizer step."""
     plan: str | None = None
-    """A saved plan: it is run as it is, without measuring."""
+    """Path of a saved plan, which is run as it is, without measuring. None: the run makes a plan."""
     save_plan: str | None = None
-    """Where rank 0 saves the plan it makes. None: beside the logs of the run, if it writes any."""
+    """Path where rank 0 saves the plan it makes. None: beside the logs of the run, if it writes any."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
-    """After so long without progress the log says which rank waits for which. 0 or None: it does not."""
+    """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
     save_timeline: str | None = None
-    """Where rank 0 saves when each operation of the first steps ran (``planner/timeline.py``)."""
+    """Path where rank 0 saves when each operation of the first steps ran (``planner/timeline.py``). None:
+    nowhere."""
     checkpoint_checksums: bool = True
-    """Whether a checkpoint gets a checksum of each file, and whether those are verified before it is loaded."""
+    """True: a checkpoint gets a checksum of each file, and these are verified before it is loaded."""
     unpickle: bool | None = None
-    """Whether files of a checkpoint may be unpickled, which can run any code. True: all, as DeepSpeed does. False:
+    """Files of a checkpoint that may be unpickled, which can run any code. True: all, as DeepSpeed does. False:
     none. None: only ``mp_rank_*``, and only where the script put objects of its own into it; that is said."""
 
     def __post_init__(self) -> None:
@@ -86,7 +90,7 @@ class Options:
         """Read the ``madpipe`` object of a configuration.
 
         Raises:
-            ValueError: an unknown key, with the known ones; a malformed value.
+            ValueError: a key is unknown, and the message lists the known ones; or a value is malformed.
         """
         if not isinstance(mapping, Mapping):
             raise ValueError(f"the madpipe options are {shown(mapping)}, not a mapping of names to values")

@@ -1,6 +1,6 @@
-"""The versions of the hosts that this package works with.
+"""Versions of the hosts that this package works with.
 
-Both hosts lean on methods of DeepSpeed and Lightning that are no public interface, so that versions matter. The
+Both hosts use methods of DeepSpeed and Lightning that are no public interface, so versions matter. The
 hosts' tests ran on a CPU, under Python 3.11, with three sets: the newest of all; the oldest DeepSpeed and
 Lightning with the newest torch; the oldest torch with the newest hosts, of the callbacks' tests only those of
 optimizers (``.ci/versions``). Versions between the ends, and all the oldest together, were not run.
@@ -17,11 +17,11 @@ from importlib import metadata
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Versions of a package, both ends included."""
+    """Versions of a package, from the oldest to the newest tested, both included."""
 
     oldest: str
     newest_tested: str
-    """Newer ones are tried, with a warning."""
+    """Newest version that was tested; newer ones are tried, with a warning."""
 
 
 RANGES = {
@@ -33,7 +33,7 @@ RANGES = {
 
 
 def check_versions(*packages: str) -> None:
-    """Check what is installed of ``packages``, names in :data:`RANGES`; what is not installed is passed over.
+    """Check the installed versions of ``packages``, names in :data:`RANGES`; skip what is not installed.
 
     Raises:
         ImportError: one is older than its range; the sentence says what to type.
@@ -59,6 +59,6 @@ def check_versions(*packages: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``"2.13.0+cpu"`` as (2, 13, 0), of three numbers always."""
+    """Return the first three numbers of a version: ``"2.13.0+cpu"`` gives (2, 13, 0)."""
     found = [int(number) for number in re.split(r"[^\d.]", version)[0].split(".") if number]
     return tuple([*found, 0, 0, 0][:3])

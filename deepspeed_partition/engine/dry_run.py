@@ -1,4 +1,5 @@
-"""Runs lists of instructions without tensors, under the rules of real transfers, before any process starts.
+"""Dry run of lists of instructions: without tensors, under the rules of real transfers, before any process
+starts.
 
 It shares with ``lowering.py`` only the types of the instructions. The rules:
 
@@ -27,15 +28,16 @@ from deepspeed_partition.engine.program import (
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What lists of instructions do when they are run."""
+    """Result of a dry run: what lists of instructions do when they are run."""
 
     in_flight: tuple[int, ...]
-    """Of each stage: the most micro-batches forwarded and not yet through their backward."""
+    """Most micro-batches in flight of each stage: forwarded and not yet through their backward."""
     num_posted: dict[str, int]
-    """Of each cut and direction (``"F0"``): the most messages posted and not yet waited for."""
+    """Most messages posted and not yet waited for, by boundary and direction (``"F0"``)."""
     waiting: tuple[tuple[dict[int, int], ...], ...]
-    """Of each device, after each of its instructions: by cut, the most tensors that may be at its end there, with
-    any delay of the other devices: those made and not waited for to leave, and those posted and not waited for."""
+    """Most tensors that may be at the end of each boundary, with any delay of other devices: for each device,
+    after each of its instructions, by boundary. They are those made and not waited for to leave, and those posted
+    and not waited for."""
 
 
 def dry_run(program: Program) -> DryRun:
@@ -65,12 +67,12 @@ class _DryRun:
         self.waited_for: set[Message] = set()
         self.open: Counter[str] = Counter()
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
-        """By device and slot: the stage and the micro-batch in it."""
+        """Stage and micro-batch in each slot, by (device, slot)."""
         self.live: Counter[int] = Counter()
         self.in_flight: Counter[int] = Counter()
         self.num_posted: Counter[str] = Counter()
         self.left: set[Message] = set()
-        """Waited for."""
+        """Messages whose end a sender has waited for."""
         self.at_end: list[Counter[int]] = [Counter() for _ in program.lists]
         self.waiting: list[list[dict[int, int]]] = [[] for _ in program.lists]
 
@@ -131,7 +133,7 @@ class _DryRun:
         self._require(found, f"{instruction} finds no {message.channel} of micro-batch {message.micro_batch}")
 
     def _transfer(self, device: int, instruction: Transfer) -> bool:
-        """False where it waits."""
+        """Do a device's part of a transfer; return False where it waits."""
         message, peer = instruction.message, instruction.peer
         expected = (device, peer) if instruction.kind in "SD" else (peer, device)
         self._require(
@@ -165,7 +167,7 @@ class _DryRun:
     def _match(
         self, source: int, destination: int, message: Message, ends: dict[tuple[int, int], list[Message]]
     ) -> None:
-        """Messages between two devices are told apart by their order alone."""
+        """Match a send with a posted receive: messages between two devices are told apart by their order alone."""
         pair = source, destination
         index = len(ends[pair])
         ends[pair].append(message)

@@ -1,16 +1,16 @@
-"""Writes one device's list of instructions from a timetable, so that it never holds more than the timetable does.
+"""Lists of instructions of each device, from a timetable, so that no device holds more than the timetable does.
 
-Real devices are sometimes later than on paper. What then may be more is the tensors at an end of a cut: those that
-wait to be sent, as long as the other device is late, and those that were posted early. So each list keeps, at
-each end of a cut and beside every computation,
+Real devices are sometimes later than on paper. Then more tensors may be at an end of a boundary: those that wait
+to be sent, while the other device is late, and those that were posted early. So each list keeps, at each end of a
+boundary and beside every computation,
 
     tensors not known to have left + receives posted  <=  max(comm_buffers, what the timetable has there then)
 
-whatever the other devices do; with what it keeps for backwards, which depends on its own list alone, a device then
-never holds more than it does at that place of the timetable. ``D`` waits for the oldest tensor to leave where
-there would be no room otherwise; in a run that is on time it has left already, or leaves while the next
-computation runs on paper. A receive is posted at the latest before the computation beside which its transfer
-begins, and as much earlier as the room allows (not before its message can come: ``postponing.py``).
+whatever the other devices do. What a device keeps for backwards depends on its own list alone, so it never holds
+more than it does at that place of the timetable. ``D`` waits for the oldest tensor to leave where there would be
+no room otherwise; in a run that is on time it has left already, or leaves while the next computation runs on
+paper. A receive is posted at the latest before the computation beside which its transfer begins, and as much
+earlier as the room allows (not before its message can come: ``postponing.py``).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from deepspeed_partition.engine.timetable import Timetable
 def lists_of(
     timetable: Timetable, comm_buffers: int, *, strict: AbstractSet[tuple[int, int]]
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """For each device its computations with its transfers, those of each direction in the timetable's order.
+    """Return each device's computations with its transfers, those of each direction in the timetable's order.
 
     Args:
-        comm_buffers: tensors for which there is room at each end of a cut, whatever the timetable has there.
-        strict: the ends of cuts, as device and cut, at which the bound is kept even where the device must wait,
-            before a computation, for a transfer that begins while the computation runs on paper. Then devices may
-            come to wait in a circle; otherwise never, since the order of the timetable is one in which everything
-            can be done.
+        comm_buffers: tensors for which there is room at each end of a boundary, whatever the timetable has there.
+        strict: the ends of boundaries, as (device, boundary), at which the bound is kept even where the device
+            must wait, before a computation, for a transfer that begins while the computation runs on paper. Then
+            devices may come to wait in a circle; otherwise never, since the order of the timetable is one in
+            which everything can be done.
     """
     devices = range(len(timetable.orders))
     return tuple(tuple(_Device(timetable, device, comm_buffers).instructions(strict)) for device in devices)
 
 
 class _Spans:
-    """From when until when tensors are kept; what ends at an instant is gone before anything begins there."""
+    """Spans in which tensors are kept; what ends at an instant is gone before anything begins there."""
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         lasting = [span for span in spans if span[0] < span[1]]
@@ -52,12 +52,12 @@ class _Spans:
         return bisect_right(self._begins, instant) - bisect_right(self._ends, instant)
 
     def until(self, instant: int) -> int:
-        """So many, right before it."""
+        """Return the number of tensors kept right before an instant."""
         return bisect_left(self._begins, instant) - bisect_left(self._ends, instant)
 
 
 class _End:
-    """One end of a cut on a device, in the timetable."""
+    """One end of a boundary on a device, in the timetable."""
 
     def __init__(self, timetable: Timetable, device: int, cut: int) -> None:
         instants = timetable.instants
@@ -69,7 +69,11 @@ class _End:
 
 
 class _Device:
-    """Receives are posted at *places*: 2 j before the j-th computation waits for its input, 2 j + 1 after that."""
+    """One device, while its list is written.
+
+    Receives are posted at *places*: place 2 j is before the j-th computation waits for its input, 2 j + 1 after
+    that.
+    """
 
     def __init__(self, timetable: Timetable, device: int, comm_buffers: int) -> None:
         self.device, self.devices = device, timetable.device_of_stage
@@ -90,13 +94,13 @@ class _Device:
         self.room = {cut: self._room(cut) for cut in self.ends}
         self.posts = self._places_of_posts()
         self.unsent: dict[int, deque[Message]] = defaultdict(deque)
-        """Of each cut: made, and not known to have left."""
+        """Messages by boundary that are made, and not known to have left."""
         self.open: Counter[int] = Counter()
-        """Of each cut: posted and not yet waited for."""
+        """Number of receives by boundary that are posted and not yet waited for."""
         self.sent: set[Message] = set()
 
     def _most(self, index: int, cut: int) -> tuple[int, int]:
-        """Tensors that may be at an end before a computation waits for its input, and when it begins."""
+        """Return the most tensors at an end before a computation waits for its input, and when it begins."""
         begin, over = self.spans[index]
         end = self.ends[cut]
         waiting = end.departing.until(begin) + end.arriving.until(begin)
@@ -109,7 +113,7 @@ class _Device:
         )
 
     def _room(self, cut: int) -> list[int]:
-        """At each place: how many receives may be posted early without waiting for tensors that leave later."""
+        """Return, for each place, how many receives may be posted early without a wait for later departures."""
         end, room = self.ends[cut], []
         for index, (begin, over) in enumerate(self.spans):
             waiting, running = self._most(index, cut)
@@ -118,7 +122,7 @@ class _Device:
         return room
 
     def _places_of_posts(self) -> dict[int, list[tuple[int, Message]]]:
-        """By place: the receives posted there and the devices that they come from."""
+        """Return, by place, the receives posted there and the devices that they come from."""
         overs = [over for _, over in self.spans]
         slots = max(1, self.comm_buffers // 2)
         posts: dict[int, list[tuple[int, Message]]] = defaultdict(list)
@@ -178,7 +182,7 @@ class _Device:
         self.open.update(message.cut for _, message in posts)
 
     def _leave(self, cut: int, most: int, last_start: int) -> Iterator[Instruction]:
-        """Wait until there are no more than ``most`` at that end, or none whose transfer began before that."""
+        """Yield waits until no more than ``most`` tensors are at that end, or none whose transfer began before."""
         unsent = self.unsent[cut]
         while unsent and len(unsent) + self.open[cut] > most and unsent[0] in self.sent:
             if self.instants[unsent[0].transfer][0] >= last_start:
@@ -193,7 +197,7 @@ class _Device:
 
 
 class _Slots:
-    """The lowest free numbers."""
+    """Numbers of slots; the lowest free one is given out."""
 
     def __init__(self) -> None:
         self.free: list[int] = []

@@ -1,4 +1,4 @@
-"""From a plan to what each device runs: lists of instructions, known before anything starts.
+"""Lowering of a plan to lists of instructions: what each device runs, known before anything starts.
 
     device 0   F0.0 SF0.0 F0.1 SF0.1 DF0.0 RB0.0 WB0.0 RB0.1 B0.0 WB0.1 B0.1
     device 1   RF0.0 WF0.0 RF0.1 F1.0 B1.0 SB0.0 WF0.1 F1.1 B1.1 SB0.1
@@ -11,25 +11,26 @@ Instructions are named as in a plan, with the number of the micro-batch behind t
 - ``SF0.0``: sends the output of stage 0 to stage 1; ``SB0.0``: sends its gradient back. Neither waits: the tensor
   is kept until it has left.
 - ``RF0.0``, ``RB0.0``: posts the receive, that is, makes room for the tensor. It does not wait either.
-- ``WF0.0``, ``WB0.0``: waits until the tensor is there, and hands its room on.
+- ``WF0.0``, ``WB0.0``: waits until the tensor is there, and passes its room on.
 - ``DF0.0``, ``DB0.0``: waits until what was sent has left. *Only these two wait.*
 
 Neighbouring stages of one device hand over without any of the last five.
 
-Everything is written down from a timetable (``timetable.py``): the plan's own where it is a pattern, else one run
-of its order in virtual time, in which a transfer starts when its tensor is there, its link is free and its
-receiver has room. Sends and receives of each direction stand in the order of their transfers there. How much room
-there is for tensors that wait, and so where ``D`` and ``R`` stand, says ``lists.py``; ``postponing.py`` puts ``S``
-and ``R`` behind what they must wait for anyway, which a GPU needs.
+Everything is written from a timetable (``timetable.py``): the plan's own where it is a pattern, else one run of
+its order in virtual time, in which a transfer starts when its tensor is there, its link is free and its receiver
+has room. Sends and receives of each direction stand in the order of their transfers there. ``lists.py`` decides
+how much room there is for tensors that wait, and so where ``D`` and ``R`` stand; ``postponing.py`` puts ``S`` and
+``R`` behind what they must wait for anyway, which a GPU needs.
 
-Why nothing waits forever. Between two devices, messages of one direction are matched in the order in which they
-were sent and posted (as NCCL does, and gloo without tags), whatever cuts they belong to, so a message may be held
-up by one in front of it that has no room. The beginnings of a timetable are an order of all instructions of all
-devices in which none comes before what ``W`` waits for, so whatever the real times are, some device can always go
-on. A timetable itself can only stop if the orders of forwards and backwards wait for each other in a circle, which
-is refused with the circle. What ``D`` waits for may come a little later than that: ``dry_run.py``, which checks
-all finished lists without any of this reasoning, then finds a circle in few of them (1 in 100 random orders), and
-there devices wait for less, at those ends of cuts where they must (tried one after the other).
+Nothing waits forever, for this reason. Between two devices, messages of one direction are matched in the order in
+which they were sent and posted (as NCCL does, and gloo without tags), whatever boundaries they belong to, so a
+message may be held up by one in front of it that has no room. The beginnings of a timetable are an order of all
+instructions of all devices in which none comes before what ``W`` waits for, so whatever the real times are, some
+device can always go on. A timetable itself can only stop if the orders of forwards and backwards wait for each
+other in a circle, which is refused with the circle. What ``D`` waits for may come a little later than that:
+``dry_run.py``, which checks all finished lists without any of this reasoning, then finds a circle in few of them
+(1 in 100 random orders), and there devices wait for less, at those ends of boundaries where they must (tried one
+after the other).
 """
 
 from __future__ import annotations
@@ -50,19 +51,20 @@ from deepspeed_partition.planner.schedule import Order
 
 
 def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = None) -> Program:
-    """The lists of one training step of a plan.
+    """Return the lists of one training step of a plan.
 
-    Its ``order``, where it has one for this number of micro-batches, else its pattern with fill and drain. A
-    pattern is kept within the micro-batches in flight that the plan promises: a forward that comes too early for
-    them is put off.
+    They follow the plan's ``order``, where it has one for this number of micro-batches, else its pattern with
+    fill and drain. A pattern is kept within the micro-batches in flight that the plan promises: a forward that
+    comes too early for them is put off.
 
     Args:
-        flushes: Micro-batches of each batch of the step, where the last stage begins no backward of a batch before
-            all of its forwards are done. An order of the plan that does otherwise gives way to ``flush_orders``.
+        flushes: micro-batches of each batch of the step, where the last stage begins no backward of a batch
+            before all of its forwards are done. An order of the plan that does otherwise is replaced by
+            ``flush_orders``.
 
     Raises:
-        LoweringError: an order that is not complete, or not on its devices.
-        DeadlockError: an order whose devices wait for each other in a circle.
+        LoweringError: an order is not complete, or not on its devices.
+        DeadlockError: the devices of an order wait for each other in a circle.
     """
     _check_count(num_micro_batches)
     order: Sequence[Order] | None = None
@@ -82,7 +84,7 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
 
 
 def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:
-    """The lists of one evaluation: the forwards of the plan's pattern, each as early as its input is there."""
+    """Return the lists of one evaluation: the pattern's forwards, each as early as its input is there."""
     _check_count(num_micro_batches)
     return _program(timetable.of_pattern(plan, num_micro_batches, "F"), plan.platform.comm_buffers)
 
@@ -90,12 +92,12 @@ def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:
 def flush_orders(
     devices: Sequence[int], flushes: Sequence[int], num_devices: int | None = None
 ) -> tuple[Order, ...]:
-    """GPipe's flush, batch by batch: all forwards of a batch, then all of its backwards.
+    """Return GPipe's flush, batch by batch: all forwards of a batch, then all of its backwards.
 
     Args:
-        devices: The device of each stage.
-        flushes: Micro-batches of each batch.
-        num_devices: Left out, as many as run a stage.
+        devices: the device of each stage.
+        flushes: micro-batches of each batch.
+        num_devices: the number of devices; left out, as many as run a stage.
     """
     last = len(devices) - 1
     orders: list[list[tuple[str, int]]] = [[] for _ in range(num_devices or max(devices) + 1)]
@@ -114,7 +116,7 @@ def flush_orders(
 
 
 def is_flushed(orders: Sequence[Order], num_stages: int, flushes: Sequence[int]) -> bool:
-    """Whether the last stage runs all forwards of a batch before the first of its backwards."""
+    """Return whether the last stage runs all forwards of a batch before the first of its backwards."""
     forward, backward = f"F{num_stages - 1}", f"B{num_stages - 1}"
     [order] = [order for order in orders if any(name == forward for name, _ in order)]
     position = {operation: place for place, operation in enumerate(order)}
@@ -140,14 +142,14 @@ def with_transfers(
     comm_buffers: int = 2,
     seconds: Mapping[str, float] | None = None,
 ) -> Program:
-    """Orders of forwards and backwards (or of forwards alone) as lists with transfers and slots.
+    """Return orders of forwards and backwards (or of forwards alone) as lists with transfers and slots.
 
     Args:
         orders: for each device its computations, such as ``("F0", 3)``; together all of them, once each.
-        device_of_stage: of each stage of the chain.
-        comm_buffers: tensors for which there is room at each end of a cut.
-        seconds: how long each operation takes (``"F0"``, ``"SF0"``), by which transfers of different cuts that
-            share a direction between two devices take turns. Left out, all take equally long.
+        device_of_stage: the device of each stage of the chain.
+        comm_buffers: tensors for which there is room at each end of a boundary.
+        seconds: how long each operation takes (``"F0"``, ``"SF0"``), by which transfers over different boundaries
+            that share a direction between two devices take turns. Left out, all take equally long.
 
     Raises:
         LoweringError: a computation is missing, stands twice, or is on another device than its stage.
@@ -160,8 +162,11 @@ def with_transfers(
 
 
 def _program(times: Timetable, comm_buffers: int) -> Program:
-    """Within the room of the timetable if that is possible, else at as many ends of cuts, one after the other, as
-    devices need not wait in a circle for."""
+    """Return the program within the room of the timetable, if that is possible.
+
+    Otherwise devices stay within that room at as many ends of boundaries, tried one after the other, as is
+    possible without a circle of waits.
+    """
     ends = {(device, message.cut) for message in times.messages for device in message.ends(times.device_of_stage)}
 
     def tried(strict: AbstractSet[tuple[int, int]]) -> Program:
@@ -191,7 +196,7 @@ def _program(times: Timetable, comm_buffers: int) -> Program:
 
 
 def _check_orders(orders: Sequence[Order], devices: Sequence[int]) -> None:
-    """Refuse orders that are not complete."""
+    """Refuse orders that are not complete, or not on their devices."""
     found = Counter(entry for order in orders for entry in order)
     twice = [entry for entry, count in found.items() if count > 1]
     if twice:

@@ -1,20 +1,22 @@
-"""Puts each send and each receive behind whatever it must wait for anyway: then no wait for a device is endless.
+"""Postponing of sends and receives behind what they must wait for anyway, so that no wait for a device is
+endless.
 
 On a GPU a posted receive is a kernel that runs until the tensor has come, and a send one that runs until there is
-room for it. Whoever waits for the whole device (``torch.cuda.synchronize()`` in a layer, an allocator that has too
-little memory) waits for these, too. A tensor that depends on something that this device is to compute later, and
-that its host has not queued, since it waits, then never comes. Here device 1 must not wait before F1.0:
+room for it. Whoever waits for the whole device (``torch.cuda.synchronize()`` in a layer, an allocator that has
+too little memory) waits for these, too. If a tensor depends on something that this device computes later, then it
+never comes: the host waits, and has not queued that computation. Here device 1 must not wait before F1.0:
 
     device 0   F0.0 SF0.0 RB0.0 F0.1 SF0.1 WB0.0 B0.0 F0.2 SF0.2 ...
     device 1   RF0.0 RF0.1 WF0.0 RF0.2 F1.0 B1.0 SB0.0 ...
 
 ``F0.2`` comes after ``B0.0``, which needs ``B1.0``. So ``RF0.2`` moves behind ``SB0.0``: the last instruction of
 its own device that the message depends on, through whatever devices. The message cannot come before that, so
-nothing is lost. A send moves behind the last instruction of its device that the receive of its message depends on.
-Then all that a device was given depends on what it was given before, and on other devices, whose hosts go on.
+nothing is lost. A send moves behind the last instruction of its device that the receive of its message depends
+on. Then all that a device was given depends on what it was given before, and on other devices, whose hosts go on.
 
 One pass is enough: what a message depends on stays the same, for each of its ends moves behind things that it
-depended on before. Nothing is kept longer: receives are posted later, and a tensor waits as long to be sent.
+depended on before. Nothing is kept longer: receives are posted later, and a tensor waits as long to be sent as
+before.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ import numpy
 from deepspeed_partition.engine.program import Instruction, Message, Program, Transfer
 
 Reach = numpy.ndarray
-"""What must have come before something: of each device the position of the last instruction; -1 for none."""
+"""Positions of the last instruction of each device that must have come before something; -1 for none. Shape
+(devices,)."""
 
 
 def postponed(program: Program) -> Program:
-    """The same lists with sends and receives as late as costs nothing.
+    """Return the program with sends and receives as late as costs nothing.
 
     Args:
         program: lists that come to their end (``dry_run.py``).
@@ -46,7 +49,7 @@ def postponed(program: Program) -> Program:
 
 
 class _Run:
-    """One run of all lists that notes what the end of each transfer depends on.
+    """Run of all lists that notes what the end of each transfer depends on.
 
     A device runs its list in order; a transfer waits for what stands before its two ends, and for the transfer
     before it in its direction between two devices, since these are told apart by their order.
@@ -57,15 +60,15 @@ class _Run:
         num_devices = len(program.lists)
         self.position = [0] * num_devices
         self.here = [numpy.full(num_devices, -1, dtype=numpy.int64) for _ in range(num_devices)]
-        """Of each device: what its next instruction depends on."""
+        """Positions that the next instruction of each device depends on."""
         self.one_end: dict[Message, Reach] = {}
-        """Of messages that were sent or posted, not both."""
+        """Positions that messages depend on of which one end has come: sent or posted, not both."""
         self.ended: dict[Message, Reach] = {}
         self.last: dict[tuple[int, int], Reach] = {}
-        """Of each direction between two devices: the transfer before."""
+        """Positions that the last transfer depends on, by direction between two devices."""
 
     def run(self) -> dict[Message, Reach]:
-        """Of each message, in an order in which transfers can end."""
+        """Return the positions that each message depends on, in an order in which transfers can end."""
         advanced = True
         while advanced:
             advanced = False
@@ -78,7 +81,7 @@ class _Run:
         return self.ended
 
     def _done(self, device: int, instruction: Instruction) -> bool:
-        """Do an instruction; False where it waits."""
+        """Do an instruction; return False where it waits."""
         here = self.here[device]
         if isinstance(instruction, Transfer) and instruction.kind in "WD":
             ended = self.ended.get(instruction.message)
@@ -106,7 +109,7 @@ class _Run:
 def _with_moved(
     device: int, instructions: Sequence[Instruction], reach: dict[Message, Reach]
 ) -> tuple[Instruction, ...]:
-    """One list, with each ``S`` and ``R`` behind the position that its transfer reaches."""
+    """Return one list, with each ``S`` and ``R`` behind the position that its transfer reaches."""
     turn = {message: number for number, message in enumerate(reach)}
     moved: dict[int, list[Transfer]] = defaultdict(list)
     for instruction in instructions:
@@ -123,5 +126,5 @@ def _with_moved(
 
 
 def _is_one_end(instruction: Instruction) -> TypeGuard[Transfer]:
-    """Whether it sends, or posts a receive."""
+    """Return whether an instruction sends, or posts a receive."""
     return isinstance(instruction, Transfer) and instruction.kind in "SR"

@@ -1,7 +1,7 @@
-"""What every device runs for one batch: lists of instructions, and the messages between them.
+"""Programs: what every device runs for one batch, as lists of instructions and the messages between them.
 
-Instructions are named as in a plan, with the number of the micro-batch behind the point; ``lowering.py`` shows two
-lists and says what each instruction does.
+Instructions are named as in a plan, with the number of the micro-batch behind the point; ``lowering.py`` shows
+two lists and says what each instruction does.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from deepspeed_partition.planner.errors import MadPipeError
 
 
 class LoweringError(MadPipeError, ValueError):
-    """A plan, or lists of instructions, that cannot be run."""
+    """Raised for a plan, or lists of instructions, that cannot be run."""
 
 
 class DeadlockError(LoweringError):
-    """Devices that wait for each other in a circle."""
+    """Raised where devices would wait for each other in a circle."""
 
 
 class Message(NamedTuple):
-    """A tensor that crosses a cut on its way to another device."""
+    """Tensor that crosses a boundary on its way to another device."""
 
     direction: str
-    """``F``: an activation, down the chain; ``B``: its gradient, up."""
+    """Direction: ``F`` is an activation, down the chain; ``B`` is its gradient, up."""
     cut: int
-    """The cut between this stage and the next one."""
+    """Number of the boundary: between the stage of this number and the next one."""
     micro_batch: int
 
     @property
     def channel(self) -> str:
-        """``F0``: all activations over cut 0."""
+        """Name of the direction over the boundary: ``F0`` is for all activations over boundary 0."""
         return f"{self.direction}{self.cut}"
 
     @property
     def transfer(self) -> tuple[str, int]:
-        """As a plan names it: ``SF0`` of a micro-batch."""
+        """Name of the transfer in a plan, and the micro-batch: ``("SF0", 3)``."""
         return f"S{self.channel}", self.micro_batch
 
     @property
     def producer(self) -> tuple[str, int]:
-        """The computation that makes it."""
+        """Computation that makes the tensor."""
         return (f"F{self.cut}" if self.direction == "F" else f"B{self.cut + 1}"), self.micro_batch
 
     @property
     def consumer(self) -> tuple[str, int]:
-        """The computation that needs it."""
+        """Computation that needs the tensor."""
         return (f"F{self.cut + 1}" if self.direction == "F" else f"B{self.cut}"), self.micro_batch
 
     def ends(self, devices: Sequence[int]) -> tuple[int, int]:
-        """The devices that it comes from and goes to, from the device of each stage."""
+        """Return the devices that it comes from and goes to, from the device of each stage."""
         ends = devices[self.cut], devices[self.cut + 1]
         return ends if self.direction == "F" else (ends[1], ends[0])
 
 
 def input_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
-    """What a computation needs from another stage, wherever that is; None at the ends of the chain."""
+    """Return the message that a computation needs from another stage; None at the ends of the chain."""
     stage = int(name[1:])
     if name[0] == "F":
         return Message("F", stage - 1, micro_batch) if stage > 0 else None
@@ -65,7 +65,7 @@ def input_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
 
 
 def output_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
-    """What a computation makes for another stage, wherever that is; None at the ends of the chain."""
+    """Return the message that a computation makes for another stage; None at the ends of the chain."""
     stage = int(name[1:])
     if name[0] == "F":
         return Message("F", stage, micro_batch) if stage + 1 < num_stages else None
@@ -74,10 +74,10 @@ def output_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """``F2.5`` or ``B2.5``: a forward or backward of one stage on one micro-batch."""
+    """Forward or backward of one stage on one micro-batch: ``F2.5`` or ``B2.5``."""
 
     kind: str
-    """``F`` or ``B``."""
+    """Kind of computation: ``F`` or ``B``."""
     stage: int
     micro_batch: int
     slot: int
@@ -87,28 +87,28 @@ class Compute:
 
     @property
     def in_words(self) -> str:
-        """``the forward of micro-batch 5 of stage 2``."""
+        """Text for a message: ``the forward of micro-batch 5 of stage 2``."""
         kind = "forward" if self.kind == "F" else "backward"
         return f"the {kind} of micro-batch {self.micro_batch} of stage {self.stage}"
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """``SF2.5``, ``DF2.5``, ``RF2.5``, ``WF2.5``, and the same with ``B``: a device's part in moving a message."""
+    """A device's part in moving a message: ``SF2.5``, ``DF2.5``, ``RF2.5``, ``WF2.5``, and the same with ``B``."""
 
     kind: str
-    """``S`` sends, ``D`` waits until what was sent has left, ``R`` posts the receive, ``W`` waits for what was
-    posted."""
+    """Kind of transfer: ``S`` sends, ``D`` waits until what was sent has left, ``R`` posts the receive, ``W``
+    waits for what was posted."""
     message: Message
     peer: int
-    """The other device."""
+    """Number of the device at the other end."""
 
     def __str__(self) -> str:
         return f"{self.kind}{self.message.channel}.{self.message.micro_batch}"
 
     @property
     def in_words(self) -> str:
-        """``the output of stage 1 for micro-batch 5``."""
+        """Text for a message: ``the output of stage 1 for micro-batch 5``."""
         message = self.message
         what = "output" if message.direction == "F" else "gradient of the output"
         return f"the {what} of stage {message.cut} for micro-batch {message.micro_batch}"
@@ -119,15 +119,15 @@ Instruction = Compute | Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What every device runs for one batch of micro-batches."""
+    """Instructions of every device for one batch of micro-batches."""
 
     device_of_stage: tuple[int, ...]
     num_micro_batches: int
     lists: tuple[tuple[Instruction, ...], ...]
-    """One for each device."""
+    """Instructions of each device, in order."""
     beyond_room: tuple[tuple[int, int], ...] = ()
-    """The ends of cuts, as device and cut, at which the device may hold a tensor more than in the run that the
-    lists were made from, where another one is late."""
+    """Ends of boundaries, as (device, boundary), at which the device may hold a tensor more than in the run that
+    the lists were made from, where another device is late."""
 
     def __str__(self) -> str:
         return "\n".join(
@@ -137,9 +137,9 @@ class Program:
 
     @property
     def within_room(self) -> bool:
-        """Whether no device ever holds more than in that run, however late others are."""
+        """Return whether no device ever holds more than in that run, however late others are."""
         return not self.beyond_room
 
     def num_slots(self, device: int) -> int:
-        """The most micro-batches in flight on a device, over all its stages."""
+        """Return the most micro-batches in flight on a device, over all its stages."""
         return max((each.slot + 1 for each in self.lists[device] if isinstance(each, Compute)), default=0)

@@ -1,7 +1,7 @@
-"""One run of a whole pipeline on paper: when each computation and each transfer begins and ends.
+"""Timetables: one run of a whole pipeline on paper, with the begin and end of each computation and transfer.
 
-From it the lists of instructions are written (``lists.py``), so it is in whole ticks: what ends when something
-else begins must be found to do so.
+The lists of instructions are written from it (``lists.py``). It is in whole ticks, since events at the same
+instant must be found equal.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.schedule import Order
 
 TICKS = 10**12
-"""In the longest time that is given: finer than what is rounded there."""
+"""Number of ticks in the longest time that is given: finer than the rounding of those times."""
 
 Operation = tuple[str, int]
-"""``("F0", 3)``, ``("SF0", 3)``: a computation or a transfer, and its micro-batch."""
+"""Computation or transfer, and its micro-batch: ``("F0", 3)``, ``("SF0", 3)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """A run in which nothing begins before what it needs."""
+    """Run of a pipeline in which nothing begins before what it needs."""
 
     device_of_stage: tuple[int, ...]
     orders: tuple[Order, ...]
-    """Of each device: its computations."""
+    """Computations of each device, in order."""
     messages: tuple[Message, ...]
-    """All of them, by the beginning of their transfer."""
+    """Messages, by the beginning of their transfer."""
     instants: Mapping[Operation, tuple[int, int]]
-    """Begin and end; ticks."""
+    """Begin and end of each operation, in ticks."""
 
 
 def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
-    """The pattern of a plan from its first micro-batch to its last one.
+    """Return the pattern of a plan from its first micro-batch to its last: fill, steady state, drain.
 
-    Of all that may come next, always what begins first. What must come before what is put down explicitly, for
-    rounded times may say otherwise, and a plan may allow a step fewer micro-batches in flight than its pattern
-    has: each micro-batch takes its road, micro-batches follow one another, a forward waits until its stage has
-    room, and devices and links do one thing at a time.
+    Of all operations that may come next, the one that begins first is taken. What must come before what is stated
+    explicitly, for rounded times may say otherwise, and a plan may allow a step fewer micro-batches in flight
+    than its pattern has: each micro-batch follows its path, micro-batches follow one another, a forward waits
+    until its stage has room, and devices and links do one thing at a time.
 
     Raises:
         LoweringError: the pattern lacks an operation.
@@ -105,7 +105,7 @@ def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
 
 
 def _road(devices: Sequence[int], kinds: str) -> list[str]:
-    """What every micro-batch goes through: ``F0 SF0 F1 B1 SB0 B0``."""
+    """Return the operations that every micro-batch goes through: ``F0 SF0 F1 B1 SB0 B0``."""
     last = len(devices) - 1
     crosses = [devices[cut] != devices[cut + 1] for cut in range(last)]
     road = []
@@ -124,10 +124,10 @@ def _ticks(seconds: Mapping[str, float]) -> Callable[[float], int]:
 def of_orders(
     orders: Sequence[Order], devices: Sequence[int], seconds: Mapping[str, float], receive_slots: int
 ) -> Timetable:
-    """All devices at once, in virtual time: always what can start first.
+    """Run all devices at once, in virtual time: the operation that can start first is always next.
 
-    A link between two devices carries one message at a time, of those that could go first the one that was ready
-    first. Over one cut and direction messages go in the order in which the receiver needs them, and at most
+    A link between two devices carries one message at a time; of those that could go first, the one that was ready
+    first. Over one boundary and direction messages go in the order in which the receiver needs them, and at most
     ``receive_slots`` have started and are not used yet.
 
     Args:
@@ -150,9 +150,9 @@ class _VirtualRun:
         self.link_free: dict[frozenset[int], int] = defaultdict(int)
         self.instants: dict[Operation, tuple[int, int]] = {}
         self.queues: dict[str, deque[Message]] = defaultdict(deque)
-        """Of each channel: what has not started, in the order of its consumption."""
+        """Messages of each channel that have not started, in the order of their consumption."""
         self.room: dict[str, deque[int]] = {}
-        """Of each channel: the instants at which a receive slot became free."""
+        """Ticks, for each channel, at which a receive slot became free."""
         for order in orders:
             for name, micro_batch in order:
                 message = self._received_for(name, micro_batch)
@@ -179,7 +179,7 @@ class _VirtualRun:
         return Timetable(self.devices, tuple(self.orders), tuple(started), self.instants)
 
     def _received_for(self, name: str, micro_batch: int) -> Message | None:
-        """What a computation needs from another device, if anything."""
+        """Return the message that a computation needs from another device; None where it needs none."""
         message = input_of(name, micro_batch, len(self.devices))
         return message if message is not None and len(set(message.ends(self.devices))) == 2 else None
 
@@ -190,7 +190,7 @@ class _VirtualRun:
         return self.instants[operation][1] if operation in self.instants else None
 
     def _needs(self, name: str, micro_batch: int) -> Iterator[int | None]:
-        """When each thing that a computation needs is there; None while that is not known."""
+        """Yield the ticks at which each thing that a computation needs is there; None while that is not known."""
         message = input_of(name, micro_batch, len(self.devices))
         if message is not None:
             travels = self._received_for(name, micro_batch) is not None
@@ -199,7 +199,7 @@ class _VirtualRun:
             yield self._ended((f"F{name[1:]}", micro_batch))
 
     def _computation(self, device: int) -> tuple[int, int] | None:
-        """When a device can start its next computation."""
+        """Return when a device can start its next computation, in ticks; None while that is not known."""
         if self.position[device] == len(self.orders[device]):
             return None
         needs = list(self._needs(*self.orders[device][self.position[device]]))
@@ -216,7 +216,7 @@ class _VirtualRun:
         self.instants[name, micro_batch] = start, self.device_free[device]
 
     def _transfer(self, channel: str) -> tuple[int, int, int, Message] | None:
-        """When a channel can start its next message; when that was ready, and its micro-batch, break ties."""
+        """Return when a channel can start its next message; its time of readiness and micro-batch break ties."""
         queue, room = self.queues[channel], self.room[channel]
         ready = self._ended(queue[0].producer) if queue else None
         if ready is None or not room:
@@ -233,7 +233,7 @@ class _VirtualRun:
         return message
 
     def _circle(self) -> str:
-        """From a device that waits to the one that it waits for, until one comes again."""
+        """Return the text of a circle: a device, the one that it waits for, and so on, until one comes again."""
         waiting = {
             device: self.orders[device][position]
             for device, position in enumerate(self.position)

@@ -1,4 +1,4 @@
-"""Measures layers and links: from a list of layers and one micro-batch to a ``Chain``. Imports torch."""
+"""Measurement of layers and links: from a list of layers and one micro-batch to a ``Chain``. Imports torch."""
 
 from deepspeed_partition.profiling.factory import load_factory, profile_factory
 from deepspeed_partition.profiling.layers import forward_stage, measure_stage, profile_chain, profile_stage

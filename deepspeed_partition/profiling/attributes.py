@@ -1,4 +1,4 @@
-"""What layers keep beside parameters and buffers, in attributes of Python: a counter, a cache, a generator."""
+"""Attributes that layers keep beside parameters and buffers, in Python: a counter, a cache, a generator."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
 
 
 Remembered: TypeAlias = Callable[[], Any]
-"""Makes a value what it was, and returns it."""
+"""Function that makes a value what it was, and returns it."""
 
 
 def _remembered_each(values: Mapping[Any, Any]) -> dict[Any, Remembered]:

@@ -1,4 +1,4 @@
-"""What one layer hands to the next: a tensor or a tuple of tensors, as DeepSpeed's pipeline does.
+"""Values that one layer hands to the next: a tensor or a tuple of tensors, as in DeepSpeed's pipeline.
 
 Between layers a boundary is held detached from any graph; the ``requires_grad`` of its tensors says which
 of them the layer before it wants a gradient for.
@@ -18,24 +18,24 @@ def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
 
 
 def like(boundary: Boundary, tensors: list[torch.Tensor]) -> Boundary:
-    """``tensors`` in the form of ``boundary``: alone, or in a tuple."""
+    """Return ``tensors`` in the form of ``boundary``: alone, or in a tuple."""
     return tensors[0] if isinstance(boundary, torch.Tensor) else tuple(tensors)
 
 
 def is_boundary(value: Any) -> bool:
-    """A tensor, or a tuple of at least one tensor and nothing else."""
+    """Return whether a value is a tensor, or a tuple of at least one tensor and nothing else."""
     if isinstance(value, torch.Tensor):
         return True
     return isinstance(value, tuple) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
 
 
 def bytes_of(boundary: Boundary) -> int:
-    """What is sent where the chain is cut here: every element, however few of them are stored."""
+    """Return the bytes sent where the chain is cut here: every element, however few of them are stored."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(boundary))
 
 
 def describe(value: Any) -> str:
-    """Shapes and types for a message: ``(8, 16) float32``, ``((8, 16) float32, (8,) int64)``."""
+    """Return shapes and types for a message: ``(8, 16) float32``, ``((8, 16) float32, (8,) int64)``."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):
@@ -44,12 +44,12 @@ def describe(value: Any) -> str:
 
 
 def detached(boundary: Boundary) -> Boundary:
-    """Without its graph; which tensors had one stays in ``requires_grad``."""
+    """Return a boundary without its graph; ``requires_grad`` says which tensors had one."""
     return like(boundary, [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(boundary)])
 
 
 def with_grad(boundary: Boundary, wanted: bool) -> Boundary:
-    """Detached; all floating tensors require a gradient, or none does."""
+    """Return a boundary without its graph; all floating tensors require a gradient, or none does."""
     return like(
         boundary,
         [t.detach().requires_grad_(wanted and t.is_floating_point()) for t in tensors_of(boundary)],
@@ -57,7 +57,7 @@ def with_grad(boundary: Boundary, wanted: bool) -> Boundary:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors, alone or within tuples and lists, on ``device``; anything else as it is."""
+    """Return a value with its tensors, alone or within tuples and lists, on ``device``; anything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple is built from its fields
@@ -68,7 +68,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def receive(boundary: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
-    """A private copy of a boundary to run a layer on, and the leaves that its gradients arrive at.
+    """Return a private copy of a boundary to run a layer on, and the leaves that its gradients arrive at.
 
     DeepSpeed clones what a stage received, too: a layer may work in place, which autograd forbids on a leaf.
     """
@@ -85,7 +85,7 @@ def receive(boundary: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
 
 
 def span(tensor: torch.Tensor) -> torch.Tensor:
-    """The stretch of memory that holds a tensor, from its first element to its last, copied flat."""
+    """Return the stretch of memory that holds a tensor, from its first element to its last, as a flat copy."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
     length = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -93,12 +93,12 @@ def span(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_span(flat: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose ``span`` is ``flat``; not a view of it for autograd, which limits those."""
+    """Return the tensor whose ``span`` is ``flat``; not a view of it for autograd, which limits those."""
     return flat.new_empty(0).set_(flat.untyped_storage(), 0, size, stride)
 
 
 class _StridedCopy(torch.autograd.Function):
-    """``clone`` with the strides kept even where elements overlap or leave gaps."""
+    """Clone of a tensor that keeps its strides, even where elements overlap or leave gaps."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

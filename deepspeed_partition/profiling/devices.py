@@ -1,4 +1,4 @@
-"""The device that layers are measured on, and its name."""
+"""Choice and name of the device that layers are measured on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def device_or_default(device: torch.device | str | None) -> torch.device:
-    """``device``, or the current CUDA device, or the CPU.
+    """Return ``device``, or the current CUDA device, or the CPU.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: there is no such device here.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +32,7 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
 
 
 def hardware_name(device: torch.device) -> str:
-    """The GPU, or the processor and the number of threads that torch uses."""
+    """Return the name of the GPU, or of the processor with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     num_threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Profiles what a function of the user makes: the work of ``madpipe profile MODULE:FACTORY``."""
+"""Profiles of what a user's function makes: the work of ``madpipe profile MODULE:FACTORY``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def profile_factory(
     threads: int | None = None,
     progress: bool = True,
 ) -> Chain:
-    """Measure the layers that a factory makes.
+    """Measure the layers that a factory makes, and return their chain, in seconds and bytes.
 
     A factory is a function of the micro-batch size, or of nothing. It returns ``(layers, sample)``, or
     ``(layers, sample, loss_fn)``: the arguments of ``profile_chain``. So ``sample`` is one micro-batch of
@@ -40,12 +40,15 @@ def profile_factory(
 
     Args:
         spec: ``"module:name"``, looked for in the current directory first, or ``"path/to/file.py:name"``.
+        micro_batch_size: samples per micro-batch, which the factory is called with.
         device: as for ``profile_chain``.
+        repeats: runs of each layer that count.
+        progress: show a bar on standard error, where that is a terminal.
         threads: how many threads torch uses on the CPU, during this call.
 
     Raises:
-        ValueError: in one sentence: no such factory, it failed, or it returned something else.
-        MemoryError: a layer that the device is too small for, alone.
+        ValueError: there is no such factory, it failed, or it returned something else; one sentence says which.
+        MemoryError: the device is too small for a layer alone.
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: at least 1 is needed")
@@ -57,7 +60,7 @@ def profile_factory(
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
-    """Import ``"module:name"`` or ``"file.py:name"``; the name may be dotted.
+    """Import ``"module:name"`` or ``"file.py:name"``, and return the function; the name may be dotted.
 
     Raises:
         ValueError: it cannot be found or imported, or is no function.

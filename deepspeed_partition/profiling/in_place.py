@@ -1,4 +1,4 @@
-"""Times layers where they train, without waiting for the device.
+"""Clock for layers where they train, which does not wait for the device.
 
 A layer is called through a stand-in that notes when its forward begins and ends, and when the gradient of what it
 returned arrives; the backward of a layer lasts from there to the next arrival further down, or to the end of the
@@ -8,7 +8,7 @@ backward. A forward within a backward recomputes, and its time is taken off.
     backward                            ^----2----^-----1-----^---0---|
                                      arrival   arrival     arrival   end
 
-On a CPU the clock is ``perf_counter``. On a GPU it is events on the stream that computes, read when all is over.
+On a CPU the clock is ``perf_counter``. On a GPU it uses events on the stream that computes, read at the end.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import torch
 from deepspeed_partition.profiling.measure import Spread
 
 NUM_DROPPED = 2
-"""The first steps allocate, choose kernels and make the optimizer's states. They count if there are no others."""
+"""Number of first steps that do not count: they allocate, choose kernels and make the optimizer's states. They
+count if there are no others."""
 
 Stamp = Any
-"""An instant: ``perf_counter``'s, or an event of the device."""
+"""Instant: of ``perf_counter``, in seconds, or an event of the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """What a layer takes for one micro-batch."""
+    """Seconds of a layer for one micro-batch."""
 
     forward: Spread
     backward: Spread
@@ -48,10 +49,10 @@ class _Event(NamedTuple):
 
 
 class InPlaceClock:
-    """Times layers, the loss function and the optimizer during real training steps.
+    """Clock of layers, the loss function and the optimizer during real training steps.
 
     Args:
-        device: where they run.
+        device: the device on which they run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,24 +63,24 @@ class InPlaceClock:
 
     @property
     def num_steps(self) -> int:
-        """Steps that came to their end."""
+        """Number of steps that came to their end."""
         return len(self._steps)
 
     @property
     def num_counted_steps(self) -> int:
-        """Those of them whose times count."""
+        """Number of steps whose times count."""
         return len(self._steps) - self._num_dropped
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step, which counts unless it raises."""
+        """Time the step that runs within the context; it counts unless it raises."""
         self._events, self._in_backward = [], False
         yield
         self._steps.append(self._events)
         self._events = []
 
     def timed_layer(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What to call in the place of a layer of this number in the chain."""
+        """Return the function to call in the place of the layer with this number in the chain."""
         arrived = functools.partial(self._arrived, layer)
 
         def run(inputs: Any) -> Any:
@@ -97,7 +98,7 @@ class InPlaceClock:
         return run
 
     def timed_loss(self, layer: int, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call in the place of the loss function; its time is the last layer's."""
+        """Return the function to call in the place of the loss function; its time is the last layer's."""
         arrived = functools.partial(self._arrived, layer)
 
         def run(*arguments: Any) -> Any:
@@ -111,7 +112,7 @@ class InPlaceClock:
         return run
 
     def timed_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call in the place of the optimizer step."""
+        """Return the function to call in the place of the optimizer step."""
 
         def run(*arguments: Any) -> Any:
             start = self._now()
@@ -122,7 +123,7 @@ class InPlaceClock:
         return run
 
     def times(self) -> dict[int, LayerTimes]:
-        """Of every layer that ran; medians over the micro-batches of all steps but the first ones."""
+        """Return the times of each layer that ran: medians over the micro-batches of the steps that count."""
         forward: dict[int, list[float]] = defaultdict(list)
         backward: dict[int, list[float]] = defaultdict(list)
         for events in self._counted_steps():
@@ -133,7 +134,7 @@ class InPlaceClock:
         }
 
     def optimizer_step(self) -> Spread | None:
-        """Of the optimizer, with what is done around it; None where no step was timed."""
+        """Seconds of the optimizer step, with what is done around it; None where no step was timed."""
         readings = [
             self._seconds(each.start, each.end)
             for events in self._counted_steps()
@@ -154,9 +155,9 @@ class InPlaceClock:
     def _read(
         self, events: list[_Event], forward: dict[int, list[float]], backward: dict[int, list[float]]
     ) -> None:
-        """Add a reading per micro-batch."""
+        """Add a reading per micro-batch and layer to ``forward`` and ``backward``, in seconds."""
         current: _Event | None = None
-        """The arrival whose backward is going on; within a backward there is one."""
+        """Arrival whose backward is going on; within a backward there is one."""
         recomputed_seconds = 0.0
         spans: dict[int, float] = defaultdict(float)
         for event in events:
@@ -204,12 +205,12 @@ class InPlaceClock:
 
 
 def gradients_before(inputs: Any) -> dict[int, Any]:
-    """What makes the gradient of each tensor that a layer is given; to be asked for before it runs."""
+    """Return the graph node behind each tensor that a layer is given; call it before the layer runs."""
     return {id(tensor): tensor.grad_fn for tensor in tensors_in(inputs)}
 
 
 def made_by(before: Mapping[int, Any], outputs: Any) -> list[torch.Tensor]:
-    """The tensors that want a gradient and that a layer has made, or changed in place; not those handed on."""
+    """Return the tensors that want a gradient and that a layer made or changed in place; not those passed on."""
     return [
         tensor
         for tensor in tensors_in(outputs)
@@ -218,6 +219,6 @@ def made_by(before: Mapping[int, Any], outputs: Any) -> list[torch.Tensor]:
 
 
 def tensors_in(boundary: Any) -> Iterator[torch.Tensor]:
-    """Of a tuple, or the one tensor; none of anything else."""
+    """Yield the tensors of a tuple, or the one tensor; none for anything else."""
     members = boundary if isinstance(boundary, tuple) else (boundary,)
     return (member for member in members if isinstance(member, torch.Tensor))

@@ -1,4 +1,4 @@
-"""What layers do to memory, read in one micro-batch where they train.
+"""Memory of layers, read in one micro-batch where they train.
 
 Each layer has a counter of its own. It counts while the layer runs forward, and goes on counting in the backward
 from the arrival of the layer's gradient to the next arrival further down, as the clock of ``in_place.py`` does.
@@ -6,8 +6,8 @@ from the arrival of the layer's gradient to the next arrival further down, as th
     forward    |--0--|---1---|--2--|loss|
     backward                            ^----2----^-----1-----^---0---|
 
-The gradients of parameters are made in a step's first backward and stay: they are the weights', not the layer's.
-So is what others do when such a gradient is there, as ZeRO does, which makes buffers for it.
+The gradients of parameters are made in a step's first backward and stay: they count as weights, not as the
+layer's. The same holds for what others do when such a gradient is there: ZeRO makes buffers for it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ COMPILED = "CompiledFunctionBackward"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Of one layer for one micro-batch."""
+    """Bytes of one layer for one micro-batch."""
 
     input_tensor_bytes: tuple[int, ...]
     num_samples: int | None
-    """The first dimension of the input's first tensor, where it has one."""
+    """First dimension of the input's first tensor; None where it has none."""
     output_bytes: int
     memory: MemoryReading
 
 
 class InPlaceMemory:
-    """Reads the bytes of this rank's layers in one micro-batch: around its forward, then around its backward.
+    """Reader of the bytes of this rank's layers in one micro-batch: around its forward, then around its backward.
 
-    Training computes what it would without. A gradient between two layers is held until the next one is there.
+    Training computes the same as without it. A gradient between two layers is held until the next one is there.
 
     Args:
-        device: where the layers run.
-        module: has their parameters and buffers.
+        device: the device where the layers run.
+        module: the module that has their parameters and buffers.
         loss_layer: the number of the layer whose output goes to a loss function, if that runs here.
     """
 
@@ -64,7 +64,8 @@ class InPlaceMemory:
         self._running: LayerMemory | None = None
         self._held: list[torch.Tensor] = []
         self.found: dict[int, LayerBytes] = {}
-        """By number, after the backward: of the layers that ran on tensors and returned tensors."""
+        """Bytes by number of the layer, after the backward, for the layers that ran on tensors and returned
+        tensors."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -75,7 +76,7 @@ class InPlaceMemory:
             self._runs_forward = False
 
     def watched_layer(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What to call in the place of a layer of this number in the chain."""
+        """Return the function to call in the place of the layer with this number in the chain."""
 
         def run(inputs: Any) -> Any:
             if not self._runs_forward or not is_boundary(inputs):
@@ -95,7 +96,7 @@ class InPlaceMemory:
         return run
 
     def watched_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call in the place of the loss function; its bytes are the last layer's."""
+        """Return the function to call in the place of the loss function; its bytes are the last layer's."""
 
         def run(*arguments: Any) -> Any:
             if not self._runs_forward or self._loss_layer not in self._layers:
@@ -160,7 +161,7 @@ class InPlaceMemory:
 
 
 class _Watched:
-    """One layer's micro-batch, of which no tensor is kept."""
+    """One layer's micro-batch; it keeps no tensor."""
 
     def __init__(self, memory: LayerMemory, inputs: Boundary) -> None:
         self.memory = memory
@@ -179,15 +180,15 @@ class _Watched:
 
 
 def would_notice(before: Mapping[int, Any], outputs: Any) -> bool:
-    """Whether the graph of a layer has a ``torch.autograd.Function`` in Python that was given a parameter.
+    """Return whether the graph of a layer has a ``torch.autograd.Function`` in Python that was given a parameter.
 
-    Where hooks see what autograd saves, such a function gets other tensors back than it has saved: what it adds to
-    the gradient of a saved parameter by itself is lost. What ``torch.compile`` makes of a function counts, too: it
-    would run otherwise where its tensors are counted.
+    Where hooks see what autograd saves, such a function gets other tensors back than it has saved: what it adds
+    to the gradient of a saved parameter by itself is lost. What ``torch.compile`` makes of a function counts,
+    too: it would run otherwise where its tensors are counted.
 
     Args:
         before: ``gradients_before`` of the layer's inputs.
-        outputs: of the layer.
+        outputs: the outputs of the layer.
     """
     nodes = [tensor.grad_fn for tensor in tensors_in(outputs)]
     seen = set(before.values())
@@ -212,7 +213,7 @@ def measured_in_place(
     times: Mapping[int, LayerTimes],
     found: Mapping[int, LayerBytes],
 ) -> list[MeasuredLayer] | None:
-    """Consecutive layers, with what was measured of each, by its number; None where one was not."""
+    """Return, for consecutive layers by number, what was measured of each; None where one was not measured."""
     sources = layer_sources(functions, first_index=first_index)
     numbers = range(first_index, first_index + len(sources))
     if not all(number in times and number in found for number in numbers):

@@ -1,4 +1,6 @@
-"""Measuring leaves no trace: parameters, gradients, buffers, attributes, modes, random numbers stay."""
+"""Isolation of measurements: parameters, gradients, buffers, attributes, modes and random numbers stay as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ def stand_ins(
     """Let ``modules`` train on copies of their parameters and buffers, which lie on ``device``.
 
     Args:
-        dtype: of the parameters' copies, where they are floating; None for that of the originals. Buffers keep
-            theirs, as DeepSpeed leaves them.
-        trains: in the mode of training; otherwise in the modes that they are in.
+        dtype: the type of the parameters' copies, where they are floating; None: that of the originals. Buffers
+            keep theirs, as in DeepSpeed.
+        trains: use the mode of training; False: the modes that the modules are in.
 
     The originals are put back untouched, wherever they live: no gradient, no running statistic, and no
     hook that an optimizer hung on a parameter has noticed anything. Sharing among parameters is kept.
@@ -67,7 +69,7 @@ def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None)
 
 @contextmanager
 def training_conditions(device: torch.device) -> Iterator[None]:
-    """Gradients on and autocast off, whatever the caller is in; random numbers as before afterwards."""
+    """Turn gradients on and autocast off, whatever the caller uses; restore random numbers afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     try:
@@ -85,7 +87,7 @@ def training_conditions(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def gradients_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let the gradients of ``parameters`` begin from nothing, and put the old ones back afterwards."""
+    """Start the gradients of ``parameters`` from nothing, and put the old ones back afterwards."""
     gradients: list[Any] = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:

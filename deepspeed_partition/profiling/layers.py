@@ -1,4 +1,4 @@
-"""Measures the layers of a model, one at a time, and makes a chain of them."""
+"""Measurement of the layers of a model, one at a time, and their chain."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ def profile_chain(
     Layers run as DeepSpeed's pipeline runs them: each is called with the one value, a tensor or a tuple of
     tensors, that the layer before it returned; in training mode; a backward also computes the gradient of
     what was received. One layer at a time is on the device, so the model may be larger than it. Nothing is
-    changed: parameters, gradients, buffers, training or evaluation mode and random numbers are afterwards
-    as before.
+    changed: parameters, gradients, buffers, training or evaluation mode and random numbers stay as they were.
 
     Times are in seconds, the device synchronized before and after: the median of ``repeats`` runs after
     ``warm_up`` runs, with their interquartile range. The backward adds to gradients that exist, as it does
@@ -78,14 +77,16 @@ def profile_chain(
         loss_fn: called with the last output and the labels; the last stage runs it, so that its time and
             stash are part of the last layer. Without it that layer's backward starts from ones.
         device: where to measure; by default the current GPU, or the CPU where there is none.
-        name: of the chain.
+        name: the name of the chain.
+        warm_up: runs of each layer before those that count.
+        repeats: runs of each layer that count.
         autocast_dtype: run under ``torch.autocast`` with this type; by default under the caller's, if any.
         group: the ranks that share the work; by default all of them.
         progress: show a bar on standard error, on the first rank, where that is a terminal.
 
     Raises:
-        ValueError: layers or sample that cannot run; the message names the layer and the shapes.
-        MemoryError: a layer that the device is too small for, alone.
+        ValueError: the layers or the sample cannot run; the message names the layer and the shapes.
+        MemoryError: the device is too small for a layer alone.
     """
     conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers)
@@ -123,7 +124,14 @@ def profile_stage(
     loss_fn: LossFunction | None = None,
     **how: Any,
 ) -> tuple[list[LayerProfile], Boundary]:
-    """``measure_stage`` with the layers' costs joined: what each adds to a stage that begins here."""
+    """Measure consecutive layers as ``measure_stage``, and join their costs to those of one stage.
+
+    Returns:
+        The cost of each layer, in seconds and bytes, and the output of the last layer, detached.
+
+    Raises:
+        ValueError, MemoryError: as ``profile_chain``.
+    """
     measured, outputs = measure_stage(layers, inputs, labels, loss_fn, **how)
     return layer_profiles(measured), outputs
 
@@ -145,20 +153,23 @@ def measure_stage(
 ) -> tuple[list[MeasuredLayer], Boundary]:
     """Measure consecutive layers that this process has, alone and without talking to other ranks.
 
-    As ``profile_chain``, which says more. ``layer_profiles`` of all stages' lists, one after the other, makes
-    the layers of a ``Chain`` that does not depend on how the stages were cut.
+    ``profile_chain`` says how, and in which units. ``layer_profiles`` of the lists of all stages, one after the
+    other, makes the layers of a ``Chain`` that does not depend on the boundaries of the stages.
 
     Args:
-        inputs: what the first of these layers is called with.
+        inputs: the input of the first of these layers, a tensor or a tuple of tensors.
         first_stage: these layers begin the chain: nothing asks for a gradient of ``inputs``. Otherwise
             all of their floating tensors get one, as those that DeepSpeed receives.
         first_index: the place of the first of these layers in the chain, for their names.
-        names: instead of ``"<index>.<type>"``.
-        on_layer: called after each layer.
+        names: the names of the layers, instead of ``"<index>.<type>"``.
+        on_layer: a function that is called after each layer.
 
     Returns:
         The measurements, and the output of the last layer, detached; ``requires_grad`` is kept on the
         tensors that have a gradient to receive.
+
+    Raises:
+        ValueError, MemoryError: as ``profile_chain``.
     """
     conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers, names=names, first_index=first_index)
@@ -178,9 +189,12 @@ def forward_stage(
     first_index: int = 0,
     autocast_dtype: torch.dtype | None = None,
 ) -> Boundary:
-    """The output of consecutive layers, detached and nothing measured: what the next stage is measured on.
+    """Return the output of consecutive layers, detached, as the input of the next stage; measure nothing.
 
-    Changes nothing, as ``profile_chain``; raises what it raises.
+    It changes nothing, as ``profile_chain``.
+
+    Raises:
+        ValueError, MemoryError: as ``profile_chain``.
     """
     conditions = Conditions.on(device, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers, first_index=first_index)
@@ -191,7 +205,7 @@ def forward_stage(
 
 
 def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
-    """The inputs and the labels of a sample."""
+    """Return the inputs and the labels of a sample."""
     labels = None
     inputs = sample
     if loss_fn is not None:
@@ -209,7 +223,7 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
 
 
 def _loss_kept(loss_fn: LossFunction | None) -> AbstractContextManager[None]:
-    """Put the buffers and attributes of a loss that is a module back: measuring calls it several times."""
+    """Restore the buffers and attributes of a loss that is a module: measuring calls it several times."""
     return attributes_kept([loss_fn], buffers=True) if isinstance(loss_fn, nn.Module) else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Measures the links between neighbouring ranks."""
+"""Measurement of the links between neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ REPEATS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a transfer costs: ``latency_seconds`` + bytes / ``bandwidth``, as in ``Platform``."""
+    """Cost of a transfer in seconds: ``latency_seconds`` + bytes / ``bandwidth``, as in ``Platform``."""
 
     bandwidth: float
-    """Bytes per second."""
+    """Bandwidth of the link, in bytes per second."""
     latency_seconds: float
 
 
 def measure_links(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Link:
-    """Bandwidth and latency between the neighbours of a group, those of the slowest link; collective.
+    """Measure bandwidth (bytes per second) and latency (seconds) of a group's slowest link; a collective.
 
     Each pair of neighbours sends a small and a large message forth and back, the median of several times.
     As in a pipeline, other pairs do so at the same time: first those that begin at an even rank, then those
@@ -36,7 +36,7 @@ def measure_links(group: dist.ProcessGroup | None = None, device: torch.device |
         device: the GPU where the messages lie, for NCCL; by default the current one. Otherwise on the CPU.
 
     Returns:
-        The same on every rank of the group.
+        The link, the same on every rank of the group.
 
     Raises:
         ValueError: there are no links: ``torch.distributed`` is not initialized, or the group has one rank.
@@ -67,7 +67,7 @@ def measure_links(group: dist.ProcessGroup | None = None, device: torch.device |
 
 
 def fit(small_seconds: float, large_seconds: float) -> Link:
-    """The link on which ``SMALL_BYTES`` and ``LARGE_BYTES`` take that long, each one way."""
+    """Return the link on which ``SMALL_BYTES`` and ``LARGE_BYTES`` take these seconds, each one way."""
     if large_seconds <= small_seconds:  # noise: the latency hides all that the bytes cost
         return Link(bandwidth=LARGE_BYTES / large_seconds, latency_seconds=0.0)
     seconds_per_byte = (large_seconds - small_seconds) / (LARGE_BYTES - SMALL_BYTES)
@@ -80,7 +80,7 @@ def fit(small_seconds: float, large_seconds: float) -> Link:
 def _one_way_seconds(
     num_bytes: int, peer: int, starts: bool, group: dist.ProcessGroup | None, device: torch.device
 ) -> float:
-    """Half the time of a message forth and back."""
+    """Return half the seconds of a message forth and back."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     other = peer if group is None else dist.get_global_rank(group, peer)
     readings = []

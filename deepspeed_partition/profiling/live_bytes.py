@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that are alive: what the CPU, which has no such counter, lacks."""
+"""Counter of the bytes of live tensors, which torch does not have on the CPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _LOCK = threading.RLock()
-"""For all counters: other threads free tensors, and a thread that counts one may come to free one that another
+"""Lock for all counters: other threads free tensors, and a thread that counts one may free one that another
 counter knows."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of the storages that operators create inside the context, each once, until they are freed.
+    """Counter of the bytes of storages that operators create inside the context, until they are freed.
 
-    Works around a whole training step, backward included. What exists already counts only where it is
+    It works around a whole training step, backward included. What exists already counts only where it is
     named in ``include``: parameters, optimizer state, a batch. Frees are still seen after the context has
     ended, new tensors are not. What a kernel allocates for itself and frees before it returns is invisible
     here; on CUDA ``torch.cuda.max_memory_allocated`` sees it, and is the better counter.
@@ -36,26 +36,26 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def current_bytes(self) -> int:
-        """Alive now."""
+        """Bytes of the counted storages that are alive now."""
         return self._current_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once, since the beginning or the last ``reset_peak``."""
+        """Most bytes alive at once, since the beginning or the last ``reset_peak``."""
         return self._peak_bytes
 
     def reset_peak(self) -> None:
-        """Forget the peak: it starts again from what is alive now."""
+        """Reset the peak to the bytes that are alive now."""
         self._peak_bytes = self._current_bytes
 
     def include(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that nobody saw being made."""
+        """Count tensors that the counter did not see being made."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self._count(storage)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Count tensors no more, though they live; how many bytes that are."""
+        """Stop counting tensors that are still alive, and return their bytes."""
         with _LOCK:
             keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
             num_bytes = sum(self._live.pop(key)[1] for key in keys if key in self._live)
@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         return num_bytes
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """What is alive now. Holding the list keeps it alive."""
+        """Return the storages that are alive now. Holding the list keeps them alive."""
         storages = (reference() for reference, _ in list(self._live.values()))
         return [storage for storage in storages if storage is not None]
 
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
     def note(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Count what a call of an operator has made."""
+        """Count the tensors that a call of an operator has made."""
         # A view of, or a write into, a tensor from before the context creates nothing.
         # Only lift_fresh, by which torch.tensor ends, is handed the new tensor itself.
         given: set[int] | None = set() if func is torch.ops.aten.lift_fresh.default else None
@@ -114,10 +114,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class SwitchedCounter(TorchDispatchMode):
-    """Lets ``counter`` see what is made, which may be another one at any time.
+    """Mode that shows ``counter`` what is made; the counter may be changed at any time.
 
-    The modes of a backward are those that are entered when it begins: what is entered within it ends with the
-    node of the graph that runs.
+    The modes of a backward are those that are entered when it begins: a mode that is entered within it ends with
+    the node of the graph that runs.
     """
 
     counter: LiveBytes | None = None
@@ -136,7 +136,7 @@ class SwitchedCounter(TorchDispatchMode):
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The memory behind a tensor: one storage, two for a sparse one, none on the meta device."""
+    """Return the storages behind a tensor: one, two for a sparse tensor, none on the meta device."""
     if tensor.device.type == "meta":
         return []
     if tensor.layout == torch.sparse_coo:

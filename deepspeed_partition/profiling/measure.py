@@ -1,4 +1,4 @@
-"""Time and memory of layers, each measured alone on a device."""
+"""Measurement of time and memory of layers, each alone on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, said
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Repeated readings of one duration."""
+    """Repeated readings of one duration, in seconds."""
 
     median_seconds: float
     interquartile_seconds: float
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayer:
-    """All that was measured of one layer by itself. ``layer_profiles`` joins layers to a chain."""
+    """Measurements of one layer by itself, in seconds and bytes. ``layer_profiles`` joins layers to a chain."""
 
     name: str
     type: str
@@ -50,7 +50,7 @@ class MeasuredLayer:
 
 @contextmanager
 def _ready(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Iterator[BuiltLayer]:
-    """The layer, built and on the device."""
+    """Build the layer and put it on the device, within the context."""
     built = layer.build()
     if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
         raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
@@ -70,7 +70,7 @@ def measure_layer(
     conditions: Conditions,
     finish: Callable[[Any], Any] | None = None,
 ) -> tuple[MeasuredLayer, Boundary]:
-    """Measure one layer for the input ``boundary``; with its output, detached."""
+    """Measure one layer on the input ``boundary``; return the measurement and the output, detached."""
     with _ready(layer, boundary, conditions) as built:
         run = LayerRun(layer.name, built.call, boundary, conditions, finish)
         parameters = built.parameters()
@@ -92,7 +92,7 @@ def measure_layer(
 
 
 def run_layer(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Boundary:
-    """The output of one layer, detached, and nothing measured."""
+    """Return the output of one layer, detached; nothing is measured."""
     with _ready(layer, boundary, conditions) as built:
         output, _ = LayerRun(layer.name, built.call, boundary, conditions).forward(receive(boundary)[0])
     return detached(output)
@@ -106,7 +106,7 @@ def measure_layers(
     *,
     on_layer: Callable[[], object] | None = None,
 ) -> tuple[list[MeasuredLayer], Boundary]:
-    """Measure consecutive layers, one at a time; with the output of the last one, detached.
+    """Measure consecutive layers, one at a time; return the measurements and the last output, detached.
 
     Args:
         finish: makes the loss of the last output; its cost is part of the last layer.
@@ -122,14 +122,14 @@ def measure_layers(
 
 
 def run_layers(layers: Sequence[LayerSource], boundary: Boundary, conditions: Conditions) -> Boundary:
-    """The output of consecutive layers, one at a time on the device, and nothing measured."""
+    """Return the output of consecutive layers, one at a time on the device; nothing is measured."""
     for layer in layers:
         boundary = run_layer(layer, boundary, conditions)
     return boundary
 
 
 def _parameters_elsewhere(run: LayerRun, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters that the layer, a function say, uses without owning them: they get gradients, too."""
+    """Return parameters that the layer uses without owning them, as a function may: they get gradients, too."""
     arguments, leaves = receive(run.boundary)
     _, roots = run.forward(arguments)
     known = {id(tensor) for tensor in (*parameters, *leaves)}

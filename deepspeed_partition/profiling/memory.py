@@ -1,4 +1,4 @@
-"""What one forward and one backward of a layer do to memory."""
+"""Memory of one forward and one backward of a layer."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from deepspeed_partition.profiling.run import LayerRun, gradients_for
 
 @dataclass(frozen=True, kw_only=True)
 class OutputMemory:
-    """The storage behind one tensor of a layer's output."""
+    """Storage behind one tensor of a layer's output."""
 
     from_input: int | None
-    """The place in the input of the tensor that it shares its storage with: a view, or made in place."""
+    """Index of the input tensor that it shares its storage with, as a view or made in place; None: it shares
+    none."""
     new_storage: int | None
-    """Otherwise its number among the storages that the layer made. With neither, it lies in a parameter."""
+    """Number of its storage among those that the layer made. With neither index, it lies in a parameter."""
     storage_bytes: int
     saved: bool
-    """Autograd keeps it for the backward of this layer."""
+    """True: autograd keeps it for the backward of this layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReading:
-    """What one forward and one backward of a layer did to memory."""
+    """Reading of what one forward and one backward of a layer did to memory."""
 
     inner_stash_bytes: int
-    """Kept for the backward, apart from tensors of the input and the output."""
+    """Bytes kept for the backward, apart from tensors of the input and the output."""
     saved_inputs: tuple[int, ...]
-    """Which tensors of the input autograd keeps."""
+    """Indices of the input tensors that autograd keeps."""
     outputs: tuple[OutputMemory, ...]
     transient_bytes: int
 
 
 class _SavedTensor:
-    """Stands in the graph for a saved tensor, so that it dies when the graph lets go of it."""
+    """Object in the graph in the place of a saved tensor; it dies when the graph lets go of it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -52,17 +53,17 @@ class _SavedTensor:
 
 
 class LayerMemory:
-    """Watches one forward of a layer, then its backward, alone or in the middle of others.
+    """Observer of one forward of a layer, then of its backward, alone or in the middle of others.
 
-    Kept for the backward is what lives while the graph does and is freed with it: what saved-tensor hooks
-    see, and what a function of the user hides in its context. What outlives the graph, a table that the
-    module caches for example, is not paid per micro-batch.
+    Kept for the backward is what lives while the graph does and is freed with it: what saved-tensor hooks see,
+    and what a function of the user hides in its context. What outlives the graph, for example a table that the
+    module caches, is not paid per micro-batch.
 
     Args:
-        device: where it runs.
-        inputs: what the layer is called with.
+        device: the device where the layer runs.
+        inputs: the input that the layer is called with.
         persistent: the storages of parameters and buffers, as ``keys_of`` names them.
-        hooks: whether to look at what autograd saves. Otherwise all of input and output is taken to be.
+        hooks: whether to look at what autograd saves; False: all of input and output counts as saved.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LayerMemory:
         self._inputs = {key: place for place, tensor in enumerate(tensors_of(inputs)) for key in keys_of([tensor])}
         self._keys_before = persistent | set(self._inputs)
         self.live = LiveBytes()
-        """What the layer has made; entered, or noted in, while its backward runs."""
+        """Counter of what the layer has made; it is entered, or notes calls, while the backward runs."""
         self._saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         self._inner: _Watched = []
         self._saved_inputs: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ class LayerMemory:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward, or one part of it after the other."""
+        """Observe the forward, or one part of it after the other, within the context."""
         meter = _PeakMeter(self._device, self.live)
 
         def pack(tensor: torch.Tensor) -> _SavedTensor:
@@ -98,7 +99,7 @@ class LayerMemory:
         self._forward_peak_bytes = max(self._forward_peak_bytes, meter.peak_bytes())
 
     def forward_has_ended(self, output: Boundary, roots: Sequence[torch.Tensor]) -> None:
-        """``roots`` are what the backward starts from: the output's tensors, or a loss."""
+        """Note the output; ``roots`` are what the backward starts from: the output's tensors, or a loss."""
         saved_keys = keys_of(held.tensor for held in self._saved)
         if not self._hooks:
             saved_keys = {*self._inputs, *keys_of(tensors_of(output))}
@@ -114,13 +115,13 @@ class LayerMemory:
         self._inner = _watch(storage for storage in self.live.storages() if id(storage) not in loss_keys)
 
     def backward_comes(self) -> None:
-        """What has been freed by now was not kept for it."""
+        """Forget what has been freed by now: it was not kept for the backward."""
         self._inner = [each for each in self._inner if each[0]() is not None]
 
     def backward_goes_on(self, gradients: Sequence[torch.Tensor] = ()) -> None:
-        """From here to the next ``backward_pauses`` the layer runs; its caller holds ``gradients`` meanwhile.
+        """Observe the backward until ``backward_pauses``; the caller holds ``gradients`` meanwhile.
 
-        They count as long as it runs: those of the output, which have the output's size.
+        They count as long as the layer runs: those of the output, which have the output's size.
         """
         self._incoming_bytes += sum(map(bytes_of, gradients))
         if self._device.type == "cuda":  # whose allocator would count against the layer that they go
@@ -135,7 +136,7 @@ class LayerMemory:
             self._held.clear()
 
     def reading(self) -> MemoryReading:
-        """When graph and output are gone."""
+        """Return the reading, once graph and output are gone."""
         inner_stash_bytes = sum(size for reference, size in self._inner if reference() is None)
         return MemoryReading(
             inner_stash_bytes=inner_stash_bytes,
@@ -146,10 +147,10 @@ class LayerMemory:
 
 
 def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryReading:
-    """One more run, watched; ``persistent`` are the parameters and buffers.
+    """Observe one more run; ``persistent`` are the parameters and buffers.
 
-    A layer that does not run where hooks look at what is saved (``torch.func``; a function that wants the weight
-    that it saved, and not one like it) is taken to keep its input and its output.
+    Some layers do not run where hooks look at what is saved (``torch.func``; a function that wants the very
+    weight that it saved). Such a layer is taken to keep its input and its output.
     """
     try:
         return _measure_memory(run, persistent, hooks=True)
@@ -176,7 +177,7 @@ def _measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor], *, hooks:
 
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages of tensors; a storage's Python object lives, and keeps its id, as long as the storage."""
+    """Return the keys of the storages of tensors: ids of Python objects that live as long as the storages."""
     return {id(storage) for storage in _storages(tensors)}
 
 
@@ -214,7 +215,7 @@ def _watch(storages: Iterable[torch.UntypedStorage]) -> _Watched:
 
 
 class _PeakMeter:
-    """The most bytes of ``live`` since it was made; on a GPU the work spaces of kernels count, too."""
+    """Meter of the most bytes of ``live`` since it was made; on a GPU the work spaces of kernels count, too."""
 
     def __init__(self, device: torch.device, live: LiveBytes) -> None:
         self._cuda = device if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Which measurements not to trust."""
+"""Warnings about measurements that are hard to believe."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from deepspeed_partition.planner.problem import Chain
 
 
 def suspicious(chain: Chain) -> list[str]:
-    """A sentence for each reading of a measured chain that is hard to believe; none where all is well.
+    """Return a sentence for each reading of a measured chain that is hard to believe; none where all is well.
 
-    Named are a forward of zero seconds, a backward of zero seconds of a layer that has trainable parameters,
+    Such readings are a forward of 0 seconds, a backward of 0 seconds of a layer that has trainable parameters,
     and a spread (interquartile range) above half the median.
     """
     sentences = []

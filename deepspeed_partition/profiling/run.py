@@ -1,4 +1,4 @@
-"""Runs one layer, forward and backward, under the conditions of a measurement."""
+"""Runs of one layer, forward and backward, under the conditions of a measurement."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deepspeed_partition.profiling.sources import said
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How layers are measured."""
+    """Conditions under which layers are measured."""
 
     device: torch.device
     warm_up: int = 2
-    """Runs before those that count; the first of them allocates the gradients."""
+    """Number of runs before those that count; the first of them allocates the gradients."""
     repeats: int = 5
     autocast_dtype: torch.dtype | None = None
 
@@ -33,10 +33,10 @@ class Conditions:
 
     @classmethod
     def on(cls, device: torch.device | str | None, **how: Any) -> Conditions:
-        """On a device or the default one; under the autocast that the caller is under, unless told another.
+        """Return conditions on a device, by default the current one, and under the caller's autocast.
 
         Raises:
-            ValueError: no such device here, or a malformed number.
+            ValueError: there is no such device here, or a number is malformed.
         """
         place = device_or_default(device)
         if how.get("autocast_dtype") is None and torch.is_autocast_enabled(place.type):
@@ -54,14 +54,14 @@ class Conditions:
         torch.clear_autocast_cache()
 
     def now(self) -> float:
-        """Seconds, once everything that was asked of the device is done."""
+        """Return the time in seconds, once everything that the device was given is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
 class LayerRun:
-    """One layer, ready on its device, with its input; runs its forward and backward again and again.
+    """One layer, ready on its device, with its input; it runs its forward and backward again and again.
 
     Args:
         finish: makes the scalar loss of the output, for the layer that ends the chain.
@@ -82,10 +82,10 @@ class LayerRun:
         self._finish = finish
 
     def forward(self, arguments: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
-        """The output, and the tensors from which a backward starts: the loss, or the output's own.
+        """Return the output, and the tensors from which a backward starts: the loss, or the output's own.
 
         Raises:
-            ValueError: the layer cannot take its input, or returns no boundary; it says which and what.
+            ValueError: the layer cannot take its input, or returns no boundary; the message says which.
             torch.cuda.OutOfMemoryError, MemoryError: as the layer raises it.
         """
         try:
@@ -110,7 +110,7 @@ class LayerRun:
         return output, (loss,) if loss.requires_grad else ()
 
     def backward(self, roots: tuple[torch.Tensor, ...], gradients: list[torch.Tensor]) -> None:
-        """From ``roots``, which receive ``gradients``.
+        """Run the backward from ``roots``, which receive ``gradients``.
 
         Raises:
             ValueError, torch.cuda.OutOfMemoryError, MemoryError: as ``forward``.
@@ -127,5 +127,5 @@ class LayerRun:
 
 
 def gradients_for(roots: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """What a backward starts with: ones."""
+    """Return the gradients that a backward starts with: ones."""
     return [torch.ones_like(root) for root in roots]

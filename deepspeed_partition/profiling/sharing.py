@@ -1,4 +1,4 @@
-"""Ranks measure one chain together, each a share of its layers."""
+"""Measurement of one chain by several ranks, each a share of its layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Result = list[MeasuredLayer] | Exception
 
 
 def share_of(num_layers: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """The layers of one rank, half-open: consecutive, as many as the others' or one more."""
+    """Return the layers of one rank, half-open: consecutive, as many as the others' or one more."""
     return rank * num_layers // num_ranks, (rank + 1) * num_layers // num_ranks
 
 
@@ -30,15 +30,16 @@ def measure_shared(
     *,
     on_layer: Callable[[], object] | None = None,
 ) -> list[MeasuredLayer]:
-    """Measure all layers; every rank of ``group`` calls this, and every rank gets all of them.
+    """Measure all layers; every rank of ``group`` calls this, and every rank gets all measurements.
 
     First each rank runs its share once and hands the output to the next, then all measure at the same time.
 
     Args:
-        boundary: the input of the chain, of which that of the group's first rank is used.
+        boundary: the input of the chain; that of the group's first rank is used.
 
     Raises:
-        ValueError, MemoryError: the same one on all ranks; RuntimeError for whatever else failed on one.
+        ValueError, MemoryError: one rank met this error; it is raised on all ranks.
+        RuntimeError: another error on one rank.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     start, stop = share_of(len(layers), rank, num_ranks)
@@ -80,7 +81,7 @@ def _gather(mine: _Result, num_ranks: int, group: dist.ProcessGroup | None) -> l
 
 
 def _carrier(conditions: Conditions, group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors lie when they are sent: NCCL takes those on the GPU, gloo those on the CPU."""
+    """Return the device where tensors lie when they are sent: the GPU for NCCL, the CPU for gloo."""
     return conditions.device if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 
@@ -91,7 +92,7 @@ def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
 def _send_boundary(
     boundary: Boundary | None, to: int, conditions: Conditions, group: dist.ProcessGroup | None
 ) -> None:
-    """``None`` tells the next rank that there is nothing to go on with."""
+    """Send a boundary to the next rank; ``None`` tells it that there is nothing to go on with."""
     device, peer = _carrier(conditions, group), _global_rank(to, group)
     tensors = [] if boundary is None else list(tensors_of(boundary))
     header = [

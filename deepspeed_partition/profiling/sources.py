@@ -1,4 +1,4 @@
-"""What a user may list as a layer, and how to run each kind."""
+"""Layers as a user may list them, and how to run each kind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PIPE_MODULE = "deepspeed.runtime.pipe.module"
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """A layer that can run."""
+    """Layer that can run."""
 
     call: Callable[[Any], Any]
     modules: tuple[nn.Module, ...]
-    """Those whose parameters are the layer's."""
+    """Modules whose parameters are the layer's."""
 
     def parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
@@ -32,7 +32,7 @@ class BuiltLayer:
 
     @property
     def weight_bytes(self) -> int:
-        """The parameters, those that share memory once."""
+        """Return the bytes of the parameters; those that share memory count once."""
         places = {(id(p.untyped_storage()), p.storage_offset()): p for p in self.parameters()}
         return sum(p.numel() * p.element_size() for p in places.values())
 
@@ -43,15 +43,15 @@ class BuiltLayer:
 
 @dataclass(frozen=True)
 class LayerSource:
-    """A layer as the user listed it: a specification is built only while it is measured."""
+    """Layer as the user listed it: a specification is built only while it is measured."""
 
     source: Any
     name: str
     type: str
-    """As DeepSpeed's ``type:REGEX`` names it: a class, or a function's own name."""
+    """Type as DeepSpeed's ``type:REGEX`` names it: a class, or a function's own name."""
 
     def build(self) -> BuiltLayer:
-        """On the CPU; a module that exists is taken as it is.
+        """Build the layer on the CPU; a module that exists is taken as it is.
 
         Raises:
             ValueError: the specification cannot be built.
@@ -73,7 +73,7 @@ def layer_sources(
     """Check and name layers: a named child of a Sequential by its name, any other ``"<index>.<type>"``.
 
     Raises:
-        ValueError: no layers, or one that cannot be called.
+        ValueError: there are no layers, or one cannot be called.
     """
     if isinstance(layers, nn.Sequential):
         if names is None:
@@ -99,13 +99,13 @@ def layer_sources(
 
 
 def is_layer_spec(layer: Any) -> bool:
-    """Whether this is DeepSpeed's; where DeepSpeed was never imported, nothing can be."""
+    """Return whether a layer is DeepSpeed's ``LayerSpec``; where DeepSpeed was never imported, none can be."""
     module = sys.modules.get(PIPE_MODULE)
     return module is not None and isinstance(layer, module.LayerSpec)
 
 
 def said(error: BaseException) -> str:
-    """An error of the user's code, on one line."""
+    """Return an error of the user's code, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

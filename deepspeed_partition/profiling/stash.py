@@ -1,4 +1,4 @@
-"""Joins layers that were measured one by one to a chain: who pays for a tensor that several of them keep."""
+"""Chain of layers that were measured one by one: who pays for a tensor that several of them keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from deepspeed_partition.profiling.measure import MeasuredLayer
 
 
 def layer_profiles(measured: Sequence[MeasuredLayer]) -> list[LayerProfile]:
-    """The costs of consecutive layers."""
+    """Return the costs of consecutive layers, in seconds and bytes.
+
+    A tensor that several layers keep is charged to the last of them (``stash_bytes``); the source of that rule is
+    the MadPipe paper, section 3, where each layer keeps its input.
+    """
     return [
         LayerProfile(
             name=layer.name,
@@ -29,12 +33,12 @@ def layer_profiles(measured: Sequence[MeasuredLayer]) -> list[LayerProfile]:
 
 
 def stash_bytes(measured: Sequence[MeasuredLayer]) -> list[int]:
-    """The stash of each of consecutive layers, so that their sum is what all of them together keep alive.
+    """Return the stash bytes of consecutive layers; their sum is what all of them together keep alive.
 
     A tensor between two layers may be kept by both: a ReLU keeps its output, the linear layer after it its
     input, and these are the same bytes. They count once, in the last layer that keeps them; for an input
     that a layer keeps that is the layer itself, as in the MadPipe paper. So a stage that ends between two
-    layers that keep the same tensor is charged for it only by what its cut holds.
+    layers that keep the same tensor is charged for it only by the buffers at its boundary.
     """
     storage_bytes: dict[tuple[int, int], int] = {}
     last_keeper: dict[tuple[int, int], int] = {}
