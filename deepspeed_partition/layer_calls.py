@@ -38,7 +38,7 @@ def needs_unpacking(layer: Any) -> bool:
     function = getattr(layer, "forward", layer)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of something that has no signature, such as a function in C
+    except (TypeError, ValueError):  # it has no signature, such as a function in C
         return False
     required = [each for each in parameters if each.default is inspect.Parameter.empty]
     return sum(each.kind in _POSITIONAL for each in required) > 1

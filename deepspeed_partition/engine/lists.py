@@ -133,7 +133,7 @@ class _Device:
                 start, consumer = self.instants[message.transfer][0], self.index[message.consumer]
                 index = min(bisect_right(overs, start), consumer)
                 latest = 2 * index + int(index < consumer and start >= self.spans[index][0])
-                if message.direction == "B":  # its shape is that of the output that it belongs to
+                if message.direction == "B":  # a gradient has the shape of its output
                     place = max(place, 2 * self.index[f"F{message.cut}", message.micro_batch] + 2)
                 earliest = place
                 before = consumers[message.channel]

@@ -104,7 +104,7 @@ def flush_orders(
     begin = 0
     for size in flushes:
         numbers = range(begin, begin + size)
-        # A wave down the chain and one up: nothing stands before what it needs, whatever device has which stages.
+        # One wave goes down the chain and one up, so nothing comes before what it needs on any allocation.
         for _, stage, number in sorted(
             (number + stage, stage, number) for stage in range(last + 1) for number in numbers
         ):

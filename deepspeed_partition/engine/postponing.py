@@ -119,7 +119,7 @@ def _with_moved(
     for position, instruction in enumerate(instructions):
         if not _is_one_end(instruction):
             written.append(instruction)
-        # Those that nothing holds up are found here as well, at their own position.
+        # Transfers that nothing holds up are found here as well, at their own position.
         moved[position].sort(key=lambda transfer: turn[transfer.message])
         written += moved[position]
     return tuple(written)

@@ -165,7 +165,7 @@ class _VirtualRun:
         while True:
             computations = [self._computation(device) for device in range(len(self.orders))]
             transfers = [self._transfer(channel) for channel in self.queues]
-            # At one instant computations first: they make room, and nothing is lost by it.
+            # At one instant, computations come first: they make room, and nothing is lost by it.
             computation = min((each for each in computations if each is not None), default=None)
             transfer = min((each for each in transfers if each is not None), default=None)
             if transfer is not None and (computation is None or transfer[0] < computation[0]):

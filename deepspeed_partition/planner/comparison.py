@@ -172,12 +172,12 @@ def compare(
     for name in names:
         solver_of(name)
     check_zero_stage(zero_stage)
-    # Flaws of the problem are raised here; what is refused below is an algorithm that does not suit it.
+    # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1)))
     contenders: dict[str, Contender] = {}
-    # Those that search long come last, and have what the others leave.
+    # Algorithms that search long come last, and get the time that the others leave.
     for num_left, name in zip(range(len(names), 0, -1), sorted(names, key=_patience), strict=True):
         share = max(overall.remaining_seconds() / num_left, SHORTEST_TIME_LIMIT_SECONDS)
         try:

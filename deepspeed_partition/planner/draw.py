@@ -17,7 +17,7 @@ from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.solvers.replicated import MOST_REPLICAS, REPLICATED, ReplicatedStage
 from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
 
-if TYPE_CHECKING:  # both plan, and a plan is drawn
+if TYPE_CHECKING:  # these modules draw plans themselves
     from deepspeed_partition.planner.comparison import Comparison, Contender
     from deepspeed_partition.planner.frontier import Frontier
     from deepspeed_partition.planner.replication import Replicated
@@ -90,7 +90,7 @@ def stage_table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for name in ("forward", "backward", "memory", "= weights", "+ stash", "+ buffers", "+ transient"):
         table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("12.34 ms")))
-    table.add_column("layers", overflow="ellipsis", no_wrap=True)  # the one that gives way
+    table.add_column("layers", overflow="ellipsis", no_wrap=True)  # the column that shrinks
     durations = {operation.operation: operation.duration_seconds for operation in plan.operations}
     for index, stage in enumerate(plan.stages):
         use = plan.memory[stage.device]
@@ -136,7 +136,7 @@ def comparison_table(comparison: Comparison) -> Table:
             *([format_seconds(contender.seconds)] if steps else []),
             f"{comparison.ratio_to_best(contender):.3f}",
             f"{plan.gap:.1%}",
-            "-" if steps else "yes" if plan.proved else "no",  # nothing is proved of a step
+            "-" if steps else "yes" if plan.proved else "no",  # nothing is proved about a step
             _sent(comparison, contender),
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
             cut(plan),
@@ -239,7 +239,7 @@ def frontier_table(frontier: Frontier) -> Table:
             format_bytes(most - memory),
             format_seconds(seconds_of(plan)),
             f"{frontier.slowdown(plan):.1%}",
-            "-" if plan.step is not None else "yes" if plan.proved else "no",  # nothing is proved of a step
+            "-" if plan.step is not None else "yes" if plan.proved else "no",  # nothing is proved about a step
             cut(plan),
         )
     return table

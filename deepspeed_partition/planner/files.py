@@ -35,7 +35,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
     """Return the text of a file; refuse a file that is not text, or too large."""
     try:
-        with open(path, "rb") as file:  # not by its size: a device or a pipe has none
+        with open(path, "rb") as file:  # its size is not asked for: a device or a pipe has none
             data = file.read(LARGEST_FILE_BYTES + 1)
         if len(data) > LARGEST_FILE_BYTES:
             raise error(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, which no file that is read here can be")
@@ -55,7 +55,7 @@ def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
         raise error(f"{where}: about {num_values} values, and at most {MOST_VALUES} are read")
 
     def integer(digits: str) -> int | float:
-        # Larger than any float, and longer than Python reads.
+        # A longer number is larger than any float, and Python refuses to read it.
         return int(digits) if len(digits) <= 300 else math.inf
 
     try:
@@ -90,7 +90,7 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
         _check_sizes(data, where, error)
         for path, rule in _odd_values(data):
             raise error(f"{where}: {_dotted(path) or 'the file'} is {rule}")
-        # The format first: a file of another version has other fields, too.
+        # Check the format first: a file of another version has other fields, too.
         for check in reversed(_checks(schema)):
             flaw = check(data)
             if flaw is not None:

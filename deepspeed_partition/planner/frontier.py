@@ -98,11 +98,11 @@ def frontier(
             return plan
         try:
             least = make(period_seconds=plan.period_seconds)
-        except InfeasibleError:  # the time was up before it had found as little as the plan takes
+        except InfeasibleError:  # the time was up before a plan as small was found
             return plan
         if max(least.peak_memory_bytes) >= max(plan.peak_memory_bytes):
             return plan
-        # What is proved of a point is that nothing is faster.
+        # A proved point means that nothing is faster in its memory.
         return replace(least, proved=plan.proved, proved_class=plan.proved_class, proved_of=plan.proved_of)
 
     plans = [plan_for(platform.memory_bytes)]

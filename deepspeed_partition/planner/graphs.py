@@ -113,7 +113,7 @@ class LayerGraph:
     def _any_order(self) -> list[int]:
         waits_for = [len(self._made_reads(index)) for index in range(len(self.nodes))]
         ready = [index for index in self.layers if not waits_for[index]]
-        for index in ready:  # which grows
+        for index in ready:  # the list grows meanwhile
             for reader in self.readers[index]:
                 waits_for[reader] -= 1
                 if not waits_for[reader]:
@@ -121,7 +121,7 @@ class LayerGraph:
         if len(ready) == len(self.layers):
             return ready
         node, seen = next(index for index in self.layers if waits_for[index]), set[int]()
-        while node not in seen:  # from one that waits to one it waits for, until that is on a circle
+        while node not in seen:  # follow the waits until a node comes again: it is on a circle
             seen.add(node)
             node = next(tensor for tensor in self._made_reads(node) if waits_for[tensor])
         raise GraphError(f"node {shown(self.nodes[node].name)} waits for itself: the graph has a circle", node)
@@ -192,7 +192,7 @@ class LayerGraph:
         position = {index: place for place, index in enumerate(order)}
         change = [[0, 0] for _ in range(len(order) + 2)]
         for index, node in enumerate(self.nodes):
-            made = position.get(index, -1)  # inputs are there before all
+            made = position.get(index, -1)  # inputs are there from the start
             read = max((position[reader] for reader in self.readers[index]), default=made)
             if index in self.results:
                 read = len(order)
@@ -211,7 +211,7 @@ class LayerGraph:
         kept_size = {index: size[index] if after[index] or index in self.results else 0 for index in self.layers}
         most_steps = max(MOST_CHOICES, MOST_STEPS // len(self.layers))
         read_inputs = sum(size[index] for index, node in enumerate(self.nodes) if node.is_input and after[index])
-        # What is known of each set: the cost so far, the bytes alive, the nodes that may come next.
+        # Each set has the cost so far, the bytes alive, and the nodes that may come next.
         sets = {0: (0, read_inputs, _mask([index for index in self.layers if not before[index]]))}
         choices: list[dict[int, int]] = []
         for _ in self.layers:

@@ -97,7 +97,7 @@ class StepEngine:
             self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
         self.users = [[p for p in range(last) if self.link[p] == link] for link in range(len(links))]
         crossing = [position for position in range(last) if self.send[position] is not None]
-        # Of what could begin at once, the replay takes the first by name: S, kind and stage before the cut.
+        # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
         by_name = sorted(crossing, key=self._transfer_name)
         self.rank = {position: rank for rank, position in enumerate(by_name)}
         self.slots = max(1, self.platform.comm_buffers // 2)
@@ -124,14 +124,14 @@ class StepEngine:
         begins: list[list[int]] = [[] for _ in range(size)]
         ends: list[list[int]] = [[] for _ in range(size)]
         sends: list[list[int]] = [[] for _ in range(size)]
-        # The last that a device does is the backward of its first stage.
+        # The last operation of a device is the backward of its first stage.
         left = [
             num_micro_batches * load + self.tail[size - 1 - device.index(place)]
             for place, load in enumerate(self.load)
         ]
         orders: list[list[int]] = [[] for _ in range(self.num_devices)]
         busy = [False] * self.num_devices
-        idle, links = list(range(self.num_devices)), set[int]()  # those that may have something to start
+        idle, links = list(range(self.num_devices)), set[int]()  # those that may start something
         link_busy = [False] * len(self.users)
         events: list[tuple[int, int]] = []
         now = 0
@@ -152,7 +152,7 @@ class StepEngine:
                 if position and link[position - 1] >= 0:
                     links.add(link[position - 1])
             if not events or events[0][0] > now:
-                # What takes no time has ended before a transfer begins at the same instant.
+                # An operation that takes no time has ended before a transfer begins at the same instant.
                 first = min(
                     (
                         found for each in links
@@ -254,7 +254,7 @@ class StepEngine:
         peaks = []
         for place in range(self.num_devices):
             mine = [position for position, device in enumerate(self.device) if device == place]
-            # Only then may what a device keeps grow: an operation of its own, or a transfer to it, begins or ends.
+            # The bytes of a device grow only when an operation of its own, or a transfer to it, begins or ends.
             moments = np.unique(np.concatenate([
                 *(np.array(run.begins[position], dtype=kind) for position in mine),
                 *(np.array(run.ends[position], dtype=kind) for position in mine),
@@ -367,7 +367,7 @@ def eager(engine: StepEngine, most_in_flight: Sequence[int], *, oldest_first: bo
             count = begun[position]
             if count == arrived[position]:
                 continue
-            # The device is free: what has begun there has ended.
+            # The device is free, so everything that began there has ended.
             if position < engine.num_stages and count - begun[size - 1 - position] >= most_in_flight[position]:
                 continue
             if not oldest_first:

@@ -86,7 +86,7 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
                 first = nodes[node.name][0].number
                 raise ChainFormatError(f"{line.where}: node {shown(node.name)} stands on line {first}, too")
             nodes[node.name] = line, node
-    reads: dict[str, dict[str, None]] = {name: {} for name in nodes}  # each once, in the order of the file
+    reads: dict[str, dict[str, None]] = {name: {} for name in nodes}  # each node once, in the order of the file
     for line in lines:
         if not line.is_node:
             source, target = _edge(line, nodes)
@@ -124,7 +124,7 @@ def _check_sizes(text: str, where: str) -> None:
 
 def _node(line: _Line) -> Node:
     name, *description, numbers = line.parts if len(line.parts) > 1 else ["", line.text]
-    if description and numbers.startswith("stage_id="):  # which PipeDream's own partitioner adds
+    if description and numbers.startswith("stage_id="):  # added by PipeDream's own partitioner
         *description, numbers = description
     fields = dict(part.split("=", 1) for part in numbers.split(", ") if "=" in part)
     missing = [field for field in _FIELDS if field not in fields]

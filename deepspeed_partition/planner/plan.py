@@ -175,7 +175,7 @@ class Plan:
 
     def summary(self) -> str:
         """Return the promises and the table of stages, as text for a log."""
-        from deepspeed_partition.planner.draw import summary  # rich, which only drawing needs
+        from deepspeed_partition.planner.draw import summary  # imports rich, which only drawing needs
 
         return summary(self)
 

@@ -127,7 +127,7 @@ def make_plan(
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     plans: list[Plan] = []
     refusals: list[InfeasibleError | ValueError] = []
-    # The shortest pipelines first: they take hardly any of the time, which leaves more for the others.
+    # Start with the shortest pipelines: they take hardly any of the time, which leaves more for the others.
     for num_left, split in zip(range(len(splits), 0, -1), reversed(splits), strict=True):
         limit = max(overall.remaining_seconds(), SHORTEST_TIME_LIMIT_SECONDS) / num_left
         try:
@@ -176,7 +176,7 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
         raise out_of_time(solver.name) from None
     if not answer.cuts and not answer.patterns:
         if problem.deadline.stopped:
-            raise out_of_time(solver.name)  # whoever stopped it does not wait for what would do
+            raise out_of_time(solver.name)  # whoever stopped the search does not wait for advice
         if problem.is_one_of_many:
             memory, num_devices = format_bytes(problem.platform.memory_bytes), problem.platform.num_devices
             raise InfeasibleError(f"no plan fits into {memory} per device on {num_devices} devices")
@@ -186,7 +186,7 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
         plan, replayed = _assemble(problem, solver, answer, found, step)
         over = max(use.total for use in replayed.memory)
         if over > problem.platform.memory_bytes:
-            too_large.append(over)  # tensors that pile up before a slow link, which only the step shows
+            too_large.append(over)  # only the step shows tensors that wait for a slow link
             continue
         return plan
     if problem.flushes:
@@ -441,7 +441,7 @@ def _assemble(
     bound_seconds = times.clock.seconds(bound)
     reached = period <= math.ceil(bound)
     best = answer.best_period == period and platform.comm_buffers >= buffer_slots(platform)
-    proved = (reached or best) and step is None  # what is looked for is then the step, of which nothing is proved
+    proved = (reached or best) and step is None  # nothing is proved about a step
     plan = Plan(
         chain=ChainReference.of(problem.chain),
         platform=platform,

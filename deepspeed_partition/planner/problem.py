@@ -251,7 +251,7 @@ class Chain:
             ChainFormatError: the file is neither; the message names the file and the field or the line.
         """
         text = files.read_text(path, error=ChainFormatError)
-        from deepspeed_partition.planner import pipedream  # which makes chains itself
+        from deepspeed_partition.planner import pipedream  # imports this module
 
         if pipedream.is_graph(text):
             return pipedream.read_chain(text, name=_stem(path), where=str(path))
@@ -344,7 +344,7 @@ class Platform:
 
     def weights_bytes(self, num_bytes: int) -> int:
         """Return the bytes that the parameters of one device take: ``weight_copies`` times theirs, rounded up."""
-        # As a fraction of its decimal digits: 1.1 * 10 is 11, not 11.000000000000002.
+        # Take the number's decimal digits as a fraction: 1.1 * 10 is 11, not 11.000000000000002.
         return math.ceil(_decimal(self.weight_copies) * num_bytes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def partition_replicated(
         ValueError: the machines do not divide the devices, or there are more than ``MOST_REPLICAS`` devices.
         DeadlinePassed: the deadline passes first; there is no answer before everything is looked at.
     """
-    problem_of(chain, platform)  # raises where the chain is none to plan for
+    problem_of(chain, platform)  # raises where the chain cannot be planned for
     num_devices = platform.num_devices
     if num_devices > MOST_REPLICAS:
         raise ValueError(f"{REPLICATED} is asked for {MOST_REPLICAS} devices at most, not {num_devices}")

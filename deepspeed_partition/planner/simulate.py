@@ -60,7 +60,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     plan.check_chain(chain)
     costs = [_StageCost(chain, stage) for stage in plan.stages]
     violations = list(_structure_violations(plan, chain, costs))
-    if violations:  # without all operations in place there is nothing to unroll
+    if violations:  # a pattern that lacks operations cannot be unrolled
         return Replay(tuple(violations), (), ())
     placed = {operation.operation: operation for operation in plan.operations}
     violations += _dependency_violations(plan, placed)
@@ -185,7 +185,7 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
             ends = sorted(operation.link)
             resources[f"the link {ends[0]}-{ends[1]}"].append(operation)
     for resource, operations in resources.items():
-        # By their middles: what takes no time stands before what begins then and after what ends then.
+        # Sort by middles: an operation without time comes before what begins then and after what ends then.
         operations.sort(key=lambda each: each.start_seconds + each.duration_seconds / 2)
         following = [(each, each.start_seconds) for each in operations[1:]]
         following.append((operations[0], operations[0].start_seconds + period))
@@ -222,7 +222,7 @@ class _Residents:
     """
 
     def __init__(self, intervals: Iterable[tuple[int, int]], *, instants: bool = False) -> None:
-        spans = np.array(list(intervals)).reshape(-1, 2)  # of Python's integers where they need more than 64 bits
+        spans = np.array(list(intervals)).reshape(-1, 2)  # Python's integers where 64 bits are too few
         instant = spans[:, 0] == spans[:, 1]
         self.starts = np.sort(spans[:, 0])
         self.lasting_starts = np.sort(spans[~instant][:, 0])

@@ -112,8 +112,8 @@ class _StepRun:
         self.received: dict[str, list[int]] = defaultdict(list)
 
     def run(self) -> Timeline | str:
-        # What could start first on each device and link. Only what has just been committed can change that, and
-        # only on the devices and links next to it.
+        # Candidates are what could start first on each device and link. Only the operation that was just
+        # committed can change them, and only on the devices and links next to it.
         operations = {device: self._operation(device) for device in range(len(self.orders))}
         transfers: dict[tuple[int, int], tuple[int, int, str, int] | None] = {}
         while True:
@@ -184,7 +184,7 @@ class _StepRun:
                 eligible.append((start, ready, micro_batch, name))
         if not eligible:
             return None
-        # Of those that can start first, the one whose tensor was ready first.
+        # Several may start first: take the one whose tensor was ready first.
         start, _, micro_batch, name = min(eligible)
         return start, 1, name, micro_batch
 

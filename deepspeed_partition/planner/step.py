@@ -107,7 +107,7 @@ def blocking_step(
                     if not meet(stage, stage + side, (receive, micro_batch), int(times.one_way[boundary])):
                         break
                 else:
-                    break  # a receive: its sender brings it about
+                    break  # a receive ends when its sender comes
                 advanced = True
     assert all(position[stage] == len(lists[stage]) for stage in range(num_stages)), "DeepSpeed's schedule blocks"
     return _with_allreduce(now, allreduce)

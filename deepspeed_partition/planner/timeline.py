@@ -92,7 +92,7 @@ class MeasuredTimeline:
             raise ValueError("a timeline has at least one step")
         places = self._places()
         for step in self.steps:
-            # Counted first: a small file may name any number of micro-batches.
+            # Count first: a small file may name any number of micro-batches.
             if len(step.operations) != len(places) * self.num_micro_batches:
                 raise ValueError(
                     f"step {step.step} has {len(step.operations)} operations, and {self.num_micro_batches} "

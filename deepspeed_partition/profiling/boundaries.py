@@ -76,7 +76,7 @@ def receive(boundary: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
     for tensor in tensors_of(boundary):
         leaf = tensor.detach().requires_grad_(tensor.requires_grad)
         copy = leaf.clone()
-        if copy.stride() != leaf.stride():  # expanded, or with gaps: the layer meets it as it was made
+        if copy.stride() != leaf.stride():  # expanded, or with gaps: the layer gets it as it was made
             copy = _StridedCopy.apply(leaf)
         copies.append(copy)
         if leaf.requires_grad:

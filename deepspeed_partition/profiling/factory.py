@@ -85,7 +85,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
 
 def _load_module(name: str) -> ModuleType:
     here = str(Path.cwd())
-    if here not in sys.path:  # for good: a factory may import more when it is called
+    if here not in sys.path:  # not removed again: a factory may import more when called
         sys.path.insert(0, here)
     return importlib.import_module(name)
 

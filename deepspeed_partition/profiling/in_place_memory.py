@@ -115,7 +115,7 @@ class InPlaceMemory:
         for watched in self._layers.values():
             watched.memory.backward_comes()
         hooks = [weight.register_hook(self._reached_weight) for weight in self._trained]
-        # Behind those of others: hooks run in the order in which they came.
+        # This hook comes after those of others: hooks run in the order in which they were added.
         hooks += [weight.register_post_accumulate_grad_hook(self._left_weight) for weight in self._trained]
         try:
             with self._switch:

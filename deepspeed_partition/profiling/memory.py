@@ -107,7 +107,7 @@ class LayerMemory:
         self._outputs = _output_memory(output, self._inputs, saved_keys, self._keys_before)
         made = {each.new_storage: each.storage_bytes for each in self._outputs if each.new_storage is not None}
         self._forward_peak_bytes -= sum(made.values())
-        # What happens to the output is the next layer's doing.
+        # From here on the next layer uses the output.
         self.live.leave_out(tensors_of(output))
         self._around += _watch(_storages(tensors_of(output)))
         # A loss is no tensor of the output, and nobody keeps it unless the graph does.
@@ -124,7 +124,7 @@ class LayerMemory:
         They count as long as the layer runs: those of the output, which have the output's size.
         """
         self._incoming_bytes += sum(map(bytes_of, gradients))
-        if self._device.type == "cuda":  # whose allocator would count against the layer that they go
+        if self._device.type == "cuda":  # its allocator would count their release against the layer
             self._held = [reference() for reference, _ in self._around]
         self._meter = _PeakMeter(self._device, self.live)
 
@@ -156,7 +156,7 @@ def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryR
         return _measure_memory(run, persistent, hooks=True)
     except (torch.cuda.OutOfMemoryError, MemoryError):
         raise
-    except Exception:  # an error that has other reasons comes again
+    except Exception:  # an error that has another cause is raised again
         return _measure_memory(run, persistent, hooks=False)
 
 
@@ -191,7 +191,7 @@ def _output_memory(
     memories, numbers = [], dict[int, int]()
     for tensor in tensors_of(output):
         storage = next(iter(storages_of(tensor)), None)
-        if storage is None:  # of a sparse layout: not counted
+        if storage is None:  # tensors of a sparse layout are not counted
             memories.append(OutputMemory(from_input=None, new_storage=None, storage_bytes=0, saved=False))
             continue
         key = id(storage)
@@ -220,7 +220,7 @@ class _PeakMeter:
     def __init__(self, device: torch.device, live: LiveBytes) -> None:
         self._cuda = device if device.type == "cuda" else None
         self._live = live
-        if self._cuda is not None:  # bookkeeping of the host's: nothing waits for the device
+        if self._cuda is not None:  # bookkeeping on the host: nothing waits for the device
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self._other_bytes = torch.cuda.memory_allocated(self._cuda) - live.current_bytes
         else:

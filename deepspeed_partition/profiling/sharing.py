@@ -54,7 +54,7 @@ def measure_shared(
             except Exception as error:
                 result = error
         _send_boundary(onward, rank + 1, conditions, group)
-    # Without an input a rank before this one has failed, and says so below.
+    # Without an input, a rank before this one has failed; it says so below.
     if given is not None and not isinstance(result, Exception) and share:
         try:
             ends = stop == len(layers)

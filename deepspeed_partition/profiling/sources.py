@@ -124,7 +124,7 @@ def _type_name(layer: Any) -> str:
         return str(layer.typename.__name__)
     modules = _modules_of(layer)
     if modules:
-        return modules[0].__class__.__name__  # as a stand-in says it
+        return modules[0].__class__.__name__  # a stand-in gives the class of its original
     if isinstance(layer, functools.partial):
         return _type_name(layer.func)
     return str(getattr(layer, "__name__", type(layer).__name__))

@@ -86,7 +86,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
             most = np.maximum(heaviest[:i, j - 1], last_part)
             least = np.minimum(lightest[:i, j - 1], last_part)
             spread = most - least
-            k = i - 1 - int(np.argmin(spread[::-1]))  # the last of the best
+            k = i - 1 - int(np.argmin(spread[::-1]))  # the last of equal minima
             heaviest[i, j], lightest[i, j], position[i, j] = most[k], least[k], k
     parts = [n]
     for j in reversed(range(1, m + 1)):

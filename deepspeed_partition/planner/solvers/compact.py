@@ -68,14 +68,14 @@ def most_compact(problem: Problem, placement: Placement, period: int, below: int
 
     Where the deadline of ``problem`` passes, the answer is the best so far and its bound is weaker.
     """
-    # Where memory is no limit at all, its bytes would be out of all proportion to those of the pattern.
+    # Unlimited memory would be out of all proportion to the bytes of the pattern.
     enough = _more_than_any(problem, Road(problem, placement))
     problem = problem.with_memory(min(enough, math.floor(below * (1 - RESOLUTION))))
     road = Road(problem, placement)
     least = estimated_bytes(problem, road, period)
     if least is None or least > problem.platform.memory_bytes:
         return NOTHING
-    # As in ``ilp.py`` first without the tensors that wait at the ends of cuts, which can only need less.
+    # As in ``ilp.py``, solve first without tensors that wait at ends of boundaries: that needs no more.
     relaxed = _solve(problem, road, period, least, single_slots=False)
     if relaxed.pattern is None or _slots_suffice(road, relaxed.pattern):
         return relaxed
@@ -95,7 +95,7 @@ def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slot
     unknown = Compact(None, None, least)
     if problem.deadline.passed():
         return unknown
-    import pulp  # here: importing the planner stays cheap
+    import pulp  # not at the top, so that importing the planner stays cheap
 
     try:
         model = _Model(

@@ -99,7 +99,7 @@ def _solve(road: Road, least: int, most: int, deadline: Deadline, *, single_slot
     """Find the shortest pattern with a period from ``least`` to ``most`` ticks."""
     if deadline.passed():
         return _Solution()
-    import pulp  # here: importing the planner stays cheap
+    import pulp  # not at the top, so that importing the planner stays cheap
 
     try:
         model = _Model(pulp, road, least, most, deadline, single_slots=single_slots)
@@ -199,7 +199,8 @@ class _Model:
         road = self.road
         fewest = road.fewest_in_flight(most)
         for device in road.memory:
-            # A backward runs with what the forward before it left, less than that has only its work space.
+            # A backward meets no more stashes than the forward before it left, so it is only checked where its
+            # transient bytes are more than another stage's.
             plain = min(road.transient[stage] for stage in device.stages)
             for stage in device.stages:
                 forward, backward = road.position[f"F{stage}"], road.position[f"B{stage}"]
@@ -211,7 +212,7 @@ class _Model:
     def _fit(self, stages: tuple[int, ...], event: int, room: int) -> None:
         stash = self.road.stash
         largest = max(stash[stage] for stage in stages)
-        # No stage has more in flight than the road has operations, since no wait is longer than a period.
+        # No stage has more in flight than there are operations, since no wait is longer than a period.
         if room < sum(stash[stage] for stage in stages) * 2 * len(self.road.operations):
             self.problem += self._kept(stages, event, largest) <= room / largest
 

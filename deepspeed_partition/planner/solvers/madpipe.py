@@ -98,7 +98,7 @@ class MadPipe:
         answer = _Search(problem, self.start).run()
         if answer.cuts or answer.patterns:
             return answer
-        # Where the time was too short for any schedule, one micro-batch after the other may fit.
+        # The time may have been too short for any schedule; one micro-batch after the other may still fit.
         found = self.smallest_memory(problem)
         if found is None or not isinstance(found[0], Placement) or found[1] > problem.platform.memory_bytes:
             return answer
@@ -110,7 +110,7 @@ class MadPipe:
             return found
         where, smallest = _smallest_memory(problem, *found)
         placement = where if isinstance(where, Placement) else Placement.contiguous(where)
-        # Where not every device trains in it, the least that is known is that of a contiguous cut.
+        # If a device does not train in it, the least that is known is that of a contiguous partition.
         return (where, smallest) if problem.allows(placement) else found
 
 
@@ -191,8 +191,8 @@ class _Search:
         seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
         if not seconds:
             return False
-        # What lies beyond one special device is rarely proved: it gets a part of the time, and each schedule first
-        # a part of that.
+        # Allocations with several special devices are rarely proved best: they get a part of the time, and each
+        # schedule at first a part of that.
         self.problem = self._with_share(SEVERAL_SHARE)
         self.schedule_seconds = seconds * SCHEDULE_SHARE
         search = SeveralSearch(self.problem)

@@ -39,4 +39,4 @@ class MemoryBalanced:
     def _cuts(problem: Problem) -> Cuts | None:
         table, most = problem.table, problem.num_micro_batches
         found = min_max_cuts(problem, lambda from_end: table.fixed + min(from_end, most or from_end) * table.stash)
-        return found[-1][0] if found else None  # of the most stages
+        return found[-1][0] if found else None  # the partition of the most stages

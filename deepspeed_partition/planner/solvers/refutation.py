@@ -93,8 +93,8 @@ class _Refutation:
         for users in road.users.values():
             self.shared[np.ix_(users, users)] = True
         np.fill_diagonal(self.shared, False)
-        self.shared &= self.ticks[:, None] + self.ticks > 0  # two that take no time never meet
-        # Where memory is no limit at all, its bytes are not counted: they might be more than an integer holds.
+        self.shared &= self.ticks[:, None] + self.ticks > 0  # two operations that take no time never overlap
+        # Unlimited memory is not counted: its bytes might be more than an integer holds.
         self.devices = [
             _Device(road, device)
             for device in road.memory
@@ -175,7 +175,7 @@ class _Device:
         forward, backward, events = self.forward, self.backward, self.events
         to_event = least[forward[:, None], events]  # [stage, event], here and below
         from_event = least[events, backward[:, None]]
-        # At any instant as many are in flight as at the end of a stage's backward, or one more.
+        # At any instant, as many are in flight as at the end of a stage's backward, or one more.
         count = np.maximum(to_event + 1 + from_event, least[forward, backward][:, None])
         free = self.room - self.stash @ count
         if (free < 0).any():

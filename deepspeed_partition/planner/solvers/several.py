@@ -131,7 +131,7 @@ class SeveralSearch:
                     num_waiting = sum(len(part.group) for part in parts)
                     if exact and start and self.transfer[start] <= period and num_waiting > width:
                         return None
-                    if not exact and num_waiting > 4 * width:  # what waits stays small
+                    if not exact and num_waiting > 4 * width:  # keeps the waiting labels few
                         waiting[start] = [self._most_promising(_Labels.joined(parts), start, period, width)]
             known[stop] = known[stop].without_tables()
         if 0 not in waiting:
@@ -207,7 +207,7 @@ class SeveralSearch:
             & self._rest_may_fit(labels, start, load, kept, group, period)
         )
         place, on = np.nonzero(chosen)
-        if width is not None and len(place) > width:  # before their tables are made, which may be large
+        if width is not None and len(place) > width:  # choose before the tables are made, which may be large
             bytes_below = (labels.kept + labels.peak).sum(axis=1)[place] - (labels.kept + labels.peak)[place, on]
             promise = self._promised(
                 bytes_below + (kept + peak)[place, on], group[place], fill[place], start, period
@@ -270,7 +270,7 @@ def neighbours(problem: Problem, placement: Placement) -> Iterator[Placement]:
     seen = {placement}
     for start, stop in pairwise(placement.cuts):
         for first in range(start, stop):
-            # All of the stage, or either end of it: the parts whose move adds one cut at the most.
+            # Move all of the stage, or either end of it: that adds at most one boundary.
             for last in range(first + 1, stop + 1) if first == start else (stop,):
                 for device in range(problem.platform.num_devices):
                     if device != owner[first]:

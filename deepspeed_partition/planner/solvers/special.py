@@ -316,7 +316,7 @@ class SpecialSearch:
 
     def _on_normal(self, made: Labels, transfer: int, period: int) -> None:
         made[USED] += 1
-        made[LINK] = np.where(made[LINK] > period, transfer, 0)  # next to a special stage, its link gets this cut
+        made[LINK] = np.where(made[LINK] > period, transfer, 0)  # this boundary loads a special stage's link
 
     def _on_special(self, made: Labels, stop: int, counted: NDArray[np.int64], period: int) -> None:
         first = made[FIRST]
@@ -392,7 +392,7 @@ class _Measures:
     def dominate(self, one: Places, those: _Measures, other: Places) -> NDArray[np.bool_]:
         """Return, as entry [one, other], whether a label is at least as good as another one in everything."""
         one, other = one[:, None], other[None]
-        rows = min(len(self.others), len(those.others))  # without a last special stage there is less to compare
+        rows = min(len(self.others), len(those.others))  # without a last special stage, fewer rows are compared
         better: NDArray[np.bool_] = (self.group[one] < those.group[other]) | (
             self.current[one] <= those.current[other]
         )
@@ -407,13 +407,13 @@ def _undominated(values: Labels, base: int, deadline: Deadline) -> Places:
     size = values.shape[1]
     if size < 2:
         return np.arange(size)
-    order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # who dominates comes first
+    order = np.lexsort(values[[LINK, CURRENT, PEAK, KEPT, LOAD, USED, DELAY]])  # dominating labels come first
     measures = _Measures(values[:, order], base)
     kept = np.ones(size, dtype=bool)
     step = max(1, min(MOST_ROWS, MOST_PAIRS // size))
     for begin in range(0, size, step):
         deadline.check()
-        # Dominance is transitive: one that is dominated, too, may stay among those that dominate.
+        # Dominance is transitive: a label that is dominated may stay among those that others are compared with.
         one = begin + np.flatnonzero(kept[begin : begin + step])
         other = begin + np.flatnonzero(kept[begin:])
         worse = measures.dominate(one, measures, other) & (one[:, None] < other)

@@ -160,7 +160,7 @@ class _PatternRule:
             for number in range(num_micro_batches)
         ]
         orders: list[list[int]] = [[] for _ in range(engine.num_devices)]
-        # What takes no time goes before what begins at the same instant, and then in the order of the road.
+        # An operation without time comes before others at the same instant; then the path's order decides.
         for _, _, _, index in sorted((begin, end, number, position[name]) for begin, end, number, name in moments):
             orders[engine.device[index]].append(index)
         return in_order([tuple(order) for order in orders])
@@ -188,7 +188,7 @@ class _StepSearch:
         assert problem.num_micro_batches is not None
         self.problem = problem
         self.num_micro_batches = problem.num_micro_batches
-        # Of a step with flushes the beginning does not tell the rest.
+        # In a step with flushes, the beginning does not tell the rest.
         self.simulated = self.num_micro_batches if problem.flushes else min(self.num_micro_batches, LONGEST_RUN)
         self.operations_left = MOST_OPERATIONS
         self.deadline = problem.deadline
@@ -358,7 +358,7 @@ class _StepSearch:
             if self._ended():
                 break
             if placement not in self.tried:
-                # Most are never run, so their engines are not kept.
+                # Most allocations are never run, so their engines are not kept.
                 engine = self.engines.get(placement) or step_engine(self.problem, placement)
                 bound = engine.bound(self.num_micro_batches)
                 if bound < self.best:
@@ -432,7 +432,7 @@ class _StepSearch:
             self.by_name[placement, rule.name] = estimate, rule
         return _Outcome.FITS if estimate < shorter_than else _Outcome.TOO_SLOW
 
-    # What is at hand
+    # State
 
     def _engine(self, placement: Placement) -> StepEngine:
         if placement not in self.engines:

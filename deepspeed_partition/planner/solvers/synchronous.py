@@ -32,7 +32,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
         _descend(problem, cuts, known)
     if not known:
         return []
-    # The estimate is exact but for steps whose rhythm needs long to settle: let the full steps decide.
+    # The estimate is exact, except where the rhythm settles late: let the full steps decide.
     finalists = sorted(known, key=lambda cuts: (known[cuts], len(cuts)))[:4]
     if fits(problem, steady) and steady not in finalists:
         finalists.append(steady)
