@@ -339,11 +339,12 @@ class MadPipeEngine(ResumingEngine):
         Raises:
             InfeasibleError: no plan fits in memory; on every rank. After a warm-up that had enough, training goes
                 on instead at the trial cut.
-            RuntimeError: before the first step, a layer that could not move; see :meth:`recut`.
+            RuntimeError: before the first step, a layer or a schedule that could not move; see :meth:`recut`.
         """
         while self._waits_for_plan and torch.is_grad_enabled():
             if not self._knows_what_moves:
                 check_that_layers_can_move(self.module)  # not after minutes
+                self.check_that_scheduler_can_go_on()
                 self._knows_what_moves = True
             if data_iter is not None and data_iter is not self._peeked:
                 self.set_dataiterator(data_iter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,6 +166,30 @@ class MovingEngine(AnyPlanEngine):
         knows_all = getattr(self.lr_scheduler, "optimizer", None) is every_group
         return len((every_group if knows_all else self.basic_optimizer).param_groups)
 
+    def check_that_scheduler_can_go_on(self) -> None:
+        """Refuse now a scheduler that a move would refuse later. Collective; changes nothing.
+
+        Raises:
+            RuntimeError: it was set after the engine was made, and does not know every group on each rank.
+        """
+        if self._groups is None or self._every_group is None:
+            return
+        num_scheduled, groups = self._num_scheduled(self._every_group), copy.copy(self._groups)
+        groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
+        self._is_scheduler_assigned(num_scheduled == len(groups.groups))
+
+    def _is_scheduler_assigned(self, knows_all: bool) -> tuple[bool, bool]:
+        """Whether a script has set the scheduler, and whether it knows all groups on each rank. Collective."""
+        told = gather_objects((self.lr_scheduler is not self._scheduler_at_start, knows_all))
+        is_assigned = any(assigned for assigned, _ in told)
+        if is_assigned and not all(assigned and knows for assigned, knows in told):
+            raise RuntimeError(
+                "engine.lr_scheduler was set after deepspeed.initialize(), and some rank has none, or lacks a "
+                "parameter group of the optimizer: it cannot go on when layers move. Give it to "
+                "deepspeed.initialize(lr_scheduler=...), also as a function that makes it of the optimizer"
+            )
+        return is_assigned, all(knows for _, knows in told)
+
     def _scheduler_to_keep(self, num_scheduled: int) -> Any:
         """The scheduler that goes on; None where DeepSpeed must make one anew, before the first step. Collective.
 
@@ -173,16 +198,9 @@ class MovingEngine(AnyPlanEngine):
         """
         assert self._groups is not None
         groups, scheduler = self._groups.groups, self.lr_scheduler
-        is_assigned, knows_all = scheduler is not self._scheduler_at_start, num_scheduled == len(groups)
-        told = gather_objects((is_assigned, knows_all))
-        all_know = all(knows for _, knows in told)
-        if any(assigned for assigned, _ in told):
-            if not all(assigned and knows for assigned, knows in told):
-                raise RuntimeError(
-                    "engine.lr_scheduler was set after deepspeed.initialize(), and some rank has none, or lacks a "
-                    "parameter group of the optimizer: it cannot go on when layers move. Give it to "
-                    "deepspeed.initialize(lr_scheduler=...), also as a function that makes it of the optimizer"
-                )
+        knows_all = num_scheduled == len(groups)
+        is_assigned, all_know = self._is_scheduler_assigned(knows_all)
+        if is_assigned:
             self.show_every_group(scheduler)
             return scheduler
         if scheduler is self.client_lr_scheduler:

@@ -967,10 +967,13 @@ def a_schedule_and_an_optimizer_that_are_set_later(_: Path) -> None:
         groups = [{"params": group, "lr": lr} for group, lr in zip(apart, (5e-2, 1e-3), strict=True) if group]
         return torch.optim.SGD(groups)
 
-    engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=last_layer_apart)
-    engine.lr_scheduler = halving(engine.optimizer)
-    with raised(RuntimeError, "engine.lr_scheduler was set after deepspeed.initialize()"):
-        train(engine, data)
+    for warmup_steps in (0, 2):
+        config = planned(cut(), warmup_steps=warmup_steps)
+        engine, _, _ = start(mlp(), "madpipe", config, optimizer=last_layer_apart)
+        engine.lr_scheduler = halving(engine.optimizer)
+        with raised(RuntimeError, "engine.lr_scheduler was set after deepspeed.initialize()"):
+            train(engine, data)
+        assert engine.global_steps == 0
 
 
 CASES = [

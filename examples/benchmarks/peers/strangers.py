@@ -357,7 +357,8 @@ def draw_weights(module: PipelineModule) -> None:
     for name, parameter in module.named_parameters():
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if parameter.dim() > 1:
-            parameter.data = 0.2 * torch.randn(parameter.shape, generator=random)
+            wide = max(1.0, parameter[0].numel() / 128)  # AlexNet's would overflow
+            parameter.data = 0.2 / wide**0.5 * torch.randn(parameter.shape, generator=random)
 
 
 STRANGERS: dict[str, Callable[[Path, int], Built]] = {
