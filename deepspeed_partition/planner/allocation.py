@@ -24,7 +24,9 @@ class Stage:
     layers: tuple[int, int]
     """Layers of the stage, half-open: its first layer, and the first layer of the next stage."""
     device: int
+    """Number of the device, from 0."""
     rematerialize: Rematerialize = False
+    """Layers that are recomputed in the backward; False: none."""
 
     def __post_init__(self) -> None:
         start, stop = self.layers
@@ -60,6 +62,7 @@ class Allocation:
     """
 
     stages: tuple[Stage, ...]
+    """Stages in the order of the chain, at least one."""
 
     def __post_init__(self) -> None:
         end = 0

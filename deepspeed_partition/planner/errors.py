@@ -56,11 +56,11 @@ class FormatError(MadPipeError, ValueError):
 
 
 class PlanFormatError(FormatError):
-    """A plan file that cannot be read, or of another version."""
+    """Raised for a plan file that cannot be read, or that has another version."""
 
 
 class ChainFormatError(FormatError):
-    """A chain file that cannot be read, or of another version."""
+    """Raised for a chain file that cannot be read, or that has another version."""
 
 
 class PlanMismatchError(MadPipeError, ValueError):

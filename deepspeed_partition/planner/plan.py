@@ -89,8 +89,11 @@ class Plan:
     """
 
     chain: ChainReference
+    """Reference to the chain that the plan was made for."""
     platform: Platform
+    """Platform of one pipeline."""
     algorithm: str
+    """Name of the algorithm that made the plan."""
     period_seconds: float
     """Seconds per micro-batch in steady state."""
     lower_bound_seconds: float
@@ -111,11 +114,15 @@ class Plan:
     """Seconds; no allocation in which at most one device has several stages has a shorter period. None: not
     looked for."""
     stages: tuple[PlannedStage, ...]
+    """Stages in the order of the chain."""
     operations: tuple[PlacedOperation, ...]
+    """Operations of one period in steady state: forwards, backwards and transfers."""
     memory: tuple[MemoryUse, ...]
     """Peak bytes of each device, by term; those of the step where there is one."""
     peak_memory_bytes: tuple[int, ...]
+    """Peak bytes of each device; of the step where there is one."""
     step: StepPlan | None = None
+    """Synchronous step; None where none was planned."""
     data_parallel: int | None = None
     """Number of identical pipelines of ``platform.num_devices`` devices each; None where that was not planned."""
     zero_stage: int | None = None
@@ -125,13 +132,16 @@ class Plan:
     """Seconds per step in which the gradients of each stage are all-reduced among those pipelines; empty without
     them."""
     planning_seconds: float = 0.0
+    """Seconds that planning took, on the clock on the wall."""
 
     @property
     def allocation(self) -> Allocation:
+        """Partition of the chain into stages, and the device of each."""
         return Allocation(self.stages)
 
     @property
     def schedule(self) -> PeriodicSchedule:
+        """Pattern of operations, which repeats every ``period_seconds``."""
         return PeriodicSchedule(self.period_seconds, self.operations)
 
     @property
@@ -146,14 +156,17 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int | None:
+        """Micro-batches of the planned step; None without a step."""
         return self.step.num_micro_batches if self.step else None
 
     @property
     def step_seconds(self) -> float | None:
+        """Seconds of the step with overlapped transfers; None without a step."""
         return self.step.step_seconds if self.step else None
 
     @property
     def blocking_step_seconds(self) -> float | None:
+        """Seconds of the step in DeepSpeed's own engine; None without a step, or where it cannot run it."""
         return self.step.blocking_step_seconds if self.step else None
 
     def check_chain(self, chain: Chain) -> None:

@@ -60,8 +60,11 @@ class LayerProfile:
     """
 
     name: str
+    """Name of the layer; no plan depends on it."""
     forward_seconds: float
+    """Seconds of its forward."""
     backward_seconds: float
+    """Seconds of its backward, recomputation not included."""
     weight_bytes: int
     """Bytes of the parameters alone; ``Platform.weight_copies`` multiplies them."""
     output_bytes: int
@@ -79,6 +82,7 @@ class LayerProfile:
     """Interquartile range of the measured forwards, in seconds. It says how far to trust them; no plan depends on
     it."""
     backward_spread_seconds: float | None = field(default=None, compare=False)
+    """Interquartile range of the measured backwards, in seconds."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -103,6 +107,7 @@ class LayerProfile:
 
     @property
     def compute_seconds(self) -> float:
+        """Seconds of forward and backward together."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -117,12 +122,15 @@ class Chain:
     """
 
     input_bytes: int
+    """Bytes of the input of the first layer."""
     layers: tuple[LayerProfile, ...]
     """The L layers, with every optional field filled in."""
     name: str = "chain"
+    """Name of the model, for messages and tables."""
     micro_batch_size: int | None = None
     """Samples per micro-batch, for which times and sizes were measured; None where it is not known."""
     hardware: str | None = None
+    """Device on which the layers were measured; None where it is not known."""
     warm_up: TrialRun | None = field(default=None, compare=False)
     """Other measurements of the warm-up, where layers were measured in training; no part of the digest."""
 
@@ -165,6 +173,7 @@ class Chain:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers, L."""
         return len(self.layers)
 
     @property
@@ -289,11 +298,13 @@ class Platform:
     """
 
     num_devices: int
+    """Number of devices, P."""
     memory_bytes: int
     """Memory of each device, in bytes."""
     bandwidth: float
     """Bytes per second of the link between any two devices; one transfer at a time."""
     latency_seconds: float = 0.0
+    """Seconds that each transfer takes beside its bytes."""
     weight_copies: float = 3
     """Factor of the parameters' bytes: two versions and one gradient in the paper; may be a fraction."""
     comm_buffers: int = 2
@@ -348,8 +359,14 @@ class Platform:
         return math.ceil(_decimal(self.weight_copies) * num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, a part of a plan file; seconds, bytes, bytes per second."""
         return {key: getattr(self, key) for key in self.__dataclass_fields__}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Platform:
+        """Read the JSON form, after the schema of a plan file has accepted it.
+
+        Raises:
+            ValueError: a number is not positive, or not finite.
+        """
         return cls(**{key: data[key] for key in cls.__dataclass_fields__ if key in data})

@@ -47,6 +47,7 @@ class Replay:
     memory: tuple[MemoryUse, ...]
     """Peak bytes of each device, by term; of the step where there is one, else of the pattern."""
     step_seconds: float | None = None
+    """Seconds of the step in this run; None without a step, or where it cannot run."""
 
 
 def replay(plan: Plan, chain: Chain) -> Replay:

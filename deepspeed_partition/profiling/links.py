@@ -22,6 +22,7 @@ class Link:
     bandwidth: float
     """Bandwidth of the link, in bytes per second."""
     latency_seconds: float
+    """Seconds that each transfer takes beside its bytes."""
 
 
 def measure_links(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Link:
