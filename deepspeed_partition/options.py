@@ -1,6 +1,4 @@
-"""Options: the ``madpipe`` keys of a DeepSpeed configuration, which are also the arguments of
-``MadPipeStrategy``.
-"""
+"""Options: the ``madpipe`` keys of a DeepSpeed configuration, and arguments of ``MadPipeStrategy``."""
 
 from __future__ import annotations
 

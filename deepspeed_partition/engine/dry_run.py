@@ -1,5 +1,4 @@
-"""Dry run of lists of instructions: without tensors, under the rules of real transfers, before any process
-starts.
+"""Dry run of lists of instructions: without tensors, under the rules of real transfers.
 
 It shares with ``lowering.py`` only the types of the instructions. The rules:
 

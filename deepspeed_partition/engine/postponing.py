@@ -1,5 +1,4 @@
-"""Postponing of sends and receives behind what they must wait for anyway, so that no wait for a device is
-endless.
+"""Postponing of sends and receives behind what they must wait for, so that no wait is endless.
 
 On a GPU a posted receive is a kernel that runs until the tensor has come, and a send one that runs until there is
 room for it. Whoever waits for the whole device (``torch.cuda.synchronize()`` in a layer, an allocator that has

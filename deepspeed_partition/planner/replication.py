@@ -1,6 +1,4 @@
-"""PipeDream's partitioner on a problem where it may replicate stages: a plan where the result is one, else a
-table.
-"""
+"""PipeDream's partitioner where it may replicate stages: a plan where its result is one, else a table."""
 
 from __future__ import annotations
 

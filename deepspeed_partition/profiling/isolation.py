@@ -1,6 +1,4 @@
-"""Isolation of measurements: parameters, gradients, buffers, attributes, modes and random numbers stay as they
-were.
-"""
+"""Isolation of measurements: parameters, gradients, buffers, attributes, modes, random numbers stay."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""mCAP's aim: the contiguous partition into P stages, one per device, whose largest device needs the least
-memory.
+"""mCAP's aim: the contiguous partition into P stages whose largest device needs the least memory.
 
     M(q, k) = min over l of max(memory(k, l) with q micro-batches in flight, M(q - 1, l))
 

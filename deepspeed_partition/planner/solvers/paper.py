@@ -120,8 +120,7 @@ class PaperMadPipe:
         return self.promised(problem)[1]
 
     def promised(self, problem: Problem) -> tuple[int, Placement | None]:
-        """Run Algorithm 1: return the period in ticks that its allocation is expected to have, and the
-        allocation.
+        """Run Algorithm 1: return the expected period of its allocation, in ticks, and the allocation.
 
         The allocation is None where no target period has one. Where the deadline passes, the answer is the best
         so far.
@@ -282,8 +281,7 @@ class Grid:
     def _moves(
         self, states: _States, stages: Stages, start: int, stop: int
     ) -> Iterator[tuple[bool, NDArray[np.intp], Integers, Integers]]:
-        """Yield the moves that lay layers ``start`` to ``stop`` as the next stage, from each state that allows
-        it.
+        """Yield the moves that lay layers ``start`` to ``stop`` as the next stage, from each state.
 
         Yields:
             Whether the stage is on the special device, places of states, where each leads, and at what cost; if

@@ -1,5 +1,4 @@
-"""The path of a micro-batch: the operations of an allocation in the order of a micro-batch, and patterns over
-them.
+"""The path of a micro-batch: the operations of an allocation in its order, and patterns over them.
 
     F0 SF0 F1 SF1 F2 B2 SB1 B1 SB0 B0           a transfer only where neighbouring stages are on different devices
 
@@ -162,8 +161,7 @@ class Road:
         return one_f_one_b.in_flight(self.loads, period)
 
     def bytes_at_least(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
-        """Return the least peak of a device's stash and transient bytes, given the fewest in flight of each
-        stage.
+        """Return the least stash and transient bytes at a device's peak, given the fewest in flight.
 
         A stage's count alternates between its maximum m and m - 1, and a micro-batch in flight in a stage is so
         in all stages before it. So when the forward of stage i starts, stage i has g_i, any other stage j at
