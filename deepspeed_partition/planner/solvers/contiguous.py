@@ -1,6 +1,6 @@
 """The best contiguous allocation under memory: exact, for the period of 1F1B*.
 
-Decision at a period T: with D(q, k) the least delay above the cut before layer k, over all ways to split
+Decision at a period T: with D(q, k) the least delay above the boundary before layer k, over all ways to split
 layers k..L into q stages that fit,
 
     D(0, L) = nothing        D(q, k) = min over l of  (D(q - 1, l) (+) U(k, l)) (+) C(k)
@@ -9,9 +9,9 @@ where a stage is allowed if U(k, l) <= T, C(k) <= T and its group fits into memo
 delay, and memory only grows with it, so the least delay is all that must be remembered. A decision takes O(P L^2)
 time and O(P L) memory for L layers and P devices, beside the O(L^2) table of stages.
 
-The answer is found by bisection over T. Each cut found is snapped to its own least period, and a probe one tick
-below the best period proves that nothing shorter exists. Source: MadPipe paper, section 4.1; the recurrence is
-that of section 4.2.2 without the special processor, with delays as (group, fill) instead of a grid.
+The answer is found by bisection over T. Each partition found is snapped to its own least period, and a probe one
+tick below the best period proves that nothing shorter exists. Source: MadPipe paper, section 4.1; the recurrence
+is that of section 4.2.2 without the special processor, with delays as (group, fill) instead of a grid.
 """
 
 from __future__ import annotations

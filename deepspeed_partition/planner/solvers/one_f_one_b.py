@@ -1,11 +1,11 @@
-"""1F1B*: the periodic schedule of a contiguous cut that needs the least memory (MadPipe paper, section 4.1).
+"""1F1B*: the periodic schedule of a contiguous partition with the least memory (MadPipe paper, section 4.1).
 
 A delay, from the start of a stage's forward to the end of its backward on the same micro-batch, is held as
 (group, fill), never as a multiple of the period in floats:
 
     delay = (group - 1) * period + fill,    0 <= fill <= period
 
-The group of a stage is the number of its micro-batches in flight. A transfer over a cut counts as a stage of
+The group of a stage is the number of its micro-batches in flight. A transfer over a boundary counts as a stage of
 its own between the two that it connects (section 4.1, last paragraph): a *pseudo-stage*.
 
 Exact, in integers: no periodic schedule of the partition needs less memory at its period. Cost for P stages: O(P)

@@ -1,8 +1,8 @@
 """MadPipe as its paper prints it: a dynamic program on a grid, Algorithm 1 around it, then one schedule.
 
 For comparison only: ``special.py`` answers the same question exactly and sooner. With layers k to l the next
-stage (half-open here, so ``C(k)`` is the cut before it), p normal devices left, ``x (+) y`` the delay of 1F1B*
-and g the micro-batches in flight, both at a target period That::
+stage (half-open here, so ``C(k)`` is for the boundary before it), p normal devices left, ``x (+) y`` the delay of
+1F1B* and g the micro-batches in flight, both at a target period That::
 
     T(l, p, t, m, V) = min over k < l of
         max(U(k, l), C(k), T(k, p - 1, t, m, V'))         a normal device, if M(k, l, g) fits
@@ -18,8 +18,9 @@ gives the same value and costs a fraction of the whole table.
 What differs from the text, and why:
 
 - Algorithm 1, line 7, uses That as it was before line 6. As printed it gives no answer where memory is tight.
-- Its first upper bound adds the transfers over all cuts; the printed sum has the end of the chain in the place of
-  the first cut. V' adds the transfers over the cut before the stage, not those over the cut behind it.
+- Its first upper bound adds the transfers over all boundaries; the printed sum has the end of the chain in the
+  place of the first boundary. V' adds the transfers over the boundary before the stage, not those over the one
+  behind it.
 - g is at least 1: a layer that takes no time has a micro-batch in flight, too.
 - Stash and transient bytes are those of the chain; transient bytes, which the paper has not, count on normal
   devices only, since the estimate for the special one is a lower bound.

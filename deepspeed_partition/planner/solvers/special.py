@@ -11,7 +11,8 @@ Stages are laid from the end of the chain; each label becomes, for every k < l, 
 a normal device, and one where it is on the special device. All costs are monotone in the labels, so dominance
 loses nothing. A label is dropped early where even a relaxed completion has too little load or memory left, for a
 few weights between the two (``completion.py``). Bisection over T is that of ``contiguous.py``. Stages that follow
-one another on a device are one stage, and a normal stage between two special ones loads one link with both cuts.
+one another on a device are one stage, and a normal stage between two special ones loads one link with both
+boundaries.
 
 The memory of the special device depends on the schedule, so it is estimated:
 
