@@ -73,8 +73,11 @@ class PipelineGroups(DeepSpeedStrategy):
         return box[0]
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader without a length ends on all ranks at once."""
+        """A loader without a length ends on all ranks at once; workers of one pipeline draw alike."""
         dataloader = super().process_dataloader(dataloader)
+        # Lightning, which comes next, would seed them by the number of the rank.
+        of_pipeline = self.distributed_sampler_kwargs["rank"]
+        self._lightning("trainer.connectors.data_connector")._auto_add_worker_init_fn(dataloader, of_pipeline)
         if self.world_size == 1 or self._lightning("utilities.data").sized_len(dataloader) is not None:
             return dataloader
         announce = self._lightning("utilities.rank_zero").rank_zero_info

@@ -133,7 +133,7 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     deaf = [name for name, hook in hooks.items() if getattr(hook, "__func__", hook) not in defaults]
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
-    if any(getattr(logger, "_log_graph", False) is True for logger in trainer.loggers):
+    if any(vars(logger).get("_log_graph") for logger in trainer.loggers):
         yield "log_graph=True shows nothing: no rank of a pipeline has the whole graph"
 
 

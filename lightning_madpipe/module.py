@@ -174,7 +174,8 @@ def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
         shown = ", ".join(outside[:3]) + (", ..." if len(outside) > 3 else "")
         flaws.append(
             f"{type(module).__name__} has parameters outside its pipeline layers ({shown}; {len(outside)} in "
-            f"all), and no stage would own them: {HOW_TO_SAY_IT}"
+            f"all), and no stage would own them: {HOW_TO_SAY_IT}; what forward() never runs, such as an unused "
+            "head, has to leave the module (set it to None)"
         )
     if flaws:
         raise ValueError(*flaws)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,13 +17,21 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.collectives import gather_objects, portable
+from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.first_failure import in_words, is_raised_by_all, raised_by_all
 from lightning_madpipe.batch_runs import BatchRun, Piece, SamplesSelectedError
-from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
+from lightning_madpipe.batches import (
+    batch_size_of,
+    fingerprint_of,
+    named_tensors_of,
+    shapes_of,
+    split_batch,
+)
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
 from lightning_madpipe.loss_mode import LossOfBatches
 from lightning_madpipe.metrics import MetricValue
 from lightning_madpipe.parcels import packed, pickled, unpacked
+from lightning_madpipe.random_numbers import RandomNumbers
 from lightning_madpipe.recorded import Call, make
 from lightning_madpipe.signs import UntriedLossError
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
@@ -33,6 +43,8 @@ BATCH_END_HOOKS = {
     "predict_step": "on_predict_batch_end",
 }
 """The hook that is given what the step returned."""
+AGREE_EVERY = 128
+"""Batches, after which ranks compare again what they read."""
 
 
 class Outcome(NamedTuple):
@@ -107,6 +119,10 @@ class BatchRunner:
         self._evaluated: set[str] = set()
         self._read: dict[str, bool] = {}
         self._told: set[str] = set()
+        self._num_read: Counter[str] = Counter()
+        is_cut = pipeline.num_stages > 1
+        self._random_numbers = RandomNumbers(pipeline.mpu().get_pipe_parallel_group() if is_cut else None)
+        self._random_numbers.make_alike()
         self._before: Leftovers | None = None
         self._undo: Callable[[], object] | None = None
         """Undoes what the steps of a batch that is given up have left on the module."""
@@ -140,6 +156,10 @@ class BatchRunner:
             that; the same on each of its ranks. While batches are being collected: the loss of the last one
             before, 0 where there is none.
         """
+        with self._random_numbers.of_layers():
+            return self._train(batch, arguments)
+
+    def _train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         engine, trainer = self._engine, self._trainer
         self._window.append(self._run_of("training_step", batch, arguments))
         if trainer.fit_loop._should_accumulate():
@@ -190,12 +210,13 @@ class BatchRunner:
         Returns:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
-        run = self._run_of(step, batch, arguments)
-        # In inference mode, which Lightning may have entered, the engine would allocate buffers that
-        # training cannot use.
-        with torch.inference_mode(False), torch.no_grad():
-            self._go_forward(run)
-            [result] = self._share([run])
+        with self._random_numbers.of_layers():
+            run = self._run_of(step, batch, arguments)
+            # In inference mode, which Lightning may have entered, the engine would allocate buffers that
+            # training cannot use.
+            with torch.inference_mode(False), torch.no_grad():
+                self._go_forward(run)
+                [result] = self._share([run])
         self._log_again(result)
         if self._read[step]:
             return result.returned
@@ -236,9 +257,8 @@ class BatchRunner:
     # Micro-batches
 
     def _run_of(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> BatchRun:
-        if self.begins or step not in self._read:
+        if self._is_to_agree(step):
             self._agree(step, batch)
-            self.begins = False
         # Primes keep the seeds of ranks, batches and pieces apart.
         data_parallel_rank = self._pipeline.mpu().get_data_parallel_rank()
         seed = self._base_seed + 7919 * next(self._batch_numbers) + data_parallel_rank
@@ -314,20 +334,31 @@ class BatchRunner:
         finally:
             engine.dynamic_shape = before
 
+    def _is_to_agree(self, step: str) -> bool:
+        """At the beginning of an epoch, at its batches 2, 4, ..., 128, and at each 128th."""
+        begins, self.begins = self.begins or step not in self._read, False
+        self._num_read[step] = number = 1 if begins else self._num_read[step] + 1
+        return number & (number - 1) == 0 if number < AGREE_EVERY else number % AGREE_EVERY == 0
+
     def _agree(self, step: str, batch: Any) -> None:
-        """At the beginning of an epoch: who reads what steps return, and whether all read the same batch.
+        """Find out who reads what steps return, and whether all read the same batch.
 
         Random augmentation may make the inputs differ, of which only the first stage's count. Where samples
-        come in another order, every tensor differs.
+        come in another order, every tensor differs. It costs a checksum of the batch and a small collective.
         """
         reads = self._somebody_reads(step)
         if self._pipeline.num_stages > 1:
             mine = fingerprint_of(batch), reads, self._num_batches(step)
             everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
             reads = any(theirs for _, theirs, _ in everyone)
-            self._check_same_batch([tensors for tensors, _, _ in everyone])
+            self._check_same_batch([tensors for tensors, _, _ in everyone], step, batch)
             self._check_same_number([number for _, _, number in everyone])
         self._read[step] = reads
+        if reads and step == "training_step" and self._trainer.accumulate_grad_batches > 1:
+            self._tell(
+                "on_train_batch_end is given the loss and outputs of the last window of accumulate_grad_batches "
+                "that is done, because all batches of a window run at its end"
+            )
 
     def _num_batches(self, step: str) -> Any:
         """Of an epoch, as far as Lightning knows."""
@@ -346,14 +377,32 @@ class BatchRunner:
                 f"({said}): give all ranks the same loader"
             )
 
-    def _check_same_batch(self, everyone: Sequence[Any]) -> None:
+    def _check_same_batch(self, everyone: Sequence[Any], step: str, batch: Any) -> None:
         for rank, tensors in enumerate(everyone[1:], start=1):
             same_shapes = [shape for shape, _ in tensors] == [shape for shape, _ in everyone[0]]
             if not same_shapes or (tensors and not set(tensors) & set(everyone[0])):
                 raise self._refusal(
                     f"ranks 0 and {rank} of a pipeline read different batches: use the Trainer's own "
-                    "distributed sampler (use_distributed_sampler=True), or one that is seeded alike on all ranks"
+                    "distributed sampler (use_distributed_sampler=True), or one that is seeded alike on all "
+                    "ranks, and seed the generators of your own transforms alike, too"
                 )
+        differing = [
+            name
+            for (name, _), theirs in zip(named_tensors_of(batch), zip(*everyone, strict=True), strict=True)
+            if len(set(theirs)) > 1
+        ]
+        if len(differing) > 1:
+            self._tell(
+                f"the ranks of a pipeline read different {', '.join(differing[:4])} in {step}: forward() gets "
+                "those of the first stage, and the rest of the step those of the last. Where these belong "
+                "together, as an image and its mask do, another model is trained: draw them from Python's, "
+                "NumPy's or torch's common generators, or seed your own alike on all ranks"
+            )
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            announce(f"madpipe: {sentence}", logging.WARNING)
 
     def _somebody_reads(self, step: str) -> bool:
         """Whether what ``step`` returns is worth sending: to a hook that is not Lightning's, or to the caller."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import drawing_cases
 import lightning_cases as cases
 import loop_cases
 import numpy
@@ -653,6 +654,9 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
 }  # fmt: skip
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [refused_predictions, unread, counted, unsendable, *loop_cases.ONLY_PIPELINE[2]],
+    2: [
+        refused_predictions, unread, counted, unsendable, drawing_cases.alike, drawing_cases.unlike,
+        *loop_cases.ONLY_PIPELINE[2],
+    ],
     4: [gathers, *loop_cases.ONLY_PIPELINE[4]],
-}
+}  # fmt: skip

@@ -126,6 +126,20 @@ def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     assert errors["works"] == "not refused"
 
 
+def test_ranks_draw_the_same_data_whatever_their_layers_draw(two: Records) -> None:
+    found = two.of("alike")  # the same on every rank
+    assert {name: len(batches) for name, batches in found.items()} == {"workers": 6, "shuffled": 6}
+    assert all(len({str(batch) for batch in batches}) == 6 for batches in found.values())
+
+
+def test_ranks_that_draw_other_data_are_told(two: Records) -> None:
+    found = two.of("unlike")
+    windows, differ = found["told"]
+    assert "on_train_batch_end is given the loss and outputs of the last window" in windows
+    assert "read different batch[0], batch[1] in training_step" in differ
+    assert "ranks 0 and 1 of a pipeline read different batches" in found["refused"]
+
+
 def test_time_is_over_at_the_same_step_everywhere(two: Records) -> None:
     assert two.of("timed")["some"]
 
