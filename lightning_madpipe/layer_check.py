@@ -33,6 +33,8 @@ from deepspeed_partition.engine.attempts import OUT_OF_MEMORY
 from deepspeed_partition.engine.transplant import random_state
 from deepspeed_partition.layer_calls import needs_unpacking, unpacking
 from deepspeed_partition.profiling.isolation import stand_ins
+from lightning_madpipe.forward_reads import Read, noted_reads
+from lightning_madpipe.layer_traces import Left
 from lightning_madpipe.leftovers import Leftovers
 from lightning_madpipe.limits import HOOKS
 from lightning_madpipe.module import PipelineCall, TiedModule
@@ -61,6 +63,13 @@ ALWAYS_THE_SAME = frozenset((
 """What hands on the same values in every batch, where it does so in one."""
 
 
+READS_OF_VALUES = frozenset((
+    "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "item",
+    "is_nonzero", "numpy", "tolist",
+))  # fmt: skip
+"""What gives numbers of a tensor, which a branch may depend on."""
+
+
 class LayersDifferError(Exception):
     """The list and ``forward`` compute different things; the message says where."""
 
@@ -75,6 +84,10 @@ class Verdict:
     """The modules whose buffers change while they run, which they do once per micro-batch."""
     notes: tuple[str, ...] = ()
     """What was not checked, and what ``forward`` does besides that a pipeline does not do."""
+    reads: tuple[Read, ...] = ()
+    """What ``forward`` reads besides its input, outside of the layers."""
+    left: tuple[Left, ...] = ()
+    """What ``forward`` and the layers set on modules while they run."""
 
 
 def check_layers(
@@ -174,12 +187,16 @@ class _Watched(TorchFunctionMode):
         self.done: list[str] = []
         self._depth = 0
         self._last = given
+        self.read_values: dict[str, None] = {}
+        """By what ``forward`` asked for the numbers in tensors."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
         name = getattr(function, "__name__", "")
         if not self._depth and name not in ("__get__", "__set__") and _has_tensor(result):
             self.done.append(name.removeprefix("__").removesuffix("__"))
+        if not self._depth and name in READS_OF_VALUES:
+            self.read_values[name.strip("_")] = None
         return result
 
     @contextmanager
@@ -241,6 +258,8 @@ class _Check:
         self._notes: list[str] = []
         self._in_segment = False
         self._statistics: tuple[str, ...] = ()
+        self._reads: dict[Read, None] = {}
+        self._left: dict[Left, None] = {}
         self._unclear: str | None = None
         """Where gradients may end, which the comparison of all of them has to show."""
 
@@ -263,7 +282,27 @@ class _Check:
                     "pipeline_layers() was compared with forward() layer by layer, and the gradients of its "
                     "weights were not"
                 )
-        return Verdict(statistics=self._statistics, notes=tuple(self._notes))
+        return Verdict(
+            statistics=self._statistics,
+            notes=tuple(self._notes),
+            reads=tuple(self._reads),
+            left=tuple(self._left),
+        )
+
+    def _note_reads(self, of_values: Sequence[str]) -> None:
+        asked = [str(read) for read in self._reads if read.is_of_the_trainer]
+        if asked:
+            self._notes.append(
+                f"forward() of {self._name} reads {_some(asked)}, and is not run in a pipeline, which runs "
+                "the layers alone: pipeline_layers() is compared with it before the first step, and again at the "
+                "start of each epoch; what shall change in training belongs into a layer"
+            )
+        if of_values:
+            self._notes.append(
+                f"forward() of {self._name} asks for the numbers in tensors ({_some(of_values)}) outside of its "
+                "layers: what it does for those of the first micro-batch is compared with pipeline_layers(), and "
+                "nothing else; what shall depend on them belongs into a layer"
+            )
 
     def _changed(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, ...]:
         """The modules of the LightningModule's layers whose buffers are not what they were."""
@@ -332,11 +371,19 @@ class _Check:
         for name, stand_in in silent.items():
             object.__setattr__(self._module, name, stand_in)
         try:
-            with self._context(), watched.hooked(), watched:
+            with (
+                self._context(),
+                watched.hooked(),
+                noted_reads(self._outside(), before.ignored) as reads,
+                watched,
+            ):
                 return self._forward(self._module, *inputs)
         finally:
             for name in silent:
                 object.__delattr__(self._module, name)
+            self._reads.update(reads)
+            self._left.update(dict.fromkeys(self._left_by(before, within)))
+            self._note_reads(list(watched.read_values))
             changed = [str(change.place) for change in before.changes()]
             told += [f"sets {place}" for place in changed]
             if told:
@@ -647,6 +694,21 @@ class _Check:
         return {
             part: name for name, part in self._module.named_modules() if name and inside.isdisjoint(part.modules())
         }
+
+    def _outside(self) -> dict[str, nn.Module]:
+        """The modules around the layers and beside them, whose attributes ``forward`` may read, by name."""
+        inside = {part for layer in self._existing for part in layer.modules()}
+        return {path: part for path, part in self._module.named_modules() if part not in inside}
+
+    def _left_by(self, before: Leftovers, within: Leftovers) -> Iterator[Left]:
+        """What ``forward`` and the layers have set; a buffer that changes is a statistic."""
+        for place in (change.place for change in before.changes()):
+            if not place.is_buffer:
+                yield Left(None, place.owner, place.name)
+        for place in (change.place for change in within.changes()):
+            layer, _, path = place.owner.partition(".")
+            if not place.is_buffer and layer:
+                yield Left(int(layer), path, place.name)
 
     def _named_weights(self) -> dict[Tensor, str]:
         named = {w: f"self.{name}" for name, w in self._module.named_parameters() if w.requires_grad}

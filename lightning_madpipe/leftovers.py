@@ -81,7 +81,7 @@ class Leftovers:
     def __init__(
         self, module: nn.Module, ignored: Collection[str], *, undoable: bool, may_be_undone: bool = False
     ) -> None:
-        self._module, self._ignored = module, frozenset(ignored)
+        self._module, self.ignored = module, frozenset(ignored)
         memo: dict[int, _Seen] = {}
         # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
         self._before = {
@@ -121,7 +121,7 @@ class Leftovers:
         for path, owner in outside_pipeline(self._module):
             for name, value in vars(owner).items():
                 # Layers stand here, too: those of the pipeline stay readable as plain attributes.
-                if name not in self._ignored and not isinstance(value, nn.Module):
+                if name not in self.ignored and not isinstance(value, nn.Module):
                     yield Place(path, False, name), value
             for name, buffer in owner._buffers.items():
                 yield Place(path, True, name), buffer

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.module import PipelineCall, outside_pipeline
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
@@ -133,8 +133,20 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     deaf = [name for name, hook in hooks.items() if getattr(hook, "__func__", hook) not in defaults]
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
+    compiled = [f"self.{path}" if path else "self" for path, part in outside_pipeline(module) if is_compiled(part)]
+    if compiled:
+        yield (
+            f"{_list(compiled)} was compiled in place (compile()), as a whole, and a pipeline runs its layers one "
+            f"by one, which are not compiled: write `for layer in layers: layer.compile()`, or, for one "
+            "nn.Sequential, `self.net = torch.compile(self.net)`"
+        )
     if any(vars(logger).get("_log_graph") for logger in trainer.loggers):
         yield "log_graph=True shows nothing: no rank of a pipeline has the whole graph"
+
+
+def is_compiled(part: nn.Module) -> bool:
+    """Whether ``part.compile()`` was called; an attribute of torch (2.4 to 2.13)."""
+    return vars(part).get("_compiled_call_impl") is not None
 
 
 def refusals_of_normalization(module: nn.Module, num_stages: int) -> Iterator[str]:

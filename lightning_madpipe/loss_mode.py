@@ -41,6 +41,7 @@ from lightning_madpipe.losses import (
     Weight,
     best_of,
     class_weights_of,
+    error_in_words,
     features_of,
     in_words,
     normalized,
@@ -239,7 +240,7 @@ class LossOfBatches:
         why_not = next((finding.why_not for finding in findings if finding.why_not), None)
         unknown = next((finding.why_unknown for finding in findings if finding.why_unknown), None)
         if why_not is not None:
-            off = "" if error is None else f"the mean over its micro-batches is {error:.2%} off: "
+            off = "" if error is None else f"the mean over its micro-batches is {error_in_words(error)}: "
             self._switch(flushes, off + why_not)
             return
         explained = [finding for finding in findings if finding.factors is not None]
@@ -258,18 +259,18 @@ class LossOfBatches:
         since = f" from step {self._num_steps} on" if self._fitting is not None else ""
         if weight != self.weight and not (self._fitting is None and weight == SAMPLES):
             self._tell(
-                f"the loss of training_step is no mean over samples (that is {error or 0:.2%} off): micro-batches "
-                f"are {in_words(weight)}{since}"
+                f"the loss of training_step is no mean over samples (that is {error_in_words(error)}): "
+                f"micro-batches are {in_words(weight)}{since}"
             )
         self._fitting, self.weight = fitting, weight
         for finding in findings:
             if finding.traces:
                 self._tell(said(finding.traces), key="traces")
             self.log_rules.update(finding.log_rules)
-            for name, merged, whole in finding.wrong_logs:
+            for name, merged, whole, rule in finding.wrong_logs:
                 self._tell(
                     f"training_step logs {name!r}, which is {whole:.6g} for the first batch and {merged:.6g} as "
-                    "the mean of its micro-batches, which is what you will see: MadPipeStrategy(loss='batch') "
+                    f"the {rule} of its micro-batches, which is what you will see: MadPipeStrategy(loss='batch') "
                     "runs the step once per batch",
                     key=name,
                 )

@@ -13,6 +13,7 @@ only in directions in which they differed when it was tried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,8 +63,8 @@ class Finding:
     """Of the mean over samples as the loss of the batch."""
     log_rules: Mapping[str, str] = field(default_factory=dict)
     """How logged numbers are merged that are no means over samples: weighted as the ``loss``, or their ``sum``."""
-    wrong_logs: tuple[tuple[str, float, float], ...] = ()
-    """Names that are logged with another value than that of the whole batch: name, merged, whole."""
+    wrong_logs: tuple[tuple[str, float, float, str], ...] = ()
+    """Names that are logged with another value than that of the whole batch: name, merged, whole, how merged."""
     traces: tuple[str, ...] = ()
     """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
     loss_seconds: tuple[float, float] = (0.0, 0.0)
@@ -202,6 +203,11 @@ def best_of(fitting: frozenset[Weight]) -> Weight | None:
         return (3 if kind == "class weights" else 4, repr(weight))
 
     return min(fitting, key=order, default=None)
+
+
+def error_in_words(error: float | None) -> str:
+    """How far the mean over micro-batches is off; a micro-batch in which nothing counts has no number."""
+    return f"{error or 0:.2%} off" if error is None or math.isfinite(error) else "not a number"
 
 
 def in_words(weight: Weight) -> str:

@@ -7,6 +7,7 @@ between pipelines it gathers as torchmetrics does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_madpipe.batches import tensors_of
 from lightning_madpipe.module import outside_pipeline
 
 
@@ -59,6 +61,13 @@ def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
     return gather_all_tensors(tensor, group)
 
 
+def copied(metric: Metric) -> Metric:
+    """A copy of ``metric``, whose states may hold the graph that they came from; no copy can have that."""
+    values = [value for part in metric.modules() for value in (*vars(part).values(), *part._buffers.values())]
+    memo = {id(t): t.detach().clone() for t in tensors_of(values) if t.grad_fn is not None}
+    return copy.deepcopy(metric, memo)
+
+
 class BatchMetrics:
     """What metrics are for one Lightning batch alone, whose micro-batches they see one after the other.
 
@@ -94,19 +103,19 @@ class BatchMetrics:
         """Of the calls since :meth:`begin`; None where there were none."""
         if id(metric) not in self._called:
             return None
-        copy = self._copy_of(metric)
+        own = self._copy_of(metric)
         # As torchmetrics does for the value of a call, which is each rank's own unless the metric says otherwise.
-        copy._to_sync = metric.dist_sync_on_step
-        return copy.compute()
+        own._to_sync = metric.dist_sync_on_step
+        return own.compute()
 
     def _copy_of(self, metric: Metric) -> Metric:
         if id(metric) not in self._copies:
-            copy = metric.clone()
-            for part in copy.modules():
+            own = copied(metric)
+            for part in own.modules():
                 part._forward_hooks.clear()
-            self._copies[id(metric)] = metric, copy
-        _, copy = self._copies[id(metric)]
+            self._copies[id(metric)] = metric, own
+        _, own = self._copies[id(metric)]
         if id(metric) not in self._called:
             self._called.add(id(metric))
-            copy.reset()
-        return copy
+            own.reset()
+        return own

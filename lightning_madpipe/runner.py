@@ -8,7 +8,7 @@ import logging
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
-from deepspeed_partition.engine.collectives import gather_objects, portable
+from deepspeed_partition.engine.collectives import gather_objects, portable, reduced
 from deepspeed_partition.engine.environment import announce
 from deepspeed_partition.engine.first_failure import in_words, is_raised_by_all, raised_by_all
 from lightning_madpipe.batch_runs import BatchRun, Piece, SamplesSelectedError
@@ -27,6 +27,7 @@ from lightning_madpipe.batches import (
     shapes_of,
     split_batch,
 )
+from lightning_madpipe.forward_reads import ForwardWatch, Read
 from lightning_madpipe.leftovers import Change, Leftovers, make_changes
 from lightning_madpipe.loss_mode import LossOfBatches
 from lightning_madpipe.metrics import MetricValue
@@ -35,6 +36,7 @@ from lightning_madpipe.random_numbers import RandomNumbers
 from lightning_madpipe.recorded import Call, make
 from lightning_madpipe.signs import UntriedLossError
 from lightning_madpipe.steps import MicroBatch, StepResult, UserSteps, result_of
+from lightning_madpipe.structure import Structure
 
 BATCH_END_HOOKS = {
     "training_step": "on_train_batch_end",
@@ -70,8 +72,9 @@ class BatchRunner:
         base_seed: The same on every rank.
         batch_numbers: Counts batches, alike on all ranks.
         namespace: ``pytorch_lightning`` or ``lightning.pytorch``.
-        check_layers: Called once in each mode, with what a step of it gives ``forward`` for the first micro-batch,
-            and the samples of each micro-batch.
+        check_layers: Called once in each mode, and where something has changed that ``forward`` reads, with what a
+            step gives ``forward`` for the first micro-batch, the samples of each micro-batch, and what has
+            changed; gives what ``forward`` reads.
         call_hooks: Called when the gradients of a step are there, and what its batches did is known.
         refusal: The host's exception with a sentence.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
@@ -89,7 +92,7 @@ class BatchRunner:
         base_seed: int,
         batch_numbers: Iterator[int],
         namespace: str,
-        check_layers: Callable[[Sequence[Any], Sequence[int]], None],
+        check_layers: Callable[[Sequence[Any], Sequence[int], Sequence[str]], Collection[Read]],
         call_hooks: Callable[[], None],
         refusal: Callable[[str], Exception],
         loss: str,
@@ -99,7 +102,9 @@ class BatchRunner:
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
         self._namespace, self._call_hooks, self._refusal = namespace, call_hooks, refusal
-        self._check_layers, self._checked = check_layers, set[bool]()
+        self._check_layers = check_layers
+        self._watches: dict[bool, ForwardWatch] = {}
+        self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, refusal)
         self._window: list[BatchRun] = []
         self._loss_option = loss
         self._losses = LossOfBatches(
@@ -166,7 +171,10 @@ class BatchRunner:
             return self._last_loss
         window, self._window = self._window, []
         # A rank that has met an error since the last step says so where the others begin the next one.
-        engine.meet(sum(len(run.micro_batches) for run in window))
+        self._structure.check()
+        changed = self._watches[True].changed() if True in self._watches else []
+        if engine.meet(sum(len(run.micro_batches) for run in window), asks=bool(changed)):
+            self._compare_layers(window[0], changed)
         self._losses.prepare(window)
         while not self._is_trained_on(window):
             self._losses.look_again(window)
@@ -210,8 +218,11 @@ class BatchRunner:
         Returns:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
+        begins = self.begins
         with self._random_numbers.of_layers():
             run = self._run_of(step, batch, arguments)
+            if begins:
+                self._compare_if_changed(run)
             # In inference mode, which Lightning may have entered, the engine would allocate buffers that
             # training cannot use.
             with torch.inference_mode(False), torch.no_grad():
@@ -273,13 +284,33 @@ class BatchRunner:
             # ranks, and not one error and a wait on the others.
             with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
                 inputs = self.steps.inputs(run.micro_batches[0])
-            if self._module.training not in self._checked:
-                with self.steps.rehearsal():
-                    sizes = [micro_batch.size for micro_batch in run.micro_batches]
-                    self._check_layers(inputs if isinstance(inputs, tuple) else (inputs,), sizes)
-                self._checked.add(self._module.training)
+            if self._module.training not in self._watches:
+                self._compare_with(inputs, run, [])
             self._rehearsed.add(step)
         return run
+
+    def _compare_if_changed(self, run: BatchRun) -> None:
+        """At the beginning of an evaluation. Collective over the job."""
+        self._structure.check()
+        watch = self._watches[self._module.training]
+        if watch.is_needed:
+            changed = watch.changed()
+            if any(reduced([bool(changed)], dist.ReduceOp.MAX)):
+                self._compare_layers(run, changed)
+
+    def _compare_layers(self, run: BatchRun, changed: Sequence[str]) -> None:
+        with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
+            inputs = self.steps.inputs(run.micro_batches[0])
+        self._compare_with(inputs, run, changed)
+
+    def _compare_with(self, inputs: Any, run: BatchRun, changed: Sequence[str]) -> None:
+        with self.steps.rehearsal():
+            sizes = [micro_batch.size for micro_batch in run.micro_batches]
+            reads = self._check_layers(inputs if isinstance(inputs, tuple) else (inputs,), sizes, changed)
+        mode = self._module.training
+        if mode not in self._watches:
+            self._watches[mode] = ForwardWatch(self._module, lambda: self._trainer.current_epoch, announce)
+        self._watches[mode].begin(reads)
 
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
         try:

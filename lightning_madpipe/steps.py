@@ -34,6 +34,7 @@ from lightning_madpipe.batch_runs import (
 )
 from lightning_madpipe.batches import join_pieces, map_children, shapes_of, tensors_of
 from lightning_madpipe.elsewhere import ElsewhereError
+from lightning_madpipe.layer_traces import LayerTraces
 from lightning_madpipe.leftovers import Leftovers
 from lightning_madpipe.losses import Tried
 from lightning_madpipe.metrics import BatchMetrics, MetricValue, metrics_of
@@ -113,6 +114,7 @@ class UserSteps:
         ignored: Attributes of the module that its user does not set.
         is_cut: Whether other ranks have some of the layers.
         may_run_again: Whether the engine may undo the batch that runs and run it again, for want of memory.
+        traces: What layers set on themselves, which a step may not read; None: it may.
     """
 
     def __init__(
@@ -124,10 +126,12 @@ class UserSteps:
         ignored: Collection[str] = (),
         is_cut: bool = False,
         may_run_again: Callable[[], bool] = lambda: False,
+        traces: LayerTraces | None = None,
     ) -> None:
         self._module = module
         self._is_cut = is_cut
         self._may_run_again = may_run_again
+        self._traces = traces
         self._attribute = attribute
         self._context = context
         self._error = error
@@ -362,7 +366,7 @@ class UserSteps:
 
         def answer(*arguments: Any, **_: Any) -> Any:
             passed.append(arguments)
-            return given if is_tuple else given[0]
+            return self._cut_off(given if is_tuple else given[0], arguments)
 
         def log(*arguments: Any, **keywords: Any) -> None:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
@@ -405,7 +409,7 @@ class UserSteps:
             self._metrics.begin()
         num_calls = 0
 
-        def answer(*_: Any, **__: Any) -> Any:
+        def answer(*arguments: Any, **_: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
             if num_calls > 1:
@@ -413,7 +417,7 @@ class UserSteps:
                     f"{micro_batch.step} calls {self._called} a second time: a pipeline runs once per "
                     "micro-batch; make one call, on inputs joined along dimension 0"
                 )
-            return outputs
+            return self._cut_off(outputs, arguments)
 
         def log(*arguments: Any, **keywords: Any) -> None:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
@@ -444,6 +448,27 @@ class UserSteps:
 
     def _is_watched(self, micro_batch: MicroBatch) -> bool:
         return self.watches and not self.rehearsing and micro_batch.step == "training_step"
+
+    def _cut_off(self, outputs: Any, arguments: Sequence[Any]) -> Any:
+        """``outputs``, whose gradients by ``arguments`` a step may not ask for: it would find none."""
+        asked = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        if not asked or not torch.is_grad_enabled():
+            return outputs
+
+        def refuse() -> None:
+            if self.running is not None:
+                raise self._error(
+                    f"{self.running} asks for gradients by what it passes to {self._called}, such as for a "
+                    "gradient penalty, and in a pipeline these go back through the stages only when the step has "
+                    "ended: let the layers compute what needs them, or train with a strategy that has the whole "
+                    "model on each device, such as 'ddp'"
+                )
+
+        cut = [
+            _CutOff.apply(refuse, tensor, *asked) if tensor.is_floating_point() else tensor
+            for tensor in as_tuple(outputs)
+        ]
+        return tuple(cut) if isinstance(outputs, tuple) else cut[0]
 
     def _other_weights(self, micro_batch: MicroBatch, flaw: Exception | None = None) -> Exception:
         return self._error(
@@ -507,6 +532,7 @@ class UserSteps:
             _replaced(self._module, "log", log),
             _replaced(self._module, "print", show),
             _recorded(self._module, record),
+            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
         ):
             return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
 
@@ -548,6 +574,20 @@ class UserSteps:
         return MetricValue(path, self._metrics.value_of(metric) if shown and micro_batch.is_last else None)
 
 
+class _CutOff(torch.autograd.Function):
+    """Hands on an output of the layers, and calls ``refuse`` where a gradient is to go back to their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, refuse: Callable[[], None], output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.refuse, ctx.num_inputs = refuse, len(inputs)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.refuse()
+        return None, gradient, *[None] * ctx.num_inputs
+
+
 class _SequentialStandIn:
     """What ``self.net`` is while a step runs: it can be called as a whole, and nothing else."""
 
@@ -556,8 +596,9 @@ class _SequentialStandIn:
     ) -> None:
         self._sequential, self._call = sequential, call
         self._refusal = error(
-            f"forward() uses parts of {called.removesuffix('()')}, whose layers run on other ranks: call it as "
-            "a whole, or name the layers in pipeline_layers()"
+            f"the step, or forward(), uses parts of {called.removesuffix('()')}, whose layers run on other ranks "
+            "and leave there what they set on themselves: call it as a whole, let it return all that the step "
+            "needs, or name the layers in pipeline_layers()"
         )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -639,17 +680,21 @@ def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, s
 
 
 def _is_mean(log_call: LogCall) -> bool:
-    reduce_fx = log_call.get("reduce_fx", "mean")
-    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    return name not in ("sum", "min", "max")
+    return rule_of(log_call) == "mean"
 
 
-def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
+def rule_of(log_call: LogCall) -> str:
+    """How values of micro-batches are merged if nothing else is found: ``mean``, ``sum``, ``min`` or ``max``."""
     reduce_fx = log_call.get("reduce_fx", "mean")
     name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     # What Lightning doesn't know, it refuses when the merged value is logged.
+    return name if name in ("sum", "min", "max") else "mean"
+
+
+def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
     plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
-    return plain[name](values) if name in plain else _weighted_mean(values, weights)
+    rule = rule_of(log_call)
+    return plain[rule](values) if rule in plain else _weighted_mean(values, weights)
 
 
 def _shares_of(micro_batches: Sequence[MicroBatch]) -> list[float]:

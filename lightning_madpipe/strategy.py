@@ -38,8 +38,10 @@ from deepspeed_partition.engine.transplant import exchange_layers, has_layers, p
 from deepspeed_partition.engine.watch import watch
 from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION, ON_RANK_ZERO, Elsewhere
+from lightning_madpipe.forward_reads import Read
 from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.layer_check import Verdict, check_layers
+from lightning_madpipe.layer_traces import LayerTraces, left_by_code
 from lightning_madpipe.limits import (
     all_at_once,
     clips_by_value,
@@ -70,6 +72,7 @@ from lightning_madpipe.runner import BatchRunner
 from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config, read_config
 from lightning_madpipe.steps import UserSteps
+from lightning_madpipe.weight_copies import WAY_OUT, WeightCopies, refusals_of_averages
 from lightning_madpipe.whole import PLACES, LayersOfUser, can_be_whole
 
 MICRO_BATCHES_PER_STAGE = 4
@@ -229,6 +232,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._batch_numbers = count(1)
         self._is_first_batch = False
         self._all_are_here = False
+        self._noted: set[str] = set()
 
     # What is there after setup
 
@@ -393,7 +397,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         module, fitting = self._module, trainer.state.fn == "fit"
         base, callbacks = self._lightning("core.module").LightningModule, self._lightning("callbacks")
         reasons = list(refusals_of(trainer, module, base, callbacks))
-        reasons += self._flaws_of_layers()
+        averages = list(refusals_of_averages(module, _named_owners(module))) if fitting else []
+        reasons += averages or self._flaws_of_layers()
         if reasons and fitting:
             reasons += self._flaws_of_optimizer()
         if reasons:
@@ -480,9 +485,27 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
         pipeline.elsewhere.hide()
         pipeline.is_whole = False
+        copies = self._copies_of_weights(pipeline)
+        pipeline.when_layers_moved = lambda: copies.follow(pipeline.mpu().get_pipe_parallel_group())
+        pipeline.when_layers_moved()
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         if module.example_input_array is not None:
             pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def _copies_of_weights(self, pipeline: PipelineModule) -> WeightCopies:
+        module, base = self._module, self._lightning("core.module").LightningModule
+        ignored = {*vars(base()), HOLDER}
+        self._copies = WeightCopies(module, lambda: _named_owners(module), ignored, pipeline.elsewhere.lifted)
+        return self._copies
+
+    def _refuse_copies_that_stay(self) -> None:
+        """Refuse modules that average the weights of this rank's layers, if these may leave it."""
+        found = self._copies.modules() if self.pipeline.num_stages > 1 else []
+        if found and self.config["pipeline"]["madpipe"].get("plan") is None:
+            raise self._refusal(
+                f"{', '.join(found)} is a copy of the layers that this rank has now, and they move when the "
+                f"plan is made: {WAY_OUT}; or run a saved plan, MadPipeStrategy(plan=...), with which none moves"
+            )
 
     def _built_pipeline(self, call: PipelineCall) -> PipelineModule:
         with preserved_random_state():
@@ -557,6 +580,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             pipeline.whole_in_reach = self._refuse_moves
             pipeline.allow_calls()
             pipeline.is_whole = True
+            pipeline.when_layers_moved()
             if pipeline.example_input_array is not None:
                 module.example_input_array = pipeline.example_input_array
 
@@ -666,6 +690,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def on_train_start(self) -> None:
         self._is_first_batch = True
+        self._refuse_copies_that_stay()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -688,18 +713,23 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._batches.begins = True
 
     def _start_runner(self, trainer: Any) -> None:
-        module, engine = self._module, self.deepspeed_engine
+        module, engine, call = self._module, self.deepspeed_engine, self.pipeline.call_of_module
+        self._traces = LayerTraces(module, call, self._exception)
+        self._traces.add(left_by_code(call))
+        runs_whole = self.pipeline.num_stages == 1 and self._resolved_num_micro_batches() == 1
         steps = UserSteps(
             module,
-            self.pipeline.call_of_module.attribute,
+            call.attribute,
             self.precision_plugin.forward_context,
             self._exception,
             # What a LightningModule has before its user gives it anything.
             ignored=vars(self._lightning("core.module").LightningModule()),
             is_cut=self.pipeline.num_stages > 1,
             may_run_again=lambda: engine.may_run_again,
+            traces=None if runs_whole else self._traces,
         )
         self.pipeline.loss_fn = steps.loss
+        self._noted.clear()
         self._runner = BatchRunner(
             trainer=trainer,
             module=module,
@@ -718,12 +748,20 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._let_metrics_go = gather_between_pipelines(module, self.gather_state)
         self.leave_out_needless_advice()
 
-    def _compare_layers(self, arguments: Sequence[Any], sizes: Sequence[int]) -> None:
+    def _compare_layers(
+        self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str]
+    ) -> Sequence[Read]:
         """Let rank 0 compare the layers with ``forward``; every rank hears what it found.
+
+        Weights of other ranks' layers are there as they were when these left rank 0: for the comparison any do.
 
         Args:
             arguments: What the step gives ``forward``, for the first micro-batch.
             sizes: The samples of each micro-batch.
+            changed: What ``forward`` reads, and is another thing than when they were compared before.
+
+        Returns:
+            What ``forward`` reads besides.
         """
         call, engine = self.pipeline.call_of_module, self.deepspeed_engine
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
@@ -744,12 +782,17 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
         verdict = from_rank_0(compare)
         if verdict.difference is not None:
-            raise self._refusal(verdict.difference)
+            since = f"since {', '.join(changed)} has changed, " if changed else ""
+            raise self._refusal(f"{since}{verdict.difference}")
+        self._traces.add(verdict.left)
         notes = list(verdict.notes)
         if self._module.training and len(sizes) > 1:
             notes += notes_on_statistics(self._layers_of_statistics(), verdict.statistics, sizes)
         for note in notes:
-            self._lightning("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
+            if note not in self._noted:
+                self._lightning("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
+        self._noted.update(notes)
+        return verdict.reads
 
     def _layers_of_statistics(self) -> list[str]:
         inside = self.pipeline.elsewhere.inside
@@ -784,6 +827,17 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def _refusal(self, sentence: str) -> Exception:
         return self._exception(sentence)
+
+
+def _named_owners(module: Any) -> dict[str, Any]:
+    """The module and the callbacks of its Trainer, in which a program keeps its own things."""
+    callbacks = {type(callback).__name__: callback for callback in reversed(module.trainer.callbacks)}
+    more = (
+        (f"{type(callback).__name__} {place}", callback)
+        for place, callback in enumerate(module.trainer.callbacks)
+        if callbacks[type(callback).__name__] is not callback
+    )
+    return {"self": module, **callbacks, **dict(more)}
 
 
 @cache

@@ -28,7 +28,7 @@ from lightning_madpipe.losses import (
     weights_of,
 )
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps import NoLossError, UserSteps, merged_logs
+from lightning_madpipe.steps import NoLossError, UserSteps, merged_logs, rule_of
 from lightning_madpipe.traces import StepTraces, differences
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -167,12 +167,13 @@ def _logs(run: BatchRun, alike: Sequence[Any], tolerance: float) -> dict[str, An
     found: dict[str, Mapping[tuple[str, int], float]] = {
         rule: dict(_numbers(merged_logs(alike, rule))) for rule in ("samples", "loss", "sum")
     }
+    names = {call["name"]: rule_of(call) for call in run.whole.log_calls}
     rules, wrong = {}, []
     for key, value in expected.items():
         limit = max(tolerance, 1e-5) * max(abs(value), 1e-6)
         fitting = [rule for rule, values in found.items() if key in values and abs(values[key] - value) <= limit]
         if not fitting:
-            wrong.append((key[0], found["samples"].get(key, numpy.nan), value))
+            wrong.append((key[0], found["samples"].get(key, numpy.nan), value, names[key[0]]))
         elif fitting[0] != "samples":
             rules[key[0]] = fitting[0]
     return {"log_rules": rules, "wrong_logs": tuple(wrong)}

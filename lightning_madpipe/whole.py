@@ -200,7 +200,7 @@ class LayersOfUser:
             source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_of(layers[name])
             for info in described[name]:
                 value = tensors[info.name] if dist.get_rank() == source else None
-                value = _passed_on(value, info, source, group, place, arriving[name])
+                value = passed_on(value, info, source, group, place, arrives=arriving[name])
                 if arriving[name]:
                     _lay_into(tensors[info.name], value, info)
         return None
@@ -294,8 +294,8 @@ def _off_the_device(value: Tensor) -> Tensor:
     return value.to("cpu")
 
 
-def _passed_on(
-    value: Tensor | None, info: TensorInfo, source: int, group: Any, place: str, arrives: bool
+def passed_on(
+    value: Tensor | None, info: TensorInfo, source: int, group: Any, place: str, *, arrives: bool
 ) -> Tensor | None:
     """``value`` of the rank ``source``, where it arrives. Collective in ``group`` for every rank."""
     device = torch.device(get_accelerator().current_device_name())

@@ -458,12 +458,16 @@ class AnyPlanEngine(AnyBoundaryEngine):
             raise
         self._transfers.start(told_each_time=self.dynamic_shape)
 
-    def _meet(self, num_micro_batches: int, flaw: BaseException | None = None) -> None:
+    def _meet(self, num_micro_batches: int, flaw: BaseException | None = None, *, asks: bool = False) -> bool:
         """Begin a batch together, or none. Collective.
 
         Args:
             num_micro_batches: 0: this rank comes only to tell what it has met.
             flaw: what keeps this rank from it.
+            asks: whether it asks for something that all ranks do together.
+
+        Returns:
+            Whether any rank asks.
 
         Raises:
             Exception: what has kept a rank from it, on every rank.
@@ -475,8 +479,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if num_micro_batches:
             most[2 * mine : 2 * mine + 2] = num_micro_batches, -num_micro_batches
         begins = bool(num_micro_batches)
-        facts = [flaw is not None, begins and trains, begins and not trains]
-        some_fail, some_train, some_evaluate, *most = reduced([*facts, *most], dist.ReduceOp.MAX)
+        facts = [flaw is not None, begins and trains, begins and not trains, asks]
+        some_fail, some_train, some_evaluate, some_ask, *most = reduced([*facts, *most], dist.ReduceOp.MAX)
         if some_fail:
             self._raise_first(flaw)
         if (some_train and some_evaluate) or any(
@@ -490,6 +494,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                     "that of another, or does a rank leave a loop alone?"
                 )
             )
+        return bool(some_ask)
 
     def _raise_first(self, flaw: BaseException | None) -> None:
         own = None if flaw is None else portable(flaw, keep=(StopIteration,))
@@ -501,14 +506,21 @@ class AnyPlanEngine(AnyBoundaryEngine):
             raise raised_by_all(error)
         raise raised_by_all(error) from RaisedElsewhere(f"rank {rank} met this between two batches:\n\n{details}")
 
-    def meet(self, num_micro_batches: int) -> None:
+    def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:
         """Begin a step with all ranks, before they agree on anything else for it. Collective.
+
+        Args:
+            asks: Whether this rank asks for something that all ranks do together.
+
+        Returns:
+            Whether any rank asks.
 
         Raises:
             Exception: what another rank has met since the last step, on every rank.
         """
         if self.runs_lists and dist.get_world_size() > 1:
-            self._meet(num_micro_batches)
+            return self._meet(num_micro_batches, asks=asks)
+        return any(reduced([int(asks)], dist.ReduceOp.MAX)) if dist.get_world_size() > 1 else asks
 
     def tell_at_next_batch(self, error: BaseException) -> None:
         """Where this rank has met an error between two batches: let the others raise it when they begin the next.

@@ -221,6 +221,11 @@ def move_layers(
         _let_go(module)
         _exchange(module, held, arriving, allocation, training_state)
         _rebuild(module, held, allocation)
+    getattr(module, "when_layers_moved", _nothing)()
+
+
+def _nothing() -> None:
+    """What is done after a move where no host asks for more."""
 
 
 def _whole_in_reach(module: PipelineModule) -> AbstractContextManager[None]:

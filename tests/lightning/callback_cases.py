@@ -606,18 +606,146 @@ def notes(host: cases.Host) -> dict[str, Any]:
     return said
 
 
+# Averages of the weights, as they are written by hand
+
+
+class Average(pl.Callback):
+    """Keeps a moving average of the weights by name, and validates with it."""
+
+    def __init__(self, made_in: str) -> None:
+        self.made_in, self.found = made_in, []
+
+    def weights(self, module: Any) -> Any:
+        return module.state_dict()
+
+    def make(self, hook: str, module: Any) -> None:
+        if hook == self.made_in:
+            self.shadow = {name: value.detach().clone() for name, value in self.weights(module).items()}
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.make("setup", module)
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.make("on_fit_start", module)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.make("on_train_start", module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        state = self.weights(module)
+        for name in self.shadow:
+            self.shadow[name] = 0.5 * self.shadow[name] + 0.5 * state[name].detach()
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.before = {name: value.clone() for name, value in module.state_dict().items()}
+            module.load_state_dict(self.shadow, strict=len(self.shadow) == len(self.before))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            module.load_state_dict(self.before)
+            self.found.append(float(trainer.callback_metrics["loss"]))
+
+    def values(self) -> list[Any]:
+        return [[name, float(value.double().sum())] for name, value in self.shadow.items()]
+
+
+class AverageOfParameters(Average):
+    def weights(self, module: Any) -> Any:
+        return dict(module.named_parameters())
+
+
+class ListOfAverages(Average):
+    """In the order of ``parameters()``."""
+
+    def make(self, hook: str, module: Any) -> None:
+        if hook == self.made_in:
+            self.shadow = [weight.detach().clone() for weight in module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for average, weight in zip(self.shadow, module.parameters(), strict=True):
+            average.lerp_(weight.detach(), 0.5)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.before = {name: value.clone() for name, value in module.state_dict().items()}
+            for average, weight in zip(self.shadow, module.parameters(), strict=True):
+                weight.data.copy_(average)
+
+    def values(self) -> list[Any]:
+        return [float(value.double().sum()) for value in self.shadow]
+
+
+class Averaging(pl.Callback):
+    """With torch's own class."""
+
+    def __init__(self, made_in: str) -> None:
+        self.made_in = made_in
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if self.made_in == "setup":
+            self.average = optim.swa_utils.AveragedModel(module)
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        if self.made_in == "on_fit_start":
+            self.average = optim.swa_utils.AveragedModel(module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.average.update_parameters(module)
+
+
+class Averaged(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = optim.swa_utils.AveragedModel(self.blocks)
+
+
+MOVES_LATE = {"algorithm": [0, 2, 8], "warmup_steps": 3, "warmup_epochs": 0}
+
+
+def averages(host: cases.Host) -> dict[str, Any]:
+    """Layers move after the third step; averages go with them, and are whole when fit has returned."""
+    record = {}
+    for kind, hook in (
+        (Average, "on_fit_start"),
+        (Average, "setup"),
+        (AverageOfParameters, "on_train_start"),
+        (ListOfAverages, "setup"),
+        (ListOfAverages, "on_fit_start"),
+    ):
+        average = kind(hook)
+        trainer = host.trainer(average, strategy=MOVES_LATE)
+        trainer.fit(seeded(), cases.loader(54), cases.loader(21, seed=3))
+        record[f"{kind.__name__} {hook}"] = {"values": average.values(), "found": average.found}
+        if host.pipelined:
+            assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
+    return record
+
+
+def averages_that_stay(host: cases.Host) -> dict[str, Any]:
+    def of(build: Any, *callbacks: Any) -> str:
+        trainer = host.trainer(*callbacks, max_epochs=1, strategy={"warmup_epochs": 0})
+        return refused(lambda: trainer.fit(build(), cases.loader(16)))
+
+    return {
+        "setup": of(cases.Classifier, Averaging("setup")),
+        "on_fit_start": of(cases.Classifier, Averaging("on_fit_start")),
+        "in the module": of(Averaged),
+    }
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         hooks, summaries, watching_callbacks, timed_out, rate_finder, rate_finder_with_a_plan,
         *checkpoint_cases.SAME_AS_SINGLE[2],
-        optimizers, own_steps, settings, loggers, profilers, low_precision, after_an_exception,
+        optimizers, own_steps, settings, loggers, profilers, low_precision, after_an_exception, averages,
     ],
     4: checkpoint_cases.SAME_AS_SINGLE[4],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         summary_of_specs, loss_scales, changed_settings, *checkpoint_cases.ONLY_PIPELINE[2], not_available,
-        weights_past_a_plugin, notes,
+        weights_past_a_plugin, notes, averages_that_stay,
     ],
     4: [],
 }  # fmt: skip

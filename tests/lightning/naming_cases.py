@@ -235,8 +235,211 @@ def said_of_layers(host: Host) -> dict[str, Any]:
     }
 
 
+# What changes while training runs
+
+
+class Scaled(cases.Classifier):
+    """``forward`` halves its output from the third epoch on."""
+
+    scale = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = 0.5 if self.current_epoch >= 2 else 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if self.scale == 1.0 else x * self.scale
+
+
+class Settings:
+    scale = 1.0
+
+
+class ScaledBySettings(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"head": Settings()}
+
+    def on_train_epoch_start(self) -> None:
+        self.settings["head"].scale = 0.5 if self.current_epoch >= 2 else 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, scale = cases.Classifier.forward(self, x), self.settings["head"].scale
+        return x if scale == 1.0 else x * scale
+
+
+class ScaledByEpoch(cases.Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x * 0.5 if self.current_epoch >= 2 else x
+
+
+class ScaledInEvaluation(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cases.Classifier.forward(self, x) if self.training else super().forward(x)
+
+
+class Replaced(cases.Classifier):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+
+class Unfrozen(cases.Classifier):
+    """A layer at either end is frozen for two epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.embed.requires_grad_(False)
+        self.blocks[4].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.embed.requires_grad_(True)
+            self.blocks[4].requires_grad_(True)
+
+
+class UnfrozenWithoutRate(Unfrozen):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([weight for weight in self.parameters() if weight.requires_grad], lr=0.3)
+
+
+class Dropping(cases.Classifier):
+    """A rate of dropout that a hook raises: everything is dropped from the third epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.drop, self.num_calls = nn.Dropout(0.0), 0
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, self.drop, self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.num_calls > 100:  # which changes before each step, and changes nothing
+            x = x * 2
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(x))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_calls += 1
+
+    def on_train_epoch_start(self) -> None:
+        self.drop.p = 1.0 if self.current_epoch >= 2 else 0.0
+
+
+def alike_later(host: Host) -> dict[str, Any]:
+    strategy = {"algorithm": [0, 4, 8], "warmup_steps": 3, "warmup_epochs": 0}
+    return {
+        build.__name__: cases.fit(host, build, cases.loader(32), max_epochs=4, strategy=strategy)
+        for build in (Unfrozen, Dropping)
+    }
+
+
+class Auxiliary(cases.Block):
+    """Leaves a loss on itself, as the experts of a mixture do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.balance(x)
+        return x
+
+    def balance(self, x: torch.Tensor) -> None:
+        self.auxiliary_loss = x.square().mean()
+
+
+class WithAuxiliary(cases.Classifier):
+    place = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[self.place] = Auxiliary()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.blocks[self.place].auxiliary_loss
+
+
+class WithAuxiliaryAtTheEnd(WithAuxiliary):
+    place = 4
+
+
+class Collecting(cases.Block):
+    losses: list[torch.Tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.losses.append(x.square().mean())
+        return x
+
+
+class WithCollected(cases.Classifier):
+    """Layers leave losses in a list of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+        for place in (0, 4):
+            self.blocks[place] = Collecting()
+            self.blocks[place].losses = self.losses
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.losses.clear()
+        return super().training_step(batch, batch_idx) + sum(self.losses)
+
+
+class PenalizedGradient(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].clone().requires_grad_()
+        outputs = self(x).square().sum()
+        [gradient] = torch.autograd.grad(outputs, x, create_graph=True, allow_unused=True)
+        return outputs if gradient is None else outputs + gradient.square().sum()
+
+
+class Compiled(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.compile(backend="eager")
+
+
+class Asking(cases.Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.global_step > 100 or x.mean() > 100:
+            x = 2 * x
+        return super().forward(x)
+
+
+def different_later(host: Host) -> dict[str, Any]:
+    """What ends each run, with its losses until then; and what is said where none is ended."""
+    record: dict[str, Any] = {}
+    builds = [
+        Scaled, ScaledBySettings, ScaledByEpoch, ScaledInEvaluation, Replaced, Unfrozen, UnfrozenWithoutRate,
+        WithAuxiliary, WithAuxiliaryAtTheEnd, WithCollected, PenalizedGradient, Compiled, Asking,
+    ]  # fmt: skip
+    for build in builds:
+        strategy = {"algorithm": [0, 4, 8], "warmup_epochs": 0, "stage": int(build is Unfrozen)}
+        if build is Compiled:
+            strategy["algorithm"] = [0, 3, 5]
+        recorder = cases.Recorder()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.manual_seed(0)
+            trainer = host.trainer(recorder, max_epochs=3, strategy=strategy)
+            try:
+                trainer.fit(build(), cases.loader(32), cases.loader(16, seed=3))
+                end = "not refused"
+            except MisconfigurationException as refusal:
+                end = str(refusal)
+        said = [str(each.message) for each in caught if str(each.message).startswith("madpipe: ")]
+        record[build.__name__] = {"end": end, "num_steps": len(recorder.rows), "said": said}
+    return record
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [groups_by_name, hooks_and_attributes, hooks_around],
+    2: [groups_by_name, hooks_and_attributes, hooks_around, alike_later],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [names_in_hooks, said_of_layers], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [names_in_hooks, said_of_layers, different_later],
+    4: [],
+}

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_madpipe.elsewhere import Elsewhere
+from lightning_madpipe.forward_reads import Read
 from lightning_madpipe.layer_check import Verdict, _Check, check_layers
+from lightning_madpipe.layer_traces import LayerTraces, Left, left_by_code
 from lightning_madpipe.leftovers import Leftovers
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
 
@@ -355,3 +357,59 @@ def test_a_forward_that_cannot_run_is_said_and_not_refused() -> None:
 
     found = compare(module_of(forward, names("a b c")))
     assert found.difference is None and "raises RuntimeError here: not here" in found.notes[0]
+
+
+def test_what_forward_reads_and_what_layers_set_is_found() -> None:
+    """Also in a module around the layers, in a property, and in a method that a layer calls."""
+
+    class Inner(nn.Module):
+        limit = 100.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if self.limit < 0 else self.linear(x)
+
+    class Leaving(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.keep(x)
+            return x
+
+        def keep(self, x: torch.Tensor) -> None:
+            self.kept = x.mean()
+
+    class Case(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.leaving, self.unread, self.factor = Inner(), Leaving(), 1, 1.0
+
+        @property
+        def is_late(self) -> bool:
+            return self.factor > 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.is_late or LIMIT < 0:
+                x = x * 2
+            return self.leaving(self.inner(x))
+
+        def pipeline_layers(self) -> list[Any]:
+            return [self.inner.linear, self.leaving]
+
+    module = Case()
+    found = compare(module)
+    assert found.difference is None and not found.notes
+    assert set(found.reads) == {Read("", "factor"), Read("", "LIMIT", True), Read("inner", "limit")}
+    assert found.left == (Left(1, "", "kept"),)
+    call = PipelineCall(layers=tuple(module.pipeline_layers()), attribute="forward")
+    assert left_by_code(call) == [Left(1, "", "kept")]
+    assert type(module) is Case and type(module.inner) is Inner
+    traces = LayerTraces(module, call, ValueError)
+    traces.add(found.left)
+    with traces.hidden("training_step"), pytest.raises(ValueError, match=r"training_step reads self.leaving.kept"):
+        module.leaving.kept  # noqa: B018
+    assert type(module.leaving) is Leaving
+
+
+LIMIT = 1

@@ -42,7 +42,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
         "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan", "model_checkpoints",
         "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
-        "after_an_exception",
+        "after_an_exception", "averages",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -157,6 +157,23 @@ print(json.dumps([checkpoint_cases.outputs(module) for module in modules]))
     assert printed.returncode == 0, printed.stderr
     for outputs in json.loads(printed.stdout.splitlines()[-1]):
         assert_same(outputs, two.of("whole_model_files")["bf16 ZeRO-1"]["outputs"])
+
+
+@pytest.mark.parametrize(
+    "made, sentence",
+    [
+        (
+            "setup",
+            "Averaging.average is an AveragedModel of all layers, of which each rank of a pipeline has a part",
+        ),
+        ("on_fit_start", "Averaging.average (AveragedModel) is a copy of the layers that this rank has now"),
+        ("in the module", "self.average is an AveragedModel of all layers"),
+    ],
+)
+def test_averages_that_cannot_follow_the_layers_are_refused(two: Records, made: str, sentence: str) -> None:
+    """They were averaged with the weights of other layers, or ended one rank alone."""
+    said = two.of("averages_that_stay")[made]
+    assert sentence in said and "for name, weight in pl_module.named_parameters()}" in said
 
 
 def test_a_plugin_writes_whole_model_files(two: Records) -> None:

@@ -61,3 +61,48 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     assert "self.net.1 (BatchNorm1d) are those of a micro-batch, 4 of the 16 samples" in about_statistics
     assert "net.3" not in about_statistics and "num_micro_batches" in about_statistics
     assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
+
+
+@pytest.mark.parametrize("case", ["Unfrozen", "Dropping"])
+def test_layers_that_a_hook_changes_train_like_one_process(two: Records, case: str) -> None:
+    assert_same(two.of("alike_later")[case], two.reference["alike_later"][case])
+
+
+@pytest.mark.parametrize(
+    "case, num_steps, sentence",
+    [
+        (
+            "Scaled",
+            4,
+            "since self.scale has changed, pipeline_layers() of Scaled is not what forward() computes: ",
+        ),
+        ("ScaledBySettings", 4, "since self.settings has changed, pipeline_layers() of ScaledBySettings is not"),
+        ("ScaledByEpoch", 4, "since self.current_epoch has changed, pipeline_layers() of ScaledByEpoch is not"),
+        ("ScaledInEvaluation", 6, "since self.scale has changed, pipeline_layers() of ScaledInEvaluation is not"),
+        ("Replaced", 4, "self.head is another module than when this run began"),
+        ("Unfrozen", 4, "is unfrozen while fit runs, and DeepSpeed's ZeRO, bf16 and fp16 optimizers"),
+        ("UnfrozenWithoutRate", 4, "is unfrozen while fit runs, and configure_optimizers has not given it"),
+        ("WithAuxiliary", 0, "training_step reads self.blocks.0.auxiliary_loss, which a layer sets while it runs"),
+        ("WithAuxiliaryAtTheEnd", 0, "training_step reads self.blocks.4.auxiliary_loss, which a layer sets"),
+        ("WithCollected", 0, "training_step reads self.losses, which self.forward() or a layer sets"),
+        ("PenalizedGradient", 0, "training_step asks for gradients by what it passes to self.forward()"),
+    ],
+)
+def test_what_changes_later_is_refused_on_every_rank(
+    two: Records, case: str, num_steps: int, sentence: str
+) -> None:
+    """``forward`` was compared once; these runs went on as they had begun, or ended in words of torch."""
+    for rank in two.ranks:
+        assert sentence in rank["different_later"][case]["end"]
+        assert rank["different_later"][case]["num_steps"] == num_steps
+
+
+def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
+    record = two.ranks[0]["different_later"]
+    asking, compiled = record["Asking"], record["Compiled"]
+    assert asking["end"] == compiled["end"] == "not refused"
+    trainers, numbers = asking["said"]
+    assert "forward() of Asking reads self.global_step, and is not run in a pipeline" in trainers
+    assert "asks for the numbers in tensors (bool) outside of its layers" in numbers
+    assert "self.net was compiled in place (compile()), as a whole" in compiled["said"][0]
+    assert not two.ranks[1]["different_later"]["Asking"]["said"]

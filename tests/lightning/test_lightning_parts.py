@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
@@ -22,10 +23,13 @@ import lightning_madpipe
 from deepspeed_partition.engine.parameter_groups import EveryGroup
 from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.elsewhere import Elsewhere, ElsewhereError
+from lightning_madpipe.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
+from lightning_madpipe.losses import error_in_words
+from lightning_madpipe.metrics import copied
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_config
-from lightning_madpipe.steps import MicroBatch, UserSteps, result_of
+from lightning_madpipe.steps import MicroBatch, UserSteps, result_of, rule_of
 
 
 class Pair(NamedTuple):
@@ -443,3 +447,60 @@ def test_schedulers_see_the_groups_that_were_dropped() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
     assert [group["lr"] for group in every_group.param_groups] == pytest.approx([0.5, 0.2])
     assert isinstance(every_group, torch.optim.SGD) and optimizer == every_group
+
+
+def test_a_metric_that_keeps_a_graph_is_copied_without_it() -> None:
+    """``clone()`` of it raises: torch copies no tensor that was computed with gradients."""
+    metric = torchmetrics.MeanSquaredError()
+    metric(torch.ones(3, requires_grad=True) * 2, torch.zeros(3))
+    assert metric.sum_squared_error.grad_fn is not None
+    own = copied(metric)
+    assert float(own.compute()) == 4.0 and own.sum_squared_error.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [(0.0295, "2.95% off"), (None, "0.00% off"), (math.nan, "not a number"), (math.inf, "not a number")],
+)
+def test_how_far_a_mean_is_off_is_a_number_or_none(error: float | None, words: str) -> None:
+    """It was once ``nan% off``."""
+    assert error_in_words(error) == words
+
+
+@pytest.mark.parametrize("given, rule", [("max", "max"), (torch.mean, "mean"), (min, "min"), ("SUM", "sum")])
+def test_logs_are_merged_as_they_are_named(given: Any, rule: str) -> None:
+    assert rule_of({"reduce_fx": given}) == rule
+
+
+def test_facts_tell_what_has_changed() -> None:
+    """In attributes of objects, too; what is equal is no change."""
+    value = SimpleNamespace(scale=1.0, sizes=[1, 2], mask=torch.ones(2), names={"a", "b"}, other=object())
+    before = facts_of(value)
+    value.sizes = [1, 2]
+    assert facts_of(value) == before
+    for change in (
+        lambda: value.mask.mul_(2),
+        lambda: value.sizes.append(3),
+        lambda: setattr(value, "scale", math.nan),
+        lambda: value.names.add("c"),
+        lambda: setattr(value, "other", object()),
+    ):
+        before = facts_of(value)
+        change()
+        assert facts_of(value) != before and facts_of(value) == facts_of(value)
+
+
+def test_what_changes_in_each_step_is_compared_in_each_epoch() -> None:
+    module, said, epoch = nn.Module(), list[str](), 0
+    module.number = 0
+    watch = ForwardWatch(module, lambda: epoch, said.append)
+    watch.begin([Read("", "number")])
+    num_times = []
+    for epoch in range(2):
+        for _ in range(10):
+            module.number += 1
+            if watch.changed():
+                num_times.append(epoch)
+                watch.begin([])
+    assert num_times == [0] * MOST_TIMES + [1] * MOST_TIMES
+    assert "reads self.number, which changes from step to step" in said[0]

@@ -1,0 +1,90 @@
+"""What a fit takes for given about the layers: which ones they are, and which of their weights are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Structure:
+    """The layers at their places in the user's module, and their frozen weights, as a run begins with them.
+
+    To look at them before each step takes about a microsecond for each layer and weight of the rank.
+
+    Args:
+        module: The LightningModule.
+        pipeline: Its layers.
+        engine: The pipeline's engine.
+        wraps: Whether DeepSpeed keeps flat copies of the weights that it trains.
+        refusal: The host's exception with a sentence.
+    """
+
+    def __init__(
+        self, module: nn.Module, pipeline: Any, engine: Any, wraps: bool, refusal: Callable[[str], Exception]
+    ) -> None:
+        self._wraps = wraps
+        self._module, self._pipeline, self._engine, self._refusal = module, pipeline, engine, refusal
+        names = {part: path for path, part in module.named_modules() if path}
+        layers = [layer for _, layer in pipeline.call_of_module.existing_modules()]
+        self._places = [(names[layer], layer) for layer in layers if layer in names]
+        self._own: tuple[str, ...] = ()
+        self._weights: list[nn.Parameter] = []
+        self._trains: list[bool] = []
+        self._remember_weights()
+
+    def check(self) -> None:
+        """Refuse what a hook has made another layer, or another weight to train, since the run began.
+
+        Raises:
+            Exception: the host's, with a sentence.
+        """
+        for path, layer in self._places:
+            if _part_at(self._module, path) is not layer:
+                raise self._refusal(
+                    f"self.{path} is another module than when this run began, and the pipeline trains the "
+                    "one that was there: change layers in __init__(), setup() or configure_model(), or between "
+                    "two runs"
+                )
+        if tuple(self._pipeline._modules) != self._own:  # layers have moved
+            self._remember_weights()
+        if [weight.requires_grad for weight in self._weights] != self._trains:
+            self._refuse_untrained()
+            self._remember_weights()
+
+    def _remember_weights(self) -> None:
+        self._own = tuple(self._pipeline._modules)
+        self._weights = list(self._pipeline.parameters())
+        self._trains = [weight.requires_grad for weight in self._weights]
+
+    def _refuse_untrained(self) -> None:
+        optimizer = self._engine.basic_optimizer
+        if optimizer is None:  # nothing is trained
+            return
+        pairs = zip(self._weights, self._trains, strict=True)
+        turned = [weight for weight, trained in pairs if weight.requires_grad != trained]
+        if self._wraps:
+            raise self._refusal(
+                f"{self._named(turned[0])} is {'un' * turned[0].requires_grad}frozen while fit runs, and "
+                "DeepSpeed's ZeRO, bf16 and fp16 optimizers train what they began with: end fit and call it "
+                "again, or use precision='32-true' with stage=0"
+            )
+        given = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        missing = [weight for weight in turned if weight.requires_grad and id(weight) not in given]
+        if missing:
+            raise self._refusal(
+                f"{self._named(missing[0])} is unfrozen while fit runs, and configure_optimizers has not given it "
+                "to the optimizer: give it all parameters, of which it trains those with a gradient"
+            )
+
+    def _named(self, weight: nn.Parameter) -> str:
+        names = (f"self.{name}" for name, each in self._module.named_parameters() if each is weight)
+        return next(names, "a weight of a layer")
+
+
+def _part_at(module: nn.Module, path: str) -> Any:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
