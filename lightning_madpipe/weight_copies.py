@@ -178,14 +178,14 @@ class Weight:
 
 
 def _weights_of(module: nn.Module) -> dict[str, Weight]:
-    """The parameters and buffers that can be read, by all of their names, in the order of the module."""
+    """The parameters and buffers that can be read, by all of their names, in the order of ``state_dict()``."""
     listed = {name for name, _ in module.named_parameters()}
-    found = {
-        name: Weight(weight.shape, weight.requires_grad, name in listed)
-        for name, weight in module.named_parameters(remove_duplicate=False)
-    }
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        found[name] = Weight(buffer.shape, False, False)
+    found = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for own, value in (*part._parameters.items(), *part._buffers.items()):
+            if value is not None:
+                name = f"{path}.{own}" if path else own
+                found[name] = Weight(value.shape, value.requires_grad, name in listed)
     return found
 
 

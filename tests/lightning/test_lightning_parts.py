@@ -453,9 +453,11 @@ def test_a_metric_that_keeps_a_graph_is_copied_without_it() -> None:
     """``clone()`` of it raises: torch copies no tensor that was computed with gradients."""
     metric = torchmetrics.MeanSquaredError()
     metric(torch.ones(3, requires_grad=True) * 2, torch.zeros(3))
-    assert metric.sum_squared_error.grad_fn is not None
+    assert metric._forward_cache.grad_fn is not None
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        metric.clone()
     own = copied(metric)
-    assert float(own.compute()) == 4.0 and own.sum_squared_error.grad_fn is None
+    assert float(own.compute()) == 4.0 and own._forward_cache.grad_fn is None
 
 
 @pytest.mark.parametrize(
