@@ -172,7 +172,8 @@ class BatchRunner:
         window, self._window = self._window, []
         # A rank that has met an error since the last step says so where the others begin the next one.
         self._structure.check()
-        changed = self._watches[True].changed() if True in self._watches else []
+        watch = self._watches.get(self._module.training)
+        changed = [] if watch is None else watch.changed()
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=bool(changed)):
             self._compare_layers(window[0], changed)
         self._losses.prepare(window)
@@ -292,8 +293,8 @@ class BatchRunner:
     def _compare_if_changed(self, run: BatchRun) -> None:
         """At the beginning of an evaluation. Collective over the job."""
         self._structure.check()
-        watch = self._watches[self._module.training]
-        if watch.is_needed:
+        watch = self._watches.get(self._module.training)
+        if watch is not None and watch.is_needed:
             changed = watch.changed()
             if any(reduced([bool(changed)], dist.ReduceOp.MAX)):
                 self._compare_layers(run, changed)
