@@ -580,7 +580,7 @@ class _CutOff(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, refuse: Callable[[], None], output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.refuse, ctx.num_inputs = refuse, len(inputs)
-        return output.view_as(output)
+        return output.clone()  # and no view, which the step could not change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
