@@ -16,7 +16,7 @@ from deepspeed_partition.planner.errors import (
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
-from deepspeed_partition.planner.simulate import Replay, replay
+from deepspeed_partition.planner.simulate.replay import Replay, replay
 
 __version__ = "0.1.0"
 

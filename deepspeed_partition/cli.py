@@ -35,19 +35,20 @@ from deepspeed_partition.cli_options import (
     platform_options,
     zero_option,
 )
-from deepspeed_partition.planner import draw, units
+from deepspeed_partition.planner import units
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.comparison import COMPARED, compare
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
-from deepspeed_partition.planner.frontier import frontier
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.replication import plan_replicated
-from deepspeed_partition.planner.simulate import replay
-from deepspeed_partition.planner.solvers.madpipe import MadPipe
-from deepspeed_partition.planner.solvers.replicated import REPLICATED
+from deepspeed_partition.planner.report import draw
+from deepspeed_partition.planner.report.comparison import COMPARED, compare
+from deepspeed_partition.planner.report.frontier import frontier
+from deepspeed_partition.planner.simulate.replay import replay
+from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 

@@ -42,7 +42,7 @@ class Options:
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
     save_timeline: str | None = None
-    """Path where rank 0 saves when each operation of the first steps ran (``planner/timeline.py``). None:
+    """Path where rank 0 saves when each operation of the first steps ran (``planner/report/timeline.py``). None:
     nowhere."""
     checkpoint_checksums: bool = True
     """True: a checkpoint gets a checksum of each file, and these are verified before it is loaded."""

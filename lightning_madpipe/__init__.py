@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from deepspeed_partition.versions import check_versions
-from lightning_madpipe.reading import read_folders
+from lightning_madpipe.checkpoint.reading import read_folders
 
 __all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
 
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
         return TiedModule
     if name == "consolidate":
-        from lightning_madpipe.checkpoints import consolidate
+        from lightning_madpipe.checkpoint.checkpoint_folders import consolidate
 
         return consolidate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_partition.engine.collectives import own_groups, reduced
-from lightning_madpipe.loaders import EvenLoader
-from lightning_madpipe.metrics import gathered
+from deepspeed_partition.engine.runtime.collectives import own_groups, reduced
 from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.steps.loaders import EvenLoader
+from lightning_madpipe.steps.metrics import gathered
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DeepSpeedStrategy
 
-    from lightning_madpipe.runner import BatchRunner
+    from lightning_madpipe.steps.runner import BatchRunner
 else:
     DeepSpeedStrategy = object
 

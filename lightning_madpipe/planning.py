@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from deepspeed_partition.engine.collectives import from_rank_0
-from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.units import counted
 
 

@@ -30,19 +30,22 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
-from deepspeed_partition.engine.collectives import from_rank_0, gather_objects
-from deepspeed_partition.engine.environment import announce
-from deepspeed_partition.engine.first_failure import in_words, is_raised_by_all
-from deepspeed_partition.engine.joining import watch_joining
-from deepspeed_partition.engine.transplant import exchange_layers, has_layers, preserved_random_state
-from deepspeed_partition.engine.watch import watch
+from deepspeed_partition.engine.repartition.layer_moves import exchange_layers, has_layers
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.engine.runtime.joining import watch_joining
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.planner.plan import Plan
-from lightning_madpipe.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION, ON_RANK_ZERO, Elsewhere
-from lightning_madpipe.forward_reads import Read
-from lightning_madpipe.groups import PipelineGroups
-from lightning_madpipe.layer_check import Verdict, check_layers
-from lightning_madpipe.layer_traces import LayerTraces, left_by_code
-from lightning_madpipe.limits import (
+from lightning_madpipe.checkpoint.saving import Checkpointing
+from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies, refusals_of_averages
+from lightning_madpipe.checkpoint.whole_model import PLACES, LayersOfUser, can_be_whole
+from lightning_madpipe.compat.callback_patches import count_pipelines, summarize_whole, whole_module
+from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION, ON_RANK_ZERO, Elsewhere
+from lightning_madpipe.compat.optimizers import configured_optimizer
+from lightning_madpipe.compat.state_dict_names import one_device_names
+from lightning_madpipe.compat.unsupported import (
     all_at_once,
     clips_by_value,
     layers_of_statistics,
@@ -54,8 +57,7 @@ from lightning_madpipe.limits import (
     refusals_of_hooks,
     refusals_of_normalization,
 )
-from lightning_madpipe.loss_mode import LOSSES
-from lightning_madpipe.metrics import gather_between_pipelines
+from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.module import (
     HOLDER,
     PipelineCall,
@@ -64,16 +66,15 @@ from lightning_madpipe.module import (
     pipeline_of,
     refuse_other_calls,
 )
-from lightning_madpipe.names import one_device_names
-from lightning_madpipe.observers import count_pipelines, summarize_whole, whole_module
-from lightning_madpipe.optimizers import configured_optimizer
 from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resuming
-from lightning_madpipe.runner import BatchRunner
-from lightning_madpipe.saving import Checkpointing
 from lightning_madpipe.settings import check_count, checked_config, read_config
-from lightning_madpipe.steps import UserSteps
-from lightning_madpipe.weight_copies import WAY_OUT, WeightCopies, refusals_of_averages
-from lightning_madpipe.whole import PLACES, LayersOfUser, can_be_whole
+from lightning_madpipe.steps.forward_reads import Read
+from lightning_madpipe.steps.layer_check import Verdict, check_layers
+from lightning_madpipe.steps.loss_mode import LOSSES
+from lightning_madpipe.steps.metrics import gather_between_pipelines
+from lightning_madpipe.steps.runner import BatchRunner
+from lightning_madpipe.steps.user_step import UserSteps
+from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
 
 MICRO_BATCHES_PER_STAGE = 4
 """The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed_partition.engine import folders
+from deepspeed_partition.engine.checkpoint import atomic_folders
 from tests.ranks import before_any_fork, run_job
 
 
@@ -51,7 +51,7 @@ def run_deaths(
             whether it is to happen, and the rank.
     """
     before_any_fork()
-    folders._swap = lambda *_: False  # as on disks that cannot swap names, where a kill can come between
+    atomic_folders._swap = lambda *_: False  # as on disks that cannot swap names, where a kill can come between
     expected = out.parent / "expected.json"
     run_job(functools.partial(unbroken, expected), [out.parent / "expected.log"])
     outcomes: dict[str, Any] = {"expected": json.loads(expected.read_text())}

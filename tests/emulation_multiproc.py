@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent / "engine"))

@@ -15,7 +15,7 @@ from torch import nn
 
 from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
 from deepspeed_partition.cli import cli
-from deepspeed_partition.engine.module import check_boundaries, check_same_model
+from deepspeed_partition.engine.pipeline.module import check_boundaries, check_same_model
 from deepspeed_partition.options import Options
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.strategy import PipelineStrategy

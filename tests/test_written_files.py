@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, cli, make_plan
-from deepspeed_partition.planner.comparison import COMPARED
-from deepspeed_partition.planner.files import SCHEMAS
+from deepspeed_partition.planner.io.files import SCHEMAS
+from deepspeed_partition.planner.report.comparison import COMPARED
 from tests.planner.instances import random_instance
 from tests.planner.test_graphs import GRAPH
 
@@ -93,7 +93,7 @@ def test_a_profile_as_json_is_nothing_else(tmp_path, capsys):
 
 
 def test_the_cut_in_a_checkpoint(tmp_path):
-    from deepspeed_partition.engine.checkpoints import FILE_NAME, read_cut, save_cut
+    from deepspeed_partition.engine.checkpoint.saved_cut import FILE_NAME, read_cut, save_cut
 
     chain, platform = random_instance(1)
     plan = make_plan(chain, Platform(num_devices=2, memory_bytes=10**6, bandwidth=platform.bandwidth))

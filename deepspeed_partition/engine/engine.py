@@ -17,15 +17,10 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
-from deepspeed_partition.engine import devices
-from deepspeed_partition.engine.any_plan import program_of
-from deepspeed_partition.engine.before_step import BeforeStep, Buffers
-from deepspeed_partition.engine.checkpoints import SavedCut
-from deepspeed_partition.engine.collectives import from_rank_0
-from deepspeed_partition.engine.environment import announce, check_writable, planning_is_off
-from deepspeed_partition.engine.first_failure import is_raised_by_all
-from deepspeed_partition.engine.lowering import is_flushed
-from deepspeed_partition.engine.module import (
+from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
+from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
+from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
+from deepspeed_partition.engine.pipeline.module import (
     Cut,
     asks_for_plan,
     check_boundaries,
@@ -35,28 +30,33 @@ from deepspeed_partition.engine.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.program import Instruction, Program
+from deepspeed_partition.engine.pipeline.plan_engine import program_of
+from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages, owner
 from deepspeed_partition.engine.repairs import (
     clip_by_global_norm,
     fp16_without_zero,
     link_states_of_all_groups,
     warn_of_clipping,
 )
-from deepspeed_partition.engine.resuming import Found, ResumingEngine
-from deepspeed_partition.engine.stages import allocation_of, hold_built_stages, owner
-from deepspeed_partition.engine.timeline import Recorder
-from deepspeed_partition.engine.transfers import refuse_blocking_waits
-from deepspeed_partition.engine.transplant import check_that_layers_can_move, trainable_parameters
-from deepspeed_partition.engine.watch import watch
+from deepspeed_partition.engine.repartition.layer_moves import check_that_layers_can_move, trainable_parameters
+from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off
+from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
+from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
+from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
+from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import counted, format_bytes, format_seconds
+from deepspeed_partition.schedule.instructions import Instruction, Program
+from deepspeed_partition.schedule.lowering import is_flushed
 
 if TYPE_CHECKING:
-    from deepspeed_partition.engine.warm_up import WarmUp
+    from deepspeed_partition.engine.warmup.warm_up import WarmUp
 
 
 class MadPipeEngine(ResumingEngine):
@@ -180,7 +180,7 @@ class MadPipeEngine(ResumingEngine):
                 logging.WARNING,
             )
             return
-        from deepspeed_partition.engine.warm_up import WarmUp  # with the profiler, like planning
+        from deepspeed_partition.engine.warmup.warm_up import WarmUp  # with the profiler, like planning
 
         self._warm_up = WarmUp(self, is_over, length)
 
@@ -227,7 +227,7 @@ class MadPipeEngine(ResumingEngine):
         ):
             return
         if self.chain is not None:
-            from deepspeed_partition.engine.planning import plan_for_flushes
+            from deepspeed_partition.engine.warmup.run_plan import plan_for_flushes
 
             announce("the plan was made for other orders and is made anew")
             self.recut(plan_for_flushes(self))
@@ -259,7 +259,7 @@ class MadPipeEngine(ResumingEngine):
         if self.runs_lists:
             refuse_blocking_waits(self.device)
             announce("MadPipe's own lists of instructions run here, with transfers beside computation")
-            for flaw in (devices.prepare_cuda(), devices.why_streams_may_wait()):
+            for flaw in (accelerator.prepare_cuda(), accelerator.why_streams_may_wait()):
                 if flaw is not None:
                     announce(flaw, logging.WARNING)
         else:
@@ -414,7 +414,7 @@ class MadPipeEngine(ResumingEngine):
                 "memory than they will keep, and on backwards without recomputation",
                 logging.WARNING,
             )
-        from deepspeed_partition.engine.planning import measure_and_plan  # the profiler, used only here
+        from deepspeed_partition.engine.warmup.run_plan import measure_and_plan  # the profiler, used only here
 
         before, started = self._cut_in_words(), time.perf_counter()
         if self._warm_up is None or not self._warm_up.has_begun:

@@ -9,11 +9,11 @@ from typing import Any
 import deepspeed.pipe
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine import devices
 from deepspeed_partition.engine.engine import MadPipeEngine
-from deepspeed_partition.engine.environment import announce, prepare_cpu
-from deepspeed_partition.engine.module import Cut, partition_layers
-from deepspeed_partition.engine.stages import allocation_of
+from deepspeed_partition.engine.pipeline.module import Cut, partition_layers
+from deepspeed_partition.engine.pipeline.stages import allocation_of
+from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.runtime.environment import announce, prepare_cpu
 
 
 def install() -> None:
@@ -40,7 +40,7 @@ def install() -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        devices.before_communication()
+        accelerator.before_communication()
         stock_init(self, *args, **kwargs)
 
     _partition_layers.by_madpipe = True  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_partition.engine.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce
 
 TO_CLIP_ALIKE = (
     "DeepSpeed {version} clips an fp32 pipeline by the gradient norm of its first stage alone, so training "

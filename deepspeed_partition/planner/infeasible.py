@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.solvers.problem import Problem, Solver, bytes_needed
-from deepspeed_partition.planner.solvers.road import Placement, Road
+from deepspeed_partition.planner.solvers.interface import Problem, Solver, bytes_needed
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 Solve = Callable[[Problem, Solver], object]

@@ -10,7 +10,7 @@ time count then, and so does its micro-batch where its forward and its backward 
 there at an instant counts together: the sum of the stashes, the largest of the transients. A tensor that waits
 from a to a has not waited, and does not count beyond the buffers that are reserved for it.
 
-The replay (``simulate.py``) counts the same bytes from the operations alone and shares nothing with this file.
+The replay (``replay.py``) counts the same bytes from the operations alone and shares nothing with this file.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from deepspeed_partition.planner import files
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
+from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schedule import (
     Order,
@@ -188,7 +188,7 @@ class Plan:
 
     def summary(self) -> str:
         """Return the promises and the table of stages, as text for a log."""
-        from deepspeed_partition.planner.draw import summary  # imports rich, which only drawing needs
+        from deepspeed_partition.planner.report.draw import summary  # imports rich, which only drawing needs
 
         return summary(self)
 

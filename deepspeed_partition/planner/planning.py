@@ -15,20 +15,19 @@ from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
 from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush, out_of_time, piles_up
 from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
-from deepspeed_partition.planner.overlapping import in_order
-from deepspeed_partition.planner.overlapping import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.schedule import Order
-from deepspeed_partition.planner.simulate import Replay, replay
-from deepspeed_partition.planner.solvers import baselines, least_memory, one_f_one_b
+from deepspeed_partition.planner.simulate.replay import Replay, replay
+from deepspeed_partition.planner.simulate.step_simulator import in_order
+from deepspeed_partition.planner.simulate.step_simulator import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous import Contiguous
-from deepspeed_partition.planner.solvers.madpipe import MadPipe
-from deepspeed_partition.planner.solvers.mcap import MemoryBalanced
-from deepspeed_partition.planner.solvers.paper import PaperMadPipe
-from deepspeed_partition.planner.solvers.pipedream import PipeDream
-from deepspeed_partition.planner.solvers.problem import (
+from deepspeed_partition.planner.solvers.contiguous import deepspeed_cuts
+from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
+from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
+from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
+from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
+from deepspeed_partition.planner.solvers.interface import (
     Answer,
     Constraints,
     Cuts,
@@ -37,9 +36,17 @@ from deepspeed_partition.planner.solvers.problem import (
     Step,
     fits,
 )
-from deepspeed_partition.planner.solvers.replicated import REPLICATED
-from deepspeed_partition.planner.solvers.road import Pattern, Placement
-from deepspeed_partition.planner.solvers.steps import fixed_step, memory_of_flush, step_engine
+from deepspeed_partition.planner.solvers.non_contiguous import min_memory_allocation
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement
+from deepspeed_partition.planner.solvers.step.step_search import (
+    fixed_step,
+    memory_of_flush,
+    step_engine,
+    with_best_step,
+)
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
@@ -171,7 +178,7 @@ def make_plan(
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
     try:
-        answer = solver.solve(problem)
+        answer = with_best_step(problem, solver.solve(problem))
     except DeadlinePassed:
         raise out_of_time(solver.name) from None
     if not answer.cuts and not answer.patterns:
@@ -230,7 +237,7 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
     if isinstance(solver, MadPipe | Contiguous):
         special = isinstance(solver, MadPipe) and problem.constraints.any_allocation
-        answer = least_memory.answer_at(problem, period, special=special)
+        answer = min_memory_allocation.answer_at(problem, period, special=special)
     else:
         answer = solver.solve(roomy)
         loads = [one_f_one_b.pseudo_stage_loads(problem.times, cuts) for cuts in answer.cuts]
@@ -291,12 +298,14 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
                 "and `madpipe compare` show what it does"
             )
         if text == "uniform":
-            return baselines.FixedCut(text, baselines.uniform)
+            return deepspeed_cuts.FixedCut(text, deepspeed_cuts.uniform)
         if text == "parameters":
-            return baselines.FixedCut(text, baselines.parameters)
+            return deepspeed_cuts.FixedCut(text, deepspeed_cuts.parameters)
         if text.startswith("type:"):
             pattern = text.removeprefix("type:")
-            return baselines.FixedCut(text, lambda chain, stages: baselines.by_type(chain, stages, pattern))
+            return deepspeed_cuts.FixedCut(
+                text, lambda chain, stages: deepspeed_cuts.by_type(chain, stages, pattern)
+            )
         if text and set(text) <= set("0123456789, -"):
             return solver_of(_boundaries_in(text))
         raise ValueError(f"unknown algorithm {shown(algorithm)}: known are {', '.join(ALGORITHMS)}")
@@ -305,7 +314,7 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
     if isinstance(algorithm, Iterable):
         cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))
-        return baselines.FixedCut(name, lambda chain, stages: check_boundaries(cuts, chain))
+        return deepspeed_cuts.FixedCut(name, lambda chain, stages: check_boundaries(cuts, chain))
     return algorithm
 
 

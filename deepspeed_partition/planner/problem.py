@@ -14,10 +14,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from deepspeed_partition.planner import files
 from deepspeed_partition.planner.errors import ChainFormatError
-from deepspeed_partition.planner.trial import TrialRun
+from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.units import shown
+from deepspeed_partition.planner.warm_up_report import TrialRun
 
 CHAIN_FORMAT = "madpipe-chain/1"
 LONGEST_SECONDS = 1e9
@@ -260,10 +260,10 @@ class Chain:
             ChainFormatError: the file is neither; the message names the file and the field or the line.
         """
         text = files.read_text(path, error=ChainFormatError)
-        from deepspeed_partition.planner import pipedream  # imports this module
+        from deepspeed_partition.planner.graphs import pipedream_profile  # imports this module
 
-        if pipedream.is_graph(text):
-            return pipedream.read_chain(text, name=_stem(path), where=str(path))
+        if pipedream_profile.is_graph(text):
+            return pipedream_profile.read_chain(text, name=_stem(path), where=str(path))
         return cls.from_dict(files.parse_json(text, where=str(path), error=ChainFormatError), where=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -13,8 +13,8 @@ from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan, problem_of, time_limit
 from deepspeed_partition.planner.problem import Chain, Platform
-from deepspeed_partition.planner.solvers.baselines import FixedCut
-from deepspeed_partition.planner.solvers.replicated import (
+from deepspeed_partition.planner.solvers.contiguous.deepspeed_cuts import FixedCut
+from deepspeed_partition.planner.solvers.contiguous.replicated import (
     MOST_REPLICAS,
     REPLICATED,
     Level,

@@ -1,7 +1,7 @@
 """One synchronous step in DeepSpeed's order: fill, steady state, drain; the optimizer is not counted.
 
-In DeepSpeed's ``TrainSchedule``, sends and receives block both ends, and nothing overlaps. In ``overlapping.py``
-transfers run beside computation, as early as their link and buffers allow.
+In DeepSpeed's ``TrainSchedule``, sends and receives block both ends, and nothing overlaps. In
+``step_simulator.py`` transfers run beside computation, as early as their link and buffers allow.
 
 With several pipelines in parallel a stage all-reduces its gradients after its last backward, as DeepSpeed does,
 while the stages before it still drain; the step has ended when the last all-reduce has.

@@ -24,9 +24,9 @@ from torch.autograd.function import BackwardCFunction
 
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
 from deepspeed_partition.profiling.in_place import LayerTimes, gradients_before, made_by, tensors_in
+from deepspeed_partition.profiling.layer_memory import LayerMemory, MemoryReading, keys_of
 from deepspeed_partition.profiling.live_bytes import SwitchedCounter
 from deepspeed_partition.profiling.measure import MeasuredLayer
-from deepspeed_partition.profiling.memory import LayerMemory, MemoryReading, keys_of
 from deepspeed_partition.profiling.sources import layer_sources
 
 COMPILED = "CompiledFunctionBackward"

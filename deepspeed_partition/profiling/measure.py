@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
 from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
-from deepspeed_partition.profiling.memory import MemoryReading, measure_memory
+from deepspeed_partition.profiling.layer_memory import MemoryReading, measure_memory
 from deepspeed_partition.profiling.run import Conditions, LayerRun, gradients_for
 from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, said
 

@@ -23,11 +23,11 @@ from deepspeed.runtime.pipe import p2p
 from torch import Tensor, nn
 
 from deepspeed_partition import Chain, Plan
-from deepspeed_partition.engine.collectives import from_rank_0
-from deepspeed_partition.engine.helper import PATIENCE_SECONDS
-from deepspeed_partition.engine.program import Message
-from deepspeed_partition.engine.stage_graph import Boundary
-from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.engine.runtime.autograd_boundary import Boundary
+from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.transfers import Transfers
+from deepspeed_partition.engine.runtime.worker_thread import PATIENCE_SECONDS
+from deepspeed_partition.schedule.instructions import Message
 
 
 class _Sleep(torch.autograd.Function):

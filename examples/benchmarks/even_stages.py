@@ -14,7 +14,7 @@ from interleaved import engine_for, engine_for_plan, ratios, step_seconds
 from simulated import simulated_step
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
-from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.planner.step import one_f_one_b_order
 
 FORWARD_SECONDS = 0.02

@@ -19,7 +19,7 @@ from torch import nn
 from deepspeed_partition import Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.engine import initialize_with
-from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.engine.runtime.transfers import Transfers
 
 
 class GivenCut(deepspeed.PipelineModule):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deepspeed_partition import Chain, Plan
-from deepspeed_partition.engine.lowering import lower
-from deepspeed_partition.engine.program import Compute
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import StepPlan
-from deepspeed_partition.planner.simulate_step import Timeline, run_step, step_ticks
+from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step, step_ticks
+from deepspeed_partition.schedule.instructions import Compute
+from deepspeed_partition.schedule.lowering import lower
 
 
 @dataclass(frozen=True)

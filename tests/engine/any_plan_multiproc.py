@@ -38,7 +38,8 @@ from running import (
 from torch import nn
 
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import PipelineModule, staging
+from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.runtime import host_staging
 from deepspeed_partition.planner.errors import PlanMismatchError
 
 MAPS = {
@@ -190,9 +191,12 @@ def a_boundary_without_any_gradient(_: Path) -> None:
 
 def messages_through_the_host(folder: Path) -> None:
     """As gloo's messages between GPUs go: DeepSpeed's first ones, those of a step, and layers that move."""
-    copies = Mock(wraps=staging._on_host)
+    copies = Mock(wraps=host_staging._on_host)
     data, saved = batches(3), {"pipeline": {"madpipe": {"save_timeline": str(folder / "timeline.json")}}}
-    with patch.object(staging, "goes_through_host", lambda _: True), patch.object(staging, "_on_host", copies):
+    with (
+        patch.object(host_staging, "goes_through_host", lambda _: True),
+        patch.object(host_staging, "_on_host", copies),
+    ):
         devices, cuts = maps()[-1]
         engine, _, _ = begin(transfers.carrying(), plan_for(devices, cuts), saved)
         assert copies.call_count == 1, "DeepSpeed sends one number"

@@ -12,7 +12,7 @@ from pipelines import WIDTH, train_alone
 from running import adam, batches, cut, planned, raised, recomputes_on_a_cpu, same, start, train
 from torch import Tensor, nn
 
-from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 
 class Opening(nn.Module):

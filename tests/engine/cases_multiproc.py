@@ -40,9 +40,9 @@ from warm_up_cases import heard
 
 import deepspeed_partition
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.platform import num_states, training_bytes
 from deepspeed_partition.engine.repairs import reduction_buffer_bytes
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.warmup.run_platform import num_states, training_bytes
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 

@@ -20,8 +20,8 @@ from running import NUM_MICRO_BATCHES, all_tensors, batches, cut, mine, planned,
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
-from deepspeed_partition.engine.attempts import RaisedElsewhere
-from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.pipeline.batch_attempt import RaisedElsewhere
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 FAULT: list[Any] = []
 """Where the next error comes: ``forward``, ``backward`` or ``loss``, and after how many calls."""

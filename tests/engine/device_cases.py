@@ -18,11 +18,13 @@ from pipelines import mlp, train_alone
 from running import NUM_MICRO_BATCHES, adam, batches, raised, same, start, train
 
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule, collectives, devices, staging, transfers
-from deepspeed_partition.engine.any_plan import AnyPlanEngine
-from deepspeed_partition.engine.collectives import from_rank_0, gather_objects, reduced
-from deepspeed_partition.engine.program import Compute, Instruction, Message, Transfer
-from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
+from deepspeed_partition.engine.runtime import accelerator as devices
+from deepspeed_partition.engine.runtime import collectives, host_staging, transfers
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
+from deepspeed_partition.engine.runtime.transfers import Transfers
+from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Transfer
 
 DEVICES, CUTS = (0, 1, 0, 1), [0, 1, 4, 6, 8]
 
@@ -258,7 +260,7 @@ def others_use_the_default_group(_: Path) -> None:
 def waits_of_the_host_for_nccl(_: Path) -> None:
     """On one rank alone: every rank says so, and nothing hangs."""
     variables = {"TORCH_NCCL_BLOCKING_WAIT": "1"} if dist.get_rank() == 1 else {}
-    with patch.dict(os.environ, variables), patch.object(staging, "goes_through_host", lambda _: False):
+    with patch.dict(os.environ, variables), patch.object(host_staging, "goes_through_host", lambda _: False):
         words = "TORCH_NCCL_BLOCKING_WAIT=1 lets a rank wait", "unset TORCH_NCCL_BLOCKING_WAIT"
         with raised(ValueError, *words):
             Transfers([list(range(dist.get_world_size()))], [0, 1], torch.device("meta"))

@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed_partition.engine.program import Compute, Message, Program, Transfer
+from deepspeed_partition.schedule.instructions import Compute, Message, Program, Transfer
 
 Node = tuple[object, ...]
 Place = tuple[int, int]

@@ -23,8 +23,9 @@ from running import NUM_MICRO_BATCHES, adam, batches, same, start, train
 from torch import nn
 
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import MadPipeEngine, devices
-from deepspeed_partition.engine.platform import device_memory_bytes
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes
 
 NUM_STEPS = 4
 DIGITS = 1e-4
@@ -110,11 +111,11 @@ def memory_that_is_kept_in_steps(_: Path) -> None:
 def waits_of_the_host_for_nccl(_: Path) -> None:
     if dist.get_backend() != "nccl":
         return
-    with patch.dict(os.environ, {devices.BLOCKING_WAIT[0]: "1"}):
+    with patch.dict(os.environ, {accelerator.BLOCKING_WAIT[0]: "1"}):
         try:
             begin(mlp(), ONE_STAGE_EACH)
         except ValueError as flaw:
-            assert f"unset {devices.BLOCKING_WAIT[0]}" in str(flaw)
+            assert f"unset {accelerator.BLOCKING_WAIT[0]}" in str(flaw)
         else:
             raise AssertionError("it was not refused")
 

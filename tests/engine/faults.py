@@ -19,7 +19,7 @@ from running import adam, batches, cut, planned, same, start, train
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, repairs
-from deepspeed_partition.engine.environment import logger
+from deepspeed_partition.engine.runtime.environment import logger
 
 STOCK = {"module_class": deepspeed.PipelineModule, "start_engine": deepspeed.initialize}
 

@@ -19,7 +19,7 @@ from pipelines import micro_batch, mlp
 from running import start
 from torch import nn
 
-from deepspeed_partition.engine import watch
+from deepspeed_partition.engine.runtime import watch
 from tests.ranks import before_any_fork, run_job
 
 CASES = {"stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3}

@@ -75,7 +75,7 @@ def forget_engines() -> None:
     import torch.distributed as dist
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from deepspeed_partition.engine import collectives
+    from deepspeed_partition.engine.runtime import collectives
 
     gc.collect()
     # Not isinstance(), at which some deprecated objects of torch warn; and not those that are forgotten already.

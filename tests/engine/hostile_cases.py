@@ -24,8 +24,9 @@ from saved_layouts import KINDS, LAYOUTS, STEPS, begin, config_of, data_of, loss
 from training_state_multiproc import OPTIMIZERS, warm_up
 from warm_up_cases import heard
 
-from deepspeed_partition.engine import MadPipeEngine, folders
-from deepspeed_partition.engine.collectives import from_rank_0, gather_objects
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.checkpoint import atomic_folders
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
 from deepspeed_partition.planner.errors import PlanFormatError
 
 KIND = "AdamW, ZeRO 1"
@@ -65,7 +66,7 @@ def a_flipped_bit_in_every_file(folder: Path) -> None:
             place = int(file.stat().st_size * part)
             dist.barrier()
             from_rank_0(functools.partial(flip, file, place))
-            words = [name] if name != folders.FILES_NAME else ["madpipe-files.json"]
+            words = [name] if name != atomic_folders.FILES_NAME else ["madpipe-files.json"]
             with raised(PlanFormatError, *words):
                 engine.load_checkpoint(str(where))
             from_rank_0(functools.partial(flip, file, place))
@@ -78,15 +79,15 @@ def a_flipped_bit_in_every_file(folder: Path) -> None:
 def every_file_is_verified_once(folder: Path) -> None:
     """By one rank, also where another number of ranks loads; none where that is not wanted."""
     where = folder / KIND / "four stages"
-    expected = sorted(path.name for path in (where / TAG).iterdir() if path.name != folders.FILES_NAME)
+    expected = sorted(path.name for path in (where / TAG).iterdir() if path.name != atomic_folders.FILES_NAME)
     taken: list[str] = []
-    checksum = folders.checksum
+    checksum = atomic_folders.checksum
 
     def noted(path: Path) -> str:
         taken.append(path.name)
         return checksum(path)
 
-    with patch.object(folders, "checksum", noted):
+    with patch.object(atomic_folders, "checksum", noted):
         begun().load_checkpoint(str(where))
         of_all = gather_objects(list(taken))
         assert sorted(name for names in of_all for name in names) == expected
@@ -107,7 +108,7 @@ def without_checksums(folder: Path) -> None:
     where = folder / "without checksums"
     engine = begun(checkpoint_checksums=False)
     engine.save_checkpoint(str(where))
-    listed = folders.read_list(where / "global_step0")
+    listed = atomic_folders.read_list(where / "global_step0")
     assert listed is not None and listed.checksums is None and listed.sizes
     with heard() as sentences:
         begun().load_checkpoint(str(where))
@@ -140,7 +141,7 @@ def names_that_lead_outside(folder: Path) -> None:
         torch.save({"optimizer_state_dict": Bomb(trace)}, outside)
         (folder / ".elsewhere.discarded").mkdir()
     dist.barrier()
-    state, listed = where / TAG / "madpipe-state.json", where / TAG / folders.FILES_NAME
+    state, listed = where / TAG / "madpipe-state.json", where / TAG / atomic_folders.FILES_NAME
     original = {path: path.read_text() for path in (state, listed)}
     engine = begun()
     for name in ("../../outside.pt", str(outside), "..", "", "layers/../x", "a\0b", 3, None):
@@ -152,7 +153,7 @@ def names_that_lead_outside(folder: Path) -> None:
             engine.load_checkpoint(str(where))
     from_rank_0(functools.partial(state.write_text, original[state]))
     for name in ("../../outside.pt", str(outside), "../.."):
-        files = {"format": folders.FILES_FORMAT, "bytes": {name: 1}}
+        files = {"format": atomic_folders.FILES_FORMAT, "bytes": {name: 1}}
         from_rank_0(functools.partial(listed.write_text, json.dumps(files)))
         with raised(PlanFormatError, "not the name of a file in this folder"):
             engine.load_checkpoint(str(where))
@@ -197,7 +198,7 @@ def pickles_in_the_place_of_tensors(folder: Path) -> None:
     for name in ("layer_03-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         where = copied(folder, f"bomb in {name}")
         if dist.get_rank() == 0:
-            (where / TAG / folders.FILES_NAME).unlink()
+            (where / TAG / atomic_folders.FILES_NAME).unlink()
             torch.save({"x": Bomb(trace)}, where / TAG / name)
         dist.barrier()
         engine = begun()
@@ -208,7 +209,7 @@ def pickles_in_the_place_of_tensors(folder: Path) -> None:
     tied = folder / "bomb in a tie"
     from_rank_0(functools.partial(shutil.copytree, folder / "tied, ZeRO 1" / "two stages", tied))
     if dist.get_rank() == 0:
-        (tied / TAG / folders.FILES_NAME).unlink()
+        (tied / TAG / atomic_folders.FILES_NAME).unlink()
         for path in (tied / TAG).glob("madpipe-tied-*"):
             torch.save({"x": Bomb(trace)}, path)
     dist.barrier()
@@ -345,7 +346,7 @@ def another_process_writes_it(folder: Path) -> None:
     if dist.get_rank() == 0:
         child = os.fork()
         if child == 0:
-            folders.make_room(where / "same")
+            atomic_folders.make_room(where / "same")
             os.write(writing, b"x")
             signal.pause()
         os.read(reading, 1)

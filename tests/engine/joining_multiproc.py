@@ -12,7 +12,7 @@ import time
 import deepspeed
 import torch.distributed as dist
 
-from deepspeed_partition.engine import joining, watch
+from deepspeed_partition.engine.runtime import joining, watch
 
 what, rank = sys.argv[1], int(os.environ["RANK"])
 joining.PATIENCE_SECONDS, watch.GRACE_SECONDS = 3.0, 3.0

@@ -17,7 +17,9 @@ from pipelines import mlp, train_alone
 from running import batches, planned, start, train
 from training_state_multiproc import OPTIMIZERS, warm_up
 
-from deepspeed_partition.engine import folders, planning, resuming, training_state, transplant
+from deepspeed_partition.engine.checkpoint import atomic_folders, checkpoint_engine
+from deepspeed_partition.engine.repartition import layer_moves, optimizer_state
+from deepspeed_partition.engine.warmup import run_plan
 from tests.deaths import kill, kill_before, run_deaths
 
 NUM_STEPS = 6
@@ -47,22 +49,24 @@ class Death(NamedTuple):
 
 DEATHS = {
     "in_a_step_of_the_warm_up": Death(1, None, 2, step=MOVES_AT - 1, num_processes=2, warms_up=True),
-    "while_rank_1_measures": Death(1, (planning, "_report", 1), 2, warms_up=True),
-    "while_rank_0_plans": Death(0, (planning, "make_plan", 1), 2, num_processes=2, warms_up=True),
-    "while_rank_1_waits_for_the_plan": Death(1, (planning, "from_rank_0", 1), 2, num_processes=2, warms_up=True),
-    "while_weights_move": Death(1, (transplant, "send_bytes", 2), 2, warms_up=True),
-    "while_states_move": Death(0, (training_state, "receive_bytes", 4), 2),
+    "while_rank_1_measures": Death(1, (run_plan, "_report", 1), 2, warms_up=True),
+    "while_rank_0_plans": Death(0, (run_plan, "make_plan", 1), 2, num_processes=2, warms_up=True),
+    "while_rank_1_waits_for_the_plan": Death(1, (run_plan, "from_rank_0", 1), 2, num_processes=2, warms_up=True),
+    "while_weights_move": Death(1, (layer_moves, "send_bytes", 2), 2, warms_up=True),
+    "while_states_move": Death(0, (optimizer_state, "receive_bytes", 4), 2),
     "after_the_move": Death(0, None, 2, num_processes=2, warms_up=True),
     "after_a_checkpoint_of_the_plan": Death(1, None, 4, step=5, num_processes=2, warms_up=True),
     "while_saving": Death(1, (torch, "save", "*/layer_07-model_states.pt"), 2),
-    "before_a_complete_folder_has_its_name": Death(0, (folders.os, "replace", "*/.global_step4.unfinished"), 2),
+    "before_a_complete_folder_has_its_name": Death(
+        0, (atomic_folders.os, "replace", "*/.global_step4.unfinished"), 2
+    ),
     "before_it_has_the_name_of_another": Death(
-        0, (folders.os, "replace", "*/.same.unfinished"), 4, tag="same", warms_up=True
+        0, (atomic_folders.os, "replace", "*/.same.unfinished"), 4, tag="same", warms_up=True
     ),
     "while_the_old_one_is_removed": Death(
-        0, (folders.shutil, "rmtree", "*/.same.removed"), 4, tag="same", num_processes=2
+        0, (atomic_folders.shutil, "rmtree", "*/.same.removed"), 4, tag="same", num_processes=2
     ),
-    "before_the_latest_is_named": Death(0, (resuming.files, "write_text", "*/latest"), 2),
+    "before_the_latest_is_named": Death(0, (checkpoint_engine.files, "write_text", "*/latest"), 2),
 }
 
 

@@ -25,8 +25,9 @@ from torch import nn
 from training_state_multiproc import OPTIMIZERS, Traced, warm_up
 from warm_up_cases import heard
 
-from deepspeed_partition.engine import MadPipeEngine, folders
-from deepspeed_partition.engine.collectives import from_rank_0
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.checkpoint import atomic_folders
+from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 
 
@@ -154,7 +155,7 @@ def what_cannot_be_loaded(folder: Path) -> None:
     file.unlink()
     with raised(PlanFormatError, file.name, "is missing", "take another checkpoint"):
         engine.load_checkpoint(str(damaged))
-    (file.parent / folders.FILES_NAME).unlink()  # as earlier versions wrote it
+    (file.parent / atomic_folders.FILES_NAME).unlink()  # as earlier versions wrote it
     with raised(PlanFormatError, file.name, "take another checkpoint"):
         engine.load_checkpoint(str(damaged))
     (file.parent / "madpipe-state.json").unlink()
@@ -218,7 +219,7 @@ def a_checkpoint_that_does_not_say_where_states_lie(folder: Path) -> None:
     """As earlier versions wrote it: it loads where it was written."""
     kind, old = KINDS["AdamW, ZeRO 1"], folder / "old"
     from_rank_0(functools.partial(shutil.copytree, folder / "AdamW, ZeRO 1" / "two stages", old))
-    for name in ("madpipe-state.json", folders.FILES_NAME):
+    for name in ("madpipe-state.json", atomic_folders.FILES_NAME):
         from_rank_0((old / f"global_step{STEPS}" / name).unlink)
     other, _ = begin(kind, LAYOUTS["two others"])
     with raised(PlanMismatchError, "the cut [0, 2, 8] and this run [0, 6, 8]", "start it with the cut [0, 2, 8]"):

@@ -24,10 +24,10 @@ from torch import nn
 from deepspeed_partition import Chain, Plan, Platform, replay
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.engine import initialize_with
-from deepspeed_partition.engine.program import Compute
-from deepspeed_partition.engine.transfers import Shapes
-from deepspeed_partition.planner.simulate_step import Timeline, run_step
+from deepspeed_partition.engine.runtime.transfers import Shapes
+from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step
 from deepspeed_partition.profiling import LiveBytes, profile_chain
+from deepspeed_partition.schedule.instructions import Compute
 
 NUM_MICRO_BATCHES = 6
 ROWS, INPUTS = 256, 128

@@ -14,7 +14,7 @@ from pipelines import Counted, loss_fn, micro_batch
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
-from deepspeed_partition.engine.collectives import gather_objects
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 NUM_MICRO_BATCHES = 4
 NUM_STEPS = 4

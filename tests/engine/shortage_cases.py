@@ -25,7 +25,7 @@ from running import (
 from torch import nn
 from warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
 
-from deepspeed_partition.engine import warm_up
+from deepspeed_partition.engine.warmup import warm_up
 
 FAILURES: list[str] = []
 """What the next tries of a step fail at, on the rank that has the layer."""

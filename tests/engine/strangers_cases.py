@@ -34,9 +34,10 @@ from running import (
 from torch import nn
 from warm_up_cases import heard
 
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule, environment
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
 from deepspeed_partition.engine.engine import initialize_with
-from deepspeed_partition.engine.replaced import AT_THE_END
+from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
+from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.planner.errors import PlanMismatchError
 
 WARM_UP, AFTER = 3, 2

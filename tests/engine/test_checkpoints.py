@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from loading_cases import CASES
 from saved_layouts import KINDS, LAYOUTS
 
-from deepspeed_partition.engine import folders
+from deepspeed_partition.engine.checkpoint import atomic_folders
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def test_every_pair_of_layouts_was_tried(outcomes, kind):
 
 
 def written(path, text):
-    folders.make_room(path)
-    (folders.unfinished(path) / "file").write_text(text)
+    atomic_folders.make_room(path)
+    (atomic_folders.unfinished(path) / "file").write_text(text)
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path):
@@ -49,7 +49,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
     for text in ("first", "second"):
         written(path, text)
         assert text == "first" or (path / "file").read_text() == "first"
-        folders.publish(path)
+        atomic_folders.publish(path)
         assert (path / "file").read_text() == text
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
@@ -59,13 +59,13 @@ def swaps(request, tmp_path, monkeypatch):
     """Whether a folder swaps names with the one whose place it takes; not every system and disk can."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-    can = folders._swap(tmp_path / "one", tmp_path / "other")
+    can = atomic_folders._swap(tmp_path / "one", tmp_path / "other")
     for name in ("one", "other"):
         (tmp_path / name).rmdir()
     if request.param == "names are swapped" and not can:
         pytest.skip("they cannot be, on this disk")
     if request.param != "names are swapped":
-        monkeypatch.setattr(folders, "_swap", lambda *_: False)
+        monkeypatch.setattr(atomic_folders, "_swap", lambda *_: False)
     return request.param == "names are swapped"
 
 
@@ -74,7 +74,7 @@ def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, swaps, num
     """Whichever operation on the disk is the last one, a complete folder is found; and the next save works."""
     path = tmp_path / "step"
     written(path, "first")
-    folders.publish(path)
+    atomic_folders.publish(path)
     written(path, "second")
     left = num_operations
 
@@ -89,16 +89,16 @@ def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, swaps, num
         return run
 
     with monkeypatch.context() as patched:
-        patched.setattr(folders, "_swap", killing(folders._swap) if swaps else folders._swap)
-        patched.setattr(folders.os, "replace", killing(folders.os.replace))
-        patched.setattr(folders.shutil, "rmtree", killing(folders.shutil.rmtree))
+        patched.setattr(atomic_folders, "_swap", killing(atomic_folders._swap) if swaps else atomic_folders._swap)
+        patched.setattr(atomic_folders.os, "replace", killing(atomic_folders.os.replace))
+        patched.setattr(atomic_folders.shutil, "rmtree", killing(atomic_folders.shutil.rmtree))
         with contextlib.suppress(KeyboardInterrupt):
-            folders.publish(path)
+            atomic_folders.publish(path)
     assert path.exists() or not swaps, "the name was always somebody's"
-    folders.restore(path)
+    atomic_folders.restore(path)
     assert (path / "file").read_text() == ("first" if num_operations == 0 else "second")
     written(path, "third")
-    folders.publish(path)
+    atomic_folders.publish(path)
     assert (path / "file").read_text() == "third"
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
@@ -106,23 +106,23 @@ def test_a_kill_while_a_folder_takes_its_place(tmp_path, monkeypatch, swaps, num
 @pytest.mark.parametrize("num_operations", range(4))
 def test_a_reader_comes_while_a_folder_takes_its_place(tmp_path, monkeypatch, num_operations):
     """It finds a complete folder, whatever the writer has done so far, and the writer notices nothing."""
-    monkeypatch.setattr(folders, "_swap", lambda *_: False)
+    monkeypatch.setattr(atomic_folders, "_swap", lambda *_: False)
     path, found = tmp_path / "step", []
     written(path, "first")
-    folders.publish(path)
+    atomic_folders.publish(path)
     written(path, "second")
-    replace, left = folders.os.replace, num_operations
+    replace, left = atomic_folders.os.replace, num_operations
 
     def after_a_reader(*arguments):
         nonlocal left
         left -= 1
         if left == -1:
-            folders.restore(path)
+            atomic_folders.restore(path)
             found.append((path / "file").read_text())
         replace(*arguments)
 
-    monkeypatch.setattr(folders.os, "replace", after_a_reader)
-    folders.publish(path)
+    monkeypatch.setattr(atomic_folders.os, "replace", after_a_reader)
+    atomic_folders.publish(path)
     assert (path / "file").read_text() == "second"
     assert found == (["first"], ["second"], ["second"], [])[num_operations]
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
@@ -133,20 +133,20 @@ def test_a_writer_comes_while_a_reader_restores(tmp_path, monkeypatch, writes_ag
     """What the reader was about to rename has its name already, or is no longer there."""
     path = tmp_path / "step"
     written(path, "first")
-    folders.publish(path)
+    atomic_folders.publish(path)
     written(path, "second")
-    replace = folders.os.replace
-    replace(path, folders._discarded(path))
+    replace = atomic_folders.os.replace
+    replace(path, atomic_folders._discarded(path))
 
     def after_the_writer(*arguments):
         monkeypatch.undo()
-        replace(folders.unfinished(path), path)
+        replace(atomic_folders.unfinished(path), path)
         if writes_again:
-            folders.remove(folders._discarded(path))
+            atomic_folders.remove(atomic_folders._discarded(path))
         replace(*arguments)
 
-    monkeypatch.setattr(folders.os, "replace", after_the_writer)
-    folders.restore(path)
+    monkeypatch.setattr(atomic_folders.os, "replace", after_the_writer)
+    atomic_folders.restore(path)
     assert (path / "file").read_text() == "second"
 
 
@@ -154,8 +154,8 @@ def test_a_folder_that_was_half_removed_does_not_come_back(tmp_path, monkeypatch
     """A kill while the old one went, and the new one was deleted since, as old checkpoints are."""
     path = tmp_path / "step"
     written(path, "first")
-    (folders.unfinished(path) / "other").touch()
-    folders.publish(path)
+    (atomic_folders.unfinished(path) / "other").touch()
+    atomic_folders.publish(path)
     written(path, "second")
 
     def killed(folder):
@@ -163,12 +163,12 @@ def test_a_folder_that_was_half_removed_does_not_come_back(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(folders.shutil, "rmtree", killed)
+        patched.setattr(atomic_folders.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            folders.publish(path)
-    folders.remove(path)
-    folders.restore(path)
+            atomic_folders.publish(path)
+    atomic_folders.remove(path)
+    atomic_folders.restore(path)
     assert not path.exists()
     written(path, "third")
-    folders.publish(path)
+    atomic_folders.publish(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]

@@ -17,9 +17,8 @@ import deepspeed.pipe  # noqa: E402
 import plans  # noqa: E402
 
 from deepspeed_partition import Chain, LayerProfile, Platform, engine, make_plan  # noqa: E402
-from deepspeed_partition.engine import checkpoints, environment, parameter_groups  # noqa: E402
-from deepspeed_partition.engine.collectives import portable  # noqa: E402
-from deepspeed_partition.engine.module import (  # noqa: E402
+from deepspeed_partition.engine.checkpoint import saved_cut  # noqa: E402
+from deepspeed_partition.engine.pipeline.module import (  # noqa: E402
     KEPT_TO_TRAIN,
     asks_for_plan,
     check_boundaries,
@@ -28,7 +27,10 @@ from deepspeed_partition.engine.module import (  # noqa: E402
     check_plan,
     trial_boundaries,
 )
-from deepspeed_partition.engine.planning import on_ranks_with_data  # noqa: E402
+from deepspeed_partition.engine.repartition import parameter_groups  # noqa: E402
+from deepspeed_partition.engine.runtime import environment  # noqa: E402
+from deepspeed_partition.engine.runtime.collectives import portable  # noqa: E402
+from deepspeed_partition.engine.warmup.run_plan import on_ranks_with_data  # noqa: E402
 from deepspeed_partition.planner.allocation import Allocation  # noqa: E402
 from deepspeed_partition.planner.errors import (  # noqa: E402
     InfeasibleError,
@@ -247,7 +249,7 @@ def test_the_log_goes_where_logging_is_configured(caplog):
 
 
 def test_the_log_is_seen_without_configuration():
-    program = "from deepspeed_partition.engine.environment import announce; announce('cut at [0, 3, 8]')"
+    program = "from deepspeed_partition.engine.runtime.environment import announce; announce('cut at [0, 3, 8]')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stderr.count("[madpipe] cut at [0, 3, 8]") == 1
 
@@ -264,25 +266,25 @@ def test_errors_that_travel():
 
 
 def test_cuts_of_checkpoints(tmp_path):
-    assert checkpoints.read_cut(tmp_path) is None
-    checkpoints.save_cut(tmp_path / "new", [0, 3, 8], None)
-    assert checkpoints.read_cut(tmp_path / "new") == checkpoints.SavedCut([0, 3, 8], None)
+    assert saved_cut.read_cut(tmp_path) is None
+    saved_cut.save_cut(tmp_path / "new", [0, 3, 8], None)
+    assert saved_cut.read_cut(tmp_path / "new") == saved_cut.SavedCut([0, 3, 8], None)
     plan = plan_for(8, 2)
-    checkpoints.save_cut(tmp_path, plan.boundaries, plan)
-    assert checkpoints.read_cut(tmp_path) == checkpoints.SavedCut(plan.boundaries, plan)
+    saved_cut.save_cut(tmp_path, plan.boundaries, plan)
+    assert saved_cut.read_cut(tmp_path) == saved_cut.SavedCut(plan.boundaries, plan)
     looped = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 2, 4, 8], [0, 1, 0])
-    checkpoints.save_cut(tmp_path, looped.boundaries, looped)
-    found = checkpoints.read_cut(tmp_path)
+    saved_cut.save_cut(tmp_path, looped.boundaries, looped)
+    found = saved_cut.read_cut(tmp_path)
     assert found.plan == looped and found.num_ranks == 2
     assert [stage.device for stage in found.allocation.stages] == [0, 1, 0]
     for damaged in ("", "[]", '{"format": "madpipe-boundaries/2", "boundaries": [0, 1]}'):
-        (tmp_path / checkpoints.FILE_NAME).write_text(damaged)
-        with pytest.raises(PlanFormatError, match=checkpoints.FILE_NAME):
-            checkpoints.read_cut(tmp_path)
-    assert checkpoints.folder_to_load(str(tmp_path), None, universal=False) is None
+        (tmp_path / saved_cut.FILE_NAME).write_text(damaged)
+        with pytest.raises(PlanFormatError, match=saved_cut.FILE_NAME):
+            saved_cut.read_cut(tmp_path)
+    assert saved_cut.folder_to_load(str(tmp_path), None, universal=False) is None
     (tmp_path / "latest").write_text("step7\n")
-    assert checkpoints.folder_to_load(str(tmp_path), None, universal=False) == tmp_path / "step7"
-    assert checkpoints.folder_to_load(str(tmp_path), "x", universal=False) == tmp_path / "x"
+    assert saved_cut.folder_to_load(str(tmp_path), None, universal=False) == tmp_path / "step7"
+    assert saved_cut.folder_to_load(str(tmp_path), "x", universal=False) == tmp_path / "x"
 
 
 def test_groups_are_told_apart_where_ranks_have_different_numbers():

@@ -16,13 +16,13 @@ from deepspeed_partition.planner.step import one_f_one_b_order
 
 pytest.importorskip("torch")
 
-from deepspeed_partition.engine import lowering
-from deepspeed_partition.engine.dry_run import dry_run
-from deepspeed_partition.engine.lists import lists_of
-from deepspeed_partition.engine.lowering import lower, lower_evaluation, with_transfers
-from deepspeed_partition.engine.postponing import postponed
-from deepspeed_partition.engine.program import Compute, Instruction, Program, Transfer
-from deepspeed_partition.engine.timetable import of_orders
+from deepspeed_partition.schedule import lowering
+from deepspeed_partition.schedule.dry_run import dry_run
+from deepspeed_partition.schedule.emit import lists_of
+from deepspeed_partition.schedule.instructions import Compute, Instruction, Program, Transfer
+from deepspeed_partition.schedule.lowering import lower, lower_evaluation, with_transfers
+from deepspeed_partition.schedule.postponing import postponed
+from deepspeed_partition.schedule.timetable import of_orders
 
 NUM_RANDOM_PLANS = 150
 LONGEST = 400

@@ -12,7 +12,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from deepspeed_partition.engine import devices, instants, platform
+from deepspeed_partition.engine.runtime import accelerator as devices
+from deepspeed_partition.engine.runtime import tracing
+from deepspeed_partition.engine.warmup import run_platform
 
 GIB = 2**30
 
@@ -175,13 +177,13 @@ def test_ranks_that_share_a_device_divide_it(accelerator, monkeypatch):
     first = devices.name_of_device()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-2"))
     assert first != devices.name_of_device()
-    monkeypatch.setattr(platform, "get_accelerator", devices.get_accelerator)
-    monkeypatch.setattr(platform, "gather_objects", lambda mine: [mine, first, mine])
-    monkeypatch.setattr(platform, "kept_tensors", lambda _: [torch.zeros(8), torch.zeros(8, device="meta")])
+    monkeypatch.setattr(run_platform, "get_accelerator", devices.get_accelerator)
+    monkeypatch.setattr(run_platform, "gather_objects", lambda mine: [mine, first, mine])
+    monkeypatch.setattr(run_platform, "kept_tensors", lambda _: [torch.zeros(8), torch.zeros(8, device="meta")])
     counted = Mock(return_value=(GIB, GIB))
     monkeypatch.setattr(devices, "usable_bytes", counted)
     engine = SimpleNamespace(options=SimpleNamespace(memory=None))
-    assert platform.device_memory_bytes(engine) == GIB
+    assert run_platform.device_memory_bytes(engine) == GIB
     counted.assert_called_once_with(2, 32)
 
 
@@ -199,11 +201,11 @@ def test_arrivals_are_seen_on_one_stream_per_peer_in_all_steps(monkeypatch):
 
         entered: list[object] = []  # noqa: RUF012
 
-    monkeypatch.setattr(instants, "get_accelerator", Streams)
+    monkeypatch.setattr(tracing, "get_accelerator", Streams)
     made: dict[tuple[str, int], object] = {}
     transfers = SimpleNamespace(stream_for=lambda *which: made.setdefault(which, object()))
     for _ in range(10):  # steps that are recorded
-        arrivals = instants._DeviceArrivals(transfers)
+        arrivals = tracing._DeviceArrivals(transfers)
         for peer in (1, 2, 1):
             assert arrivals.watch(peer, [Mock()], lambda _: None)
         arrivals.close()

@@ -22,9 +22,9 @@ from deepspeed.runtime.utils import partition_balanced  # noqa: E402
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
 
 from deepspeed_partition.engine import MadPipeEngine, repairs  # noqa: E402
-from deepspeed_partition.engine.instructions import AnyBoundaryEngine  # noqa: E402
-from deepspeed_partition.engine.module import Cut, set_boundaries  # noqa: E402
-from deepspeed_partition.engine.parameter_groups import EveryGroup  # noqa: E402
+from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine  # noqa: E402
+from deepspeed_partition.engine.pipeline.module import Cut, set_boundaries  # noqa: E402
+from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup  # noqa: E402
 
 
 class Engine(MadPipeEngine):

@@ -8,8 +8,8 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
-from deepspeed_partition.engine import first_failure
-from deepspeed_partition.engine.first_failure import FirstFailure, raised_by_all
+from deepspeed_partition.engine.runtime import first_failure
+from deepspeed_partition.engine.runtime.first_failure import FirstFailure, raised_by_all
 
 
 class Gone:

@@ -14,11 +14,11 @@ pytest.importorskip("torch")
 import plans
 from hypothesis import given, settings
 
-from deepspeed_partition.engine import checkpoints, folders, saved_state
-from deepspeed_partition.engine.unpickling import Reader
+from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
+from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.planner.errors import PlanFormatError
-from deepspeed_partition.planner.files import is_plain
-from lightning_madpipe.checkpoints import MODEL_FILE, SavedModel, _saved_model
+from deepspeed_partition.planner.io.files import is_plain
+from lightning_madpipe.checkpoint.checkpoint_folders import MODEL_FILE, SavedModel, _saved_model
 from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
 
 STATE = {
@@ -36,7 +36,7 @@ MODEL = {
     "keys": ["epoch"],
     "files": {"layer_00-model_states.pt": 12},
 }  # fmt: skip
-CUT = {"format": checkpoints.BOUNDARIES_FORMAT, "boundaries": [0, 3, 8]}
+CUT = {"format": saved_cut.BOUNDARIES_FORMAT, "boundaries": [0, 3, 8]}
 
 
 def read_state(folder: Path) -> None:
@@ -51,9 +51,9 @@ def read_state(folder: Path) -> None:
 
 
 def read_list(folder: Path) -> None:
-    listed = folders.read_list(folder)
+    listed = atomic_folders.read_list(folder)
     assert listed is not None and all(map(is_plain, listed.sizes))
-    folders.check_sizes(folder, listed)
+    atomic_folders.check_sizes(folder, listed)
 
 
 def read_model(folder: Path) -> None:
@@ -64,9 +64,9 @@ def read_model(folder: Path) -> None:
 
 READERS = {
     saved_state.FILE_NAME: (STATE, read_state),
-    checkpoints.FILE_NAME: (CUT, checkpoints.read_cut),
+    saved_cut.FILE_NAME: (CUT, saved_cut.read_cut),
     MODEL_FILE: (MODEL, read_model),
-    folders.FILES_NAME: ({}, read_list),
+    atomic_folders.FILES_NAME: ({}, read_list),
 }
 
 
@@ -74,9 +74,9 @@ READERS = {
 def test_whatever_is_changed_is_read_or_refused(tmp_path, name):
     document, read = READERS[name]
     path = tmp_path / name
-    if name == folders.FILES_NAME:
+    if name == atomic_folders.FILES_NAME:
         (tmp_path / "layer_00-model_states.pt").write_bytes(b"weights")
-        folders.list_files(tmp_path, {})
+        atomic_folders.list_files(tmp_path, {})
         document = json.loads(path.read_text())
     seen = {True: 0, False: 0}
 
@@ -110,15 +110,15 @@ def test_whatever_is_changed_is_read_or_refused(tmp_path, name):
 @pytest.mark.parametrize("bit", range(8))
 def test_no_flipped_bit_of_the_list_goes_unnoticed(tmp_path, bit):
     (tmp_path / "layer_00-model_states.pt").write_bytes(b"weights")
-    folders.list_files(tmp_path, {})
-    path = tmp_path / folders.FILES_NAME
-    whole, before = path.read_bytes(), folders.read_list(tmp_path)
+    atomic_folders.list_files(tmp_path, {})
+    path = tmp_path / atomic_folders.FILES_NAME
+    whole, before = path.read_bytes(), atomic_folders.read_list(tmp_path)
     for place in range(len(whole)):
         changed = bytearray(whole)
         changed[place] ^= 1 << bit
         path.write_bytes(changed)
         try:
-            found = folders.read_list(tmp_path)
+            found = atomic_folders.read_list(tmp_path)
         except PlanFormatError:
             continue
         assert found == before, (place, chr(whole[place]))  # white space
@@ -126,7 +126,7 @@ def test_no_flipped_bit_of_the_list_goes_unnoticed(tmp_path, bit):
 
 def test_what_the_shares_of_readers_are(tmp_path):
     sizes = {f"file{number}": number**3 % 1000 for number in range(40)}
-    listed = folders.Listed(sizes, None)
+    listed = atomic_folders.Listed(sizes, None)
     for num_readers in (1, 3, 64):
         shares = [listed.share(reader, num_readers) for reader in range(num_readers)]
         assert sorted(name for share in shares for name in share) == sorted(sizes)
@@ -147,12 +147,12 @@ def test_names_that_are_not_plain(name):
 
 def test_a_plan_in_a_checkpoint_is_checked_like_any_other(tmp_path):
     plan = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 4, 8], [0, 1])
-    checkpoints.save_cut(tmp_path, plan.boundaries, plan)
-    data = json.loads((tmp_path / checkpoints.FILE_NAME).read_text())
+    saved_cut.save_cut(tmp_path, plan.boundaries, plan)
+    data = json.loads((tmp_path / saved_cut.FILE_NAME).read_text())
     data["stages"][1]["layers"] = [0, 8]
-    (tmp_path / checkpoints.FILE_NAME).write_text(json.dumps(data))
+    (tmp_path / saved_cut.FILE_NAME).write_text(json.dumps(data))
     with pytest.raises(PlanFormatError, match="stage 1 begins at layer 0"):
-        checkpoints.read_cut(tmp_path)
+        saved_cut.read_cut(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -160,9 +160,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     shutil.copytree(Path(__file__).parent / "scripts", tmp_path / "step")
     os.chmod(tmp_path, 0o500)
     try:
-        folders.restore(tmp_path / "step")
+        atomic_folders.restore(tmp_path / "step")
         with pytest.raises(PermissionError):
-            folders.make_room(tmp_path / "step")
+            atomic_folders.make_room(tmp_path / "step")
     finally:
         os.chmod(tmp_path, 0o700)
     assert sorted(os.listdir(tmp_path)) == ["step"]

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_partition.engine.instants import Part
-from deepspeed_partition.engine.measuring import links_of
-from deepspeed_partition.engine.program import Message
-from deepspeed_partition.planner.trial import LinkUse
+from deepspeed_partition.engine.runtime.tracing import Part
+from deepspeed_partition.engine.warmup.stage_profiler import links_of
+from deepspeed_partition.planner.warm_up_report import LinkUse
+from deepspeed_partition.schedule.instructions import Message
 
 F, B = ([Message(direction, 0, number) for number in range(3)] for direction in "FB")
 

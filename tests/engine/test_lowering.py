@@ -20,10 +20,9 @@ pytest.importorskip("torch")
 
 from deepspeed.runtime.pipe import schedule
 
-from deepspeed_partition.engine import lowering
-from deepspeed_partition.engine.dry_run import dry_run
-from deepspeed_partition.engine.lowering import lower, lower_evaluation, with_transfers
-from deepspeed_partition.engine.program import (
+from deepspeed_partition.schedule import lowering
+from deepspeed_partition.schedule.dry_run import dry_run
+from deepspeed_partition.schedule.instructions import (
     Compute,
     DeadlockError,
     LoweringError,
@@ -33,7 +32,8 @@ from deepspeed_partition.engine.program import (
     input_of,
     output_of,
 )
-from deepspeed_partition.engine.timetable import of_orders
+from deepspeed_partition.schedule.lowering import lower, lower_evaluation, with_transfers
+from deepspeed_partition.schedule.timetable import of_orders
 
 MAPS = [(0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 1, 2, 1), (0, 1, 2, 0, 1, 2), (2, 0, 2, 1, 1, 0)]
 

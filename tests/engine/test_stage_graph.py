@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_partition.engine.stage_graph import Arrived, Departed  # noqa: E402
-from deepspeed_partition.engine.transfers import HEADER_SIZE, Shapes  # noqa: E402
+from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed  # noqa: E402
+from deepspeed_partition.engine.runtime.transfers import HEADER_SIZE, Shapes  # noqa: E402
 
 
 def storage(tensor):

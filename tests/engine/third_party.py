@@ -33,9 +33,9 @@ from running import (
 
 import deepspeed_partition
 from deepspeed_partition.engine import MadPipeEngine
-from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.environment import logger
-from deepspeed_partition.engine.module import DualPipeVModule
+from deepspeed_partition.engine.pipeline.module import DualPipeVModule
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import logger
 from deepspeed_partition.planner.errors import InfeasibleError
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 4

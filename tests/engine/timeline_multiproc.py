@@ -23,9 +23,9 @@ from running import NUM_MICRO_BATCHES, batches, mine, raised, start, train
 from torch import nn
 
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import environment
-from deepspeed_partition.engine.timeline import NUM_STEPS
-from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation
+from deepspeed_partition.engine.runtime import environment
+from deepspeed_partition.engine.runtime.recorded_timeline import NUM_STEPS
+from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.002, 0.004
 MAPS = {

@@ -23,8 +23,8 @@ from running import ADAM, adam, batches, planned, raised, same, start, train
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
-from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.training_state import TrainingState
+from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 STEPS = 3
 """Before each move and after the last."""

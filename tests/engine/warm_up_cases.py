@@ -27,11 +27,13 @@ from running import (
 )
 from torch import nn
 
-from deepspeed_partition.engine import MadPipeEngine, environment, planning
+from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine import engine as engines
-from deepspeed_partition.engine import module as modules
-from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.engine.pipeline import module as modules
+from deepspeed_partition.engine.runtime import environment
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.transfers import Transfers
+from deepspeed_partition.engine.warmup import run_plan
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling import profile_chain
@@ -254,7 +256,7 @@ def nothing_run_twice() -> Iterator[None]:
 
     with (
         patch.object(MadPipeEngine, "peek_micro_batch", refused),
-        patch.object(planning, "measure_stage", refused),
+        patch.object(run_plan, "measure_stage", refused),
     ):
         yield
 

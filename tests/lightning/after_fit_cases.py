@@ -180,7 +180,7 @@ class Remembering:
 def resumed_within_an_epoch(host: cases.Host) -> dict[str, Any]:
     record = {}
     for kind, loader in (("plain", lambda: cases.loader(64)), ("remembering", Remembering)):
-        whole = _losses(host, loader, host.folder / f"{kind}-whole")
+        whole_model = _losses(host, loader, host.folder / f"{kind}-whole")
         begun = _losses(host, loader, host.folder / kind, max_steps=6)
         path = str(next((host.folder / kind).glob("*.ckpt")))
         with Said() as said:
@@ -190,7 +190,7 @@ def resumed_within_an_epoch(host: cases.Host) -> dict[str, Any]:
             _losses(host, loader, None, ckpt_path=full, max_epochs=3)
         record[kind] = {
             "rows": rest,
-            "unbroken": begun + rest == whole,
+            "unbroken": begun + rest == whole_model,
             "said": [line for line in said.lines if "within epoch" in line],
             "quiet": [line for line in quiet.lines if "within epoch" in line],
         }
@@ -459,9 +459,9 @@ def whole_elsewhere(host: cases.Host) -> dict[str, Any]:
         record[kind] = {**ends_of(module), "second": fitted(host, module, strategy=CUT)["rows"]}
         record[kind]["whole"] = refused(lambda module=module: module.head.weight.sum().item())
     record["other stages"] = _spread_and_cut_otherwise(host)
-    from lightning_madpipe import whole
+    from lightning_madpipe.checkpoint import whole_model
 
-    with unittest.mock.patch.object(whole, "SHARE_OF_FREE_MEMORY", 0.0), Said() as said:
+    with unittest.mock.patch.object(whole_model, "SHARE_OF_FREE_MEMORY", 0.0), Said() as said:
         module = cases.Classifier(optimizer="sgd")
         bf16 = {"precision": "bf16-mixed", "strategy": CUT}
         trainer = fitted(host, module, max_epochs=1, **bf16)["trainer"]

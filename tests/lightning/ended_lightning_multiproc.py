@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_madpipe  # noqa: F401  before any fork
-from deepspeed_partition.engine import watch
+from deepspeed_partition.engine.runtime import watch
 from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 8

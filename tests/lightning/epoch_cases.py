@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from deepspeed_partition import Chain, Plan
-from deepspeed_partition.engine import environment
+from deepspeed_partition.engine.runtime import environment
 
 # What a run says
 

@@ -17,7 +17,9 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_madpipe  # noqa: F401  before any fork
-from deepspeed_partition.engine import folders, planning, transplant
+from deepspeed_partition.engine.checkpoint import atomic_folders
+from deepspeed_partition.engine.repartition import layer_moves
+from deepspeed_partition.engine.warmup import run_plan
 from tests.deaths import kill, kill_before, run_deaths
 
 NUM_STEPS, STEPS_PER_EPOCH, SAVED_EVERY = 8, 4, 3
@@ -43,12 +45,12 @@ class Death(NamedTuple):
 
 DEATHS = {
     "in_a_step_of_the_warm_up": Death(1, 3, None, 3),
-    "while_rank_0_plans": Death(0, 4, (planning, "make_plan", 1), 3),
-    "while_layers_move": Death(1, 4, (transplant, "receive_bytes", 2), 3, num_processes=1),
+    "while_rank_0_plans": Death(0, 4, (run_plan, "make_plan", 1), 3),
+    "while_layers_move": Death(1, 4, (layer_moves, "receive_bytes", 2), 3, num_processes=1),
     "after_the_move": Death(0, 4, None, 3, is_given_plan=True),
     "while_a_checkpoint_is_saved": Death(1, 5, (torch, "save", "*step=6.ckpt*/layer_07-model_states.pt"), 3),
     "before_the_last_one_has_its_name": Death(
-        0, 5, (folders.os, "replace", "*/.last.ckpt.unfinished"), 6, num_processes=1, by_word=False
+        0, 5, (atomic_folders.os, "replace", "*/.last.ckpt.unfinished"), 6, num_processes=1, by_word=False
     ),
 }
 

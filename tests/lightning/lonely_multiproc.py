@@ -15,7 +15,7 @@ import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
 
-import lightning_madpipe.saving
+import lightning_madpipe.checkpoint.saving
 
 
 class FailingAlone(pl.Callback):
@@ -31,7 +31,7 @@ class SamplingOnRankZero(pl.Callback):
 
 
 if __name__ == "__main__":
-    lightning_madpipe.saving.MEETING_SECONDS = 1.0
+    lightning_madpipe.checkpoint.saving.MEETING_SECONDS = 1.0
     folder = Path(sys.argv[1])
     host = cases.Host(folder, 2, pipelined=True)
     if sys.argv[2:] == ["sample"]:

@@ -404,7 +404,7 @@ def weights_of(host: Host, trainer: Any, module: Any) -> dict[str, Any]:
     if not host.pipelined:
         states = module.state_dict()
     else:
-        from deepspeed_partition.engine.collectives import from_rank_0
+        from deepspeed_partition.engine.runtime.collectives import from_rank_0
 
         own = trainer.strategy.lightning_module_state_dict()
         states = from_rank_0(lambda: own)
@@ -430,7 +430,7 @@ def fitted(
         trainer.fit(module, data, validation)
     record = cases.fit_record(trainer, module, recorder.rows)
     if host.pipelined:
-        from deepspeed_partition.engine.collectives import from_rank_0
+        from deepspeed_partition.engine.runtime.collectives import from_rank_0
 
         losses = trainer.strategy._batches._losses
         found = {"once": losses.once, "weight": list(losses.weight), "said": from_rank_0(lambda: said)}

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_madpipe.elsewhere import Elsewhere
-from lightning_madpipe.forward_reads import Read
-from lightning_madpipe.layer_check import Verdict, _Check, check_layers
-from lightning_madpipe.layer_traces import LayerTraces, Left, left_by_code
-from lightning_madpipe.leftovers import Leftovers
+from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
+from lightning_madpipe.steps.forward_reads import Read
+from lightning_madpipe.steps.layer_check import Verdict, _Check, check_layers
+from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.what_layers_set import LayerTraces, Left, left_by_code
 
 
 class Net(pl.LightningModule):

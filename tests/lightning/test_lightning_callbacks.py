@@ -99,7 +99,7 @@ def test_throughput_counts_a_pipeline_once() -> None:
     """Two pipelines of three stages: twice the batches of one, and the operations of three devices."""
     from lightning_fabric.utilities.throughput import Throughput
 
-    from lightning_madpipe.observers import count_pipelines
+    from lightning_madpipe.compat.callback_patches import count_pipelines
 
     monitor = pytorch_lightning.callbacks.ThroughputMonitor(batch_size_fn=len)
     monitor._throughputs = {"train": Throughput(available_flops=100.0, world_size=6, window_size=2)}

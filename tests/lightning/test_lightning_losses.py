@@ -10,10 +10,19 @@ import pytest
 import torch
 from test_lightning_pipeline import Records, assert_same, records_of
 
-from lightning_madpipe.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
-from lightning_madpipe.batches import split_batch
-from lightning_madpipe.losses import MOST_EXTREMES, SAMPLES, SUM, Tracked, features_of, fits, views_of, weights_of
-from lightning_madpipe.signs import Attributes, Operations, operations_of
+from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
+from lightning_madpipe.steps.batches import split_batch
+from lightning_madpipe.steps.loss_signs import Attributes, Operations, operations_of
+from lightning_madpipe.steps.losses import (
+    MOST_EXTREMES,
+    SAMPLES,
+    SUM,
+    Tracked,
+    features_of,
+    fits,
+    views_of,
+    weights_of,
+)
 
 
 @pytest.fixture(scope="module")

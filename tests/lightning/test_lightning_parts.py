@@ -20,16 +20,16 @@ from lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 from torch import nn
 
 import lightning_madpipe
-from deepspeed_partition.engine.parameter_groups import EveryGroup
-from lightning_madpipe.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
-from lightning_madpipe.elsewhere import Elsewhere, ElsewhereError
-from lightning_madpipe.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
-from lightning_madpipe.losses import error_in_words
-from lightning_madpipe.metrics import copied
+from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
+from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_config
-from lightning_madpipe.steps import MicroBatch, UserSteps, result_of, rule_of
+from lightning_madpipe.steps.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
+from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
+from lightning_madpipe.steps.losses import error_in_words
+from lightning_madpipe.steps.metrics import copied
+from lightning_madpipe.steps.user_step import MicroBatch, UserSteps, result_of, rule_of
 
 
 class Pair(NamedTuple):

@@ -21,12 +21,12 @@ from test_lightning_pipeline import HERE, Records, assert_same, python, records_
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_madpipe.batches import join_pieces, map_children, split_batch
-from lightning_madpipe.elsewhere import Elsewhere
-from lightning_madpipe.leftovers import Leftovers, make_changes
-from lightning_madpipe.metrics import metrics_of
+from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
-from lightning_madpipe.parcels import packed, unpacked
+from lightning_madpipe.steps.batches import join_pieces, map_children, split_batch
+from lightning_madpipe.steps.metrics import metrics_of
+from lightning_madpipe.steps.serialization import packed, unpacked
+from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from deepspeed_partition import Chain, Plan, Platform, cli, make_plan, replay
-from deepspeed_partition.planner import comparison, draw
+from deepspeed_partition.planner.report import comparison, draw
 from tests.planner.instances import chain as chain_of
 from tests.planner.test_files import CHAIN, changed
 from tests.planner.test_graphs import GRAPH

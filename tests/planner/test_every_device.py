@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.solvers import ilp
-from deepspeed_partition.planner.solvers.road import Placement, Road
+from deepspeed_partition.planner.solvers.pattern import ilp
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
 from tests.planner import oracles
 from tests.planner.instances import FREE, problem_of, random_instance
 from tests.planner.test_step_search import LINKS, shortest_of_all

@@ -26,7 +26,7 @@ from deepspeed_partition import (
     make_plan,
     replay,
 )
-from deepspeed_partition.planner.draw import timeline
+from deepspeed_partition.planner.report.draw import timeline
 from tests.planner.instances import instances
 
 CHAIN = {

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.frontier import RESOLUTION, frontier
+from deepspeed_partition.planner.report.frontier import RESOLUTION, frontier
 from tests.planner.instances import chain, random_instance
 
 LAYERS = chain([1] * 6, [2] * 6, outputs=[50] * 6, input_bytes=50, stash=[300, 250, 200, 150, 100, 50])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, ChainFormatError, MadPipeError, Plan, PlanFormatError, cli, make_plan
 from deepspeed_partition.options import Options
-from deepspeed_partition.planner import files, units
+from deepspeed_partition.planner import units
 from deepspeed_partition.planner.errors import FormatError
+from deepspeed_partition.planner.io import files
 from tests.planner.test_files import CHAIN, PLATFORM
 from tests.planner.test_graphs import GRAPH
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, ChainFormatError, Platform, make_plan
-from deepspeed_partition.planner.graphs import FEW_TENSORS, LONGEST_SHARE, LayerGraph, Node
-from deepspeed_partition.planner.pipedream import read_graph
+from deepspeed_partition.planner.graphs.layer_graph import FEW_TENSORS, LONGEST_SHARE, LayerGraph, Node
+from deepspeed_partition.planner.graphs.pipedream_profile import read_graph
 
 
 def node(name: str, reads=(), *, ms: float = 1.0, weight: int = 0, size: int = 1, is_input: bool = False) -> Node:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
-from deepspeed_partition.planner.simulate_step import run_step
+from deepspeed_partition.planner.simulate.replay_step import run_step
 from tests.planner.instances import chain, random_instance
 
 Span = tuple[Fraction, Fraction]

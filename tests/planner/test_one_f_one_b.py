@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_partition import Platform, make_plan
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.solvers import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from tests.planner import oracles
 from tests.planner.instances import FREE, boundaries_of, chain, of_case, random_instance, solved_cases
 

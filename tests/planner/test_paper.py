@@ -18,9 +18,9 @@ from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
-from deepspeed_partition.planner.solvers import paper
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.paper import NOTHING, Grid, PaperMadPipe
+from deepspeed_partition.planner.solvers.non_contiguous import madpipe_paper
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import NOTHING, Grid, PaperMadPipe
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 
@@ -268,7 +268,7 @@ def test_algorithm_1_ends_where_target_and_period_meet():
             return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper, "Grid", Noting)
+        patch.setattr(madpipe_paper, "Grid", Noting)
         PaperMadPipe(load_steps=100, memory_steps=97, delay_steps=200).allocation(problem)
     assert len(tried) == 10
     assert min(tried) <= min(every) + clock.ticks(1)

@@ -13,7 +13,7 @@ from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import stage_memory
-from deepspeed_partition.planner.solvers import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from tests.planner import oracles
 from tests.planner.instances import chain, random_instance
 

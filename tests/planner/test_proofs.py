@@ -9,9 +9,9 @@ import pytest
 
 from deepspeed_partition import Plan, Platform, make_plan
 from deepspeed_partition.cli import run
-from deepspeed_partition.planner import draw
-from deepspeed_partition.planner.comparison import compare
-from deepspeed_partition.planner.frontier import frontier
+from deepspeed_partition.planner.report import draw
+from deepspeed_partition.planner.report.comparison import compare
+from deepspeed_partition.planner.report.frontier import frontier
 from tests.planner.instances import chain
 
 LAYERS = chain([3, 1, 4, 1, 5], [2, 7, 1, 8, 2], outputs=[1] * 5, stash=[4, 2, 6, 1, 3])

@@ -11,9 +11,9 @@ import pytest
 from deepspeed_partition import Platform
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.solvers import ilp
-from deepspeed_partition.planner.solvers.refutation import least_unrefuted, refuted
-from deepspeed_partition.planner.solvers.road import Placement, Road
+from deepspeed_partition.planner.solvers.pattern import ilp
+from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_unrefuted, refuted
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
 from tests.planner.instances import chain, problem_of, shared_instance
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from deepspeed_partition import Chain
-from deepspeed_partition.planner.solvers.replicated import (
+from deepspeed_partition.planner.solvers.contiguous.replicated import (
     Level,
     ReplicatedStage,
     pipedream_replicated,

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_partition import InfeasibleError, Plan, Platform, cli, make_plan, replay
 from deepspeed_partition.planner.replication import Replicated, plan_replicated
-from deepspeed_partition.planner.solvers.replicated import Level, pipedream_replicated
+from deepspeed_partition.planner.solvers.contiguous.replicated import Level, pipedream_replicated
 from tests.planner.instances import chain as chain_of
 
 UNEVEN = chain_of([3, 3, 2], [6, 6, 4], weights=[1, 1, 10_000], outputs=[5, 5, 5], input_bytes=5)

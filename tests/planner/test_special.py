@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_partition import Platform
-from deepspeed_partition.planner.solvers import special
-from deepspeed_partition.planner.solvers.road import Placement, Road
-from deepspeed_partition.planner.solvers.several import SeveralSearch, neighbours
-from deepspeed_partition.planner.solvers.special import SpecialSearch, best_special
+from deepspeed_partition.planner.solvers.non_contiguous import one_special_device
+from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch, neighbours
+from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 
@@ -49,13 +49,13 @@ def test_finds_every_allocation_below_a_period(seed):
     made, platform = random_instance(seed, most_layers=6, most_devices=3)
     problem = problem_of(made, platform)
     period = int(problem.times.compute[-1]) * 2 // 3
-    special, several = set(), set()
+    one_special_device, several = set(), set()
     for placed in oracles.all_placements(made.num_layers, platform.num_devices):
         least = oracles.estimated_period(made, platform, placed, "peak")
         if least is not None and least <= problem.times.clock.seconds(period):
-            (several if oracles.num_shared(placed) > 1 else special).add(placed)
+            (several if oracles.num_shared(placed) > 1 else one_special_device).add(placed)
     found = SpecialSearch(problem, "peak").all(period, PLENTY)
-    assert {(each.cuts, each.devices) for each in found} == special
+    assert {(each.cuts, each.devices) for each in found} == one_special_device
     paired = {each for each in found if Road(problem, each).may_fit(period, "pair")}
     assert paired <= set(SpecialSearch(problem, "pair").all(period, PLENTY)) <= set(found)
     found = SeveralSearch(problem).all(period, PLENTY)
@@ -129,9 +129,9 @@ def test_how_the_work_is_cut_up_changes_nothing(seed, monkeypatch):
     problem = problem_of(*longer_instance(seed))
     answers = []
     for steps, pairs, rows in ((0, PLENTY, PLENTY), (1e9, PLENTY, PLENTY), (30, 1, 1), (1e9, 40, 3)):
-        monkeypatch.setattr(special, "STEPS_PER_LABEL", steps)
-        monkeypatch.setattr(special, "MOST_PAIRS", pairs)
-        monkeypatch.setattr(special, "MOST_ROWS", rows)
+        monkeypatch.setattr(one_special_device, "STEPS_PER_LABEL", steps)
+        monkeypatch.setattr(one_special_device, "MOST_PAIRS", pairs)
+        monkeypatch.setattr(one_special_device, "MOST_ROWS", rows)
         bounds = tuple(best_special(problem, estimate, None).bound for estimate in ("safe", "peak", "pair"))
         everything = SpecialSearch(problem, "peak").all(bounds[1] * 101 // 100, PLENTY)
         answers.append((bounds, set(everything)))

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.overlapping import StepEngine, eager, in_order
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
-from deepspeed_partition.planner.solvers.road import Pattern, Placement, Road
-from deepspeed_partition.planner.solvers.steps import LONGEST_RUN
+from deepspeed_partition.planner.simulate.step_simulator import StepEngine, eager, in_order
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, instances, problem_of, random_instance

@@ -15,12 +15,12 @@ import pytest
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner import deadline as module
-from deepspeed_partition.planner.comparison import COMPARED, compare
 from deepspeed_partition.planner.deadline import PATIENCE_FACTOR, PATIENCE_SECONDS, Deadline
-from deepspeed_partition.planner.frontier import frontier
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.replication import plan_replicated
-from deepspeed_partition.planner.solvers.several import SeveralSearch
+from deepspeed_partition.planner.report.comparison import COMPARED, compare
+from deepspeed_partition.planner.report.frontier import frontier
+from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
 from tests.planner.instances import chain, problem_of
 from tests.planner.test_deadline import tight
 

@@ -16,9 +16,9 @@ from deepspeed_partition import Chain, InfeasibleError, Plan, PlanMismatchError,
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.errors import TimelineFormatError
 from deepspeed_partition.planner.plan import StepPlan
-from deepspeed_partition.planner.simulate_step import run_step
+from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
+from deepspeed_partition.planner.simulate.replay_step import run_step
 from deepspeed_partition.planner.step import one_f_one_b_order
-from deepspeed_partition.planner.timeline import MeasuredTimeline, TimedOperation, TimedStep
 from tests.planner.instances import chain, random_instance
 from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from deepspeed_partition import InfeasibleError, Plan, Platform, make_plan, replay
 from deepspeed_partition.cli import cli
-from deepspeed_partition.planner.comparison import compare
 from deepspeed_partition.planner.data_parallel import splits_of, weight_copies_of
+from deepspeed_partition.planner.report.comparison import compare
 from tests.planner.instances import chain
 
 GB = 10**9

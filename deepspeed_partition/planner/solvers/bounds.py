@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.solvers.problem import Problem
+from deepspeed_partition.planner.solvers.interface import Problem
 
 
 def lower_bound(problem: Problem) -> Fraction:

@@ -33,8 +33,8 @@ from rich.table import Table
 from torch import nn
 
 from deepspeed_partition.engine import PipelineModule, initialize
-from deepspeed_partition.engine.collectives import gather_objects
-from deepspeed_partition.engine.environment import prepare_cpu
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import prepare_cpu
 
 ALGORITHMS: dict[str, Callable[[bytes], Any]] = {
     "crc32 (zlib)": zlib.crc32,

@@ -25,7 +25,7 @@ from report import report
 from sweep import KEPT, Setting, sweep
 
 from deepspeed_partition import Chain, ChainFormatError
-from deepspeed_partition.planner.files import write_text
+from deepspeed_partition.planner.io.files import write_text
 
 PATIENCE_SECONDS = 600.0
 """For those who prove nothing: the paper's algorithm is not to lose by being cut short."""

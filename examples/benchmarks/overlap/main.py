@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed_partition import Platform
-from deepspeed_partition.engine.transfers import Transfers
+from deepspeed_partition.engine.runtime.transfers import Transfers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from emulation import Links, over, slow_blocking_transfers

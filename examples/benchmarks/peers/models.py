@@ -32,7 +32,7 @@ def train(name: str, folder: Path, mode: str, zero: int, num_steps: int, warmup_
     from strangers import NUM_MICRO_BATCHES, SAMPLES_PER_MICRO_BATCH, STRANGERS, draw_weights
 
     import deepspeed_partition
-    from deepspeed_partition.engine.environment import prepare_cpu
+    from deepspeed_partition.engine.runtime.environment import prepare_cpu
 
     prepare_cpu()
     if mode != "plain":

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed_partition import Chain, Plan, make_plan
-from deepspeed_partition.engine.collectives import from_rank_0, gather_objects
-from deepspeed_partition.planner.files import write_json
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
+from deepspeed_partition.planner.io.files import write_json
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "madpipe_vs_pipedream")]
 from computed import computed_chains

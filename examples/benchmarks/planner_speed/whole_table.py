@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.solvers.paper import NOTHING, Grid
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import NOTHING, Grid
 
 
 def whole_table(grid: Grid, target: int) -> int:

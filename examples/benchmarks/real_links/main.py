@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from hosts import NUM_HOSTS, run_on_hosts, why_not
 
-from deepspeed_partition.planner.files import write_json
+from deepspeed_partition.planner.io.files import write_json
 
 LOOPBACK_MEGABYTES = 4.0
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition import Platform
-from deepspeed_partition.engine.transfers import Transfers
-from deepspeed_partition.planner.files import write_json
+from deepspeed_partition.engine.runtime.transfers import Transfers
+from deepspeed_partition.planner.io.files import write_json
 from deepspeed_partition.profiling import measure_links
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

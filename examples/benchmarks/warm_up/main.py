@@ -33,8 +33,8 @@ from torch import nn
 
 from deepspeed_partition import Chain, Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
-from deepspeed_partition.engine.measuring import NUM_RECORDED
-from deepspeed_partition.planner.files import write_json
+from deepspeed_partition.engine.warmup.stage_profiler import NUM_RECORDED
+from deepspeed_partition.planner.io.files import write_json
 from deepspeed_partition.profiling import LiveBytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
 

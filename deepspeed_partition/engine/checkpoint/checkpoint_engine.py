@@ -1,0 +1,489 @@
+"""An engine whose checkpoints are whole or absent, and load on any cut, number of stages and of replicas."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import glob
+import inspect
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
+from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
+from deepspeed_partition.engine.checkpoint.saved_state import SavedState
+from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_ties
+from deepspeed_partition.engine.checkpoint.unpickling import Reader
+from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
+from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
+from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, lay_states
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, portable
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.options import Options
+from deepspeed_partition.planner.errors import PlanFormatError
+from deepspeed_partition.planner.io import files
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.units import shown
+
+OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
+"""The files that a checkpoint consists of. A script may keep others in its folder."""
+OF_OPTIMIZERS = ("*zero_pp_rank_*",)
+"""Those of them that DeepSpeed does not read where only weights are loaded."""
+OWN_FILES = (saved_cut.FILE_NAME, saved_state.FILE_NAME)
+"""Those that are read before the others."""
+SAVED_OF_THE_LOSS_SCALE = (
+    "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
+)  # fmt: skip
+"""What DeepSpeed's fp16 optimizers without ZeRO save of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that is to be loaded."""
+
+    folder: Path
+    cut: SavedCut | None
+    """None where DeepSpeed alone wrote it."""
+    layout: dict[str, Any] | None
+    """Where the optimizer's states lie; None where nothing says so."""
+
+    def is_at_cut_of(self, module: PipelineModule) -> bool:
+        return self.cut is not None and self.cut.allocation == allocation_of(module)
+
+
+class ResumingEngine(MovingEngine):
+    """Writes checkpoints that a kill cannot tear, and reads those of other cuts, numbers of stages and replicas.
+
+    They are DeepSpeed's. Where this run has the layout that they were written in, DeepSpeed loads them; else it
+    loads the layers, the counts and the scheduler, and what the optimizer kept is found by parameters.
+    """
+
+    plan: Plan | None = None
+    """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
+
+    options: Options
+    """Of the ``madpipe`` section of the configuration."""
+    _reader: Reader
+    """Of the checkpoint that is being loaded."""
+    _copy_recovery_script: Any
+
+    # Saving
+
+    def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
+        """DeepSpeed's ``save_checkpoint``, with the cut, the optimizer's layout and checksums beside its files.
+
+        The folder has another name until it is complete, and ``latest`` names it then: wherever a process is
+        killed, the last complete checkpoint can be loaded, also if it has the same tag. Other files in a folder
+        whose place it takes stay in it. DeepSpeed's writers in the background (``is_decoupled``) write in place,
+        without checksums.
+
+        Raises:
+            OSError: a rank cannot write; on every rank, and what was there before stays.
+            ValueError: the ranks have different tags, or the tag is an absolute path.
+        """
+        if not self.owns_cut or not save_dir:
+            return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        bound = inspect.signature(super().save_checkpoint).bind(save_dir, tag, *args, **kwargs)
+        bound.apply_defaults()
+        options = bound.arguments
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._check_tag(tag)
+        path, in_place = Path(save_dir) / tag, self.checkpoint_engine.is_decoupled()
+        if in_place:
+            self._write_beside(path)
+            return super().save_checkpoint(*bound.args, **bound.kwargs)
+        written = atomic_folders.unfinished(path)
+        self._on_every_disk(lambda: atomic_folders.make_room(path))
+        options["tag"] = os.path.relpath(written, save_dir)
+        save_latest, options["save_latest"] = options["save_latest"], False
+        try:
+            with self._writes_watched() as writes:
+                self._write_beside(written, writes)
+                saved = super().save_checkpoint(*bound.args, **bound.kwargs)
+            _raise_first(writes.flaw)
+            checksums = self._checksums_of(written, writes)
+            self._on_every_disk(lambda: _take_place(path, checksums))
+        except Exception:
+            self.give_up_folder(path)
+            raise
+        if save_latest:
+            from_rank_0(lambda: files.write_text(Path(save_dir) / "latest", tag, through_link=False))
+        return saved
+
+    def give_up_folder(self, path: Path) -> None:
+        """Remove what was written for a checkpoint that failed; no other rank is asked, for one may fail alone."""
+        if self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0):
+            with suppress(OSError):  # which the failure that is being told may be about
+                atomic_folders.give_up(path)
+
+    def _check_tag(self, tag: str) -> None:
+        """Refuse a tag that cannot become one folder. Collective."""
+        self._checkpoint_tag_validation(tag)  # by the name that the user gave
+        tags = gather_objects(tag)
+        other = next((rank for rank, theirs in enumerate(tags) if theirs != tags[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"rank 0 saves a checkpoint with the tag {shown(tags[0])} and rank {other} with "
+                f"{shown(tags[other])}: each has a part of it, so give the same tag on every rank"
+            )
+        if Path(tag).is_absolute() or Path(tag).name in ("", ".."):
+            raise ValueError(f"the tag {shown(tag)} is not the name of a folder in save_dir")
+
+    def _write_beside(self, folder: Path, writes: _Writes | None = None) -> None:
+        """Write what DeepSpeed does not. Collective."""
+        layout = saved_state.describe(self)
+
+        def write_own() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            saved_cut.save_cut(folder, self.module.parts, self.plan)
+            if layout is not None:
+                saved_state.write_layout(folder, layout, self.module.micro_offset)
+
+        from_rank_0(write_own)
+        if writes is None:
+            save_ties(folder, self.module)
+        else:
+            writes.attempt(folder, lambda: save_ties(folder, self.module))
+
+    @contextmanager
+    def _writes_watched(self) -> Iterator[_Writes]:
+        """Let DeepSpeed go through its barriers on every rank, also where one cannot write."""
+        writes, engine = _Writes(), self.checkpoint_engine
+        save, copy_scripts = engine.save, self._copy_recovery_script
+
+        def watched(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return writes.attempt(Path(path), lambda: save(state_dict, path, *args, **kwargs))
+
+        def scripts_watched(save_path: Any) -> Any:
+            return writes.attempt(Path(save_path), lambda: copy_scripts(save_path))
+
+        with _replaced(engine, "save", watched), _replaced(self, "_copy_recovery_script", scripts_watched):
+            yield writes
+
+    def _checksums_of(self, folder: Path, writes: _Writes) -> dict[str, str] | None:
+        """The checksums of what the ranks wrote, each taken by the rank that did. Collective."""
+        if not self.options.checkpoint_checksums:
+            return None
+        mine: dict[str, str] = {}
+        flaw: Exception | None = None
+        try:
+            mine = {
+                path.relative_to(folder).as_posix(): atomic_folders.checksum(path)
+                for path in writes.paths
+                if path.is_file() and path.is_relative_to(folder)
+            }
+        except OSError as error:
+            flaw = error
+        _raise_first(flaw)
+        return {name: value for theirs in gather_objects(mine) for name, value in theirs.items()}
+
+    def _on_every_disk(self, change: Callable[[], None]) -> None:
+        """Rank 0's, and those of other nodes where each has its own. Collective."""
+        flaw: Exception | None = None
+        if self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0):
+            try:
+                change()
+            except Exception as error:
+                flaw = portable(error)
+        _raise_first(flaw)
+
+    # Loading
+
+    def load_checkpoint(self, load_dir, tag=None, *args: Any, **kwargs: Any):
+        """DeepSpeed's ``load_checkpoint``, for checkpoints of any cut, number of stages and of replicas.
+
+        A run that waits for its plan takes the cut of the checkpoint, whose layers move there before it is loaded,
+        if that has as many stages. One that has its cut, be it given or planned, keeps it.
+
+        Raises:
+            PlanMismatchError: a checkpoint of another number of layers; or it is of another cut and does not say
+                where the optimizer's states lie. On every rank, like the following.
+            PlanFormatError: there is no such checkpoint; a file is missing, has another size or checksum, cannot
+                be read, or would have to be unpickled where that is not allowed. No weight has changed, unless it
+                was DeepSpeed that could not read it: then other ranks may have loaded theirs.
+            RuntimeError: the optimizer's state cannot be told apart by parameters; no weight has changed.
+        """
+        bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
+        bound.apply_defaults()
+        return self._load_found(self._find(bound.arguments), bound)
+
+    def _get_all_ckpt_names(self, checkpoints_path: Any, tag: Any) -> list[str]:
+        """Find files also in a folder with a bracket in its name, which DeepSpeed takes for a pattern."""
+        return list(super()._get_all_ckpt_names(glob.escape(str(checkpoints_path)), glob.escape(str(tag))))
+
+    def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
+        """Load what was found; as DeepSpeed does where nothing was."""
+        if found is None:
+            return super().load_checkpoint(*bound.args, **bound.kwargs)
+        options, layout = bound.arguments, found.layout
+        states: dict[str, ParameterState] | None = None
+        if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
+            saved = SavedState(found.folder, layout, self._reader)
+            states = self._agreed(saved)
+            options["load_optimizer_states"] = False
+        loaded: tuple[Any, Any] = None, None
+        flaw: Exception | None = None
+        with self._files_named(), _ties_follow(self.module):
+            try:
+                loaded = super().load_checkpoint(*bound.args, **bound.kwargs)
+                if found.cut is not None:
+                    same_cut, strict = found.is_at_cut_of(self.module), options["load_module_strict"]
+                    read = functools.partial(self.checkpoint_engine.load, map_location="cpu")
+                    load_ties(found.folder, self.module, same_cut=same_cut, strict=strict, read=read)
+            except Exception as error:  # of a file that perhaps one rank reads: the others would go on
+                flaw = portable(error)
+            _raise_first(flaw)
+        say_what_was_unpickled(self._reader)
+        if not _is_whole(options) and hasattr(self.optimizer, "refresh_fp32_params"):
+            self.optimizer.refresh_fp32_params()  # DeepSpeed does without ties, if at all
+        if states is not None:
+            _, client_state = loaded
+            client_state.pop("optimizer", None)  # that of rank 0
+            self._lay_in(states, saved)
+        if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
+            self.module.count_forwards_from(layout["num_forwards"])
+        return loaded
+
+    @contextmanager
+    def _files_named(self) -> Iterator[None]:
+        """A file that DeepSpeed cannot read is told by its name, and what can be read as data is not unpickled."""
+        engine = self.checkpoint_engine
+        load = engine.load
+        if getattr(load, "__func__", None) is TorchCheckpointEngine.load:
+            load = self._reader.load_at
+
+        def named(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(path, *args, **kwargs)
+            except PlanFormatError:
+                raise
+            except Exception as flaw:  # whatever comes of a file that is not what its name says
+                raise saved_state.unreadable(path, flaw) from None
+
+        with _replaced(engine, "load", named):
+            yield
+
+    def _find(self, options: Mapping[str, Any]) -> Found | None:
+        """What DeepSpeed's ``load_checkpoint`` would load with ``options``; None where all is DeepSpeed's.
+
+        Its folder has its name again if a run ended while it was replaced. Every file that will be read is
+        verified, by one rank. Collective.
+
+        Raises:
+            PlanFormatError: there is no such checkpoint, or a file that will be read is missing or damaged; on
+                every rank.
+        """
+        self._reader = Reader(self.options.unpickle)
+        if not self.owns_cut or self.load_universal_checkpoint():
+            return None
+        unneeded = () if _is_whole(options) else OF_OPTIMIZERS
+        load_dir = options["load_dir"]
+
+        def find() -> tuple[Found, atomic_folders.Listed | None] | None:
+            folder = saved_cut.folder_to_load(load_dir, options["tag"], universal=False)
+            if folder is None:
+                return None
+            atomic_folders.restore(folder)
+            if isinstance(self.checkpoint_engine, TorchCheckpointEngine):
+                saved_cut.check_exists(folder, load_dir)
+            listed = _listed(folder, unneeded)
+            if listed is not None and self.options.checkpoint_checksums:
+                atomic_folders.check_contents(folder, listed, listed.sizes.keys() & OWN_FILES)
+            return Found(folder, saved_cut.read_cut(folder), saved_state.read_layout(folder)), listed
+
+        found = from_rank_0(find)
+        if found is None:
+            return None
+        folder, listed = found[0].folder, found[1]
+        self._verify(folder, None if listed is None else listed.but(OWN_FILES), unneeded)
+        return found[0]
+
+    def verify_files(self, folder: Path) -> None:
+        """Compare sizes and checksums of a checkpoint's files, but those of optimizers. Collective.
+
+        Raises:
+            PlanFormatError: one is missing or damaged; on every rank.
+        """
+        self._verify(folder, from_rank_0(lambda: _listed(folder, OF_OPTIMIZERS)), OF_OPTIMIZERS)
+
+    def _verify(self, folder: Path, listed: atomic_folders.Listed | None, unneeded: Sequence[str]) -> None:
+        """Compare the checksums of a checkpoint's files, each on one rank of those that see it. Collective."""
+        if not self.options.checkpoint_checksums:
+            return
+        if listed is None or listed.checksums is None:
+            announce(
+                f"the checkpoint {folder} has no checksums, so a flipped bit in its files would not be noticed"
+            )
+            return
+        neighbours = list(range(self.world_size))
+        if self.use_node_local_storage():
+            hosts = gather_objects(socket.gethostname())
+            neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.global_rank]]
+        flaw: Exception | None = None
+        try:
+            here = _listed(folder, unneeded) if self.use_node_local_storage() else listed
+            if here is not None:
+                share = here.share(neighbours.index(self.global_rank), len(neighbours))
+                atomic_folders.check_contents(folder, here, share)
+        except Exception as error:
+            flaw = portable(error)
+        _raise_first(flaw)
+
+    def _fits(self, found: Found) -> bool:
+        """Whether DeepSpeed can load the optimizer's state: the ranks train the same tensors. Collective.
+
+        As of 0.19.8 it cannot read what its own ``BF16_Optimizer`` saves.
+        """
+        assert found.layout is not None
+        there = {key: value for key, value in found.layout.items() if key != "num_forwards"}
+        here = saved_state.describe(self)
+        same = found.is_at_cut_of(self.module) if here is None else here == there
+        return same and there["optimizer"] != "BF16_Optimizer"
+
+    def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:
+        """What this rank's optimizer needs, or the first rank's error on all of them."""
+        states: dict[str, ParameterState] = {}
+        flaw: Exception | None = None
+        try:
+            states = saved.states_for(self.optimizer, self.module)
+        except Exception as error:
+            flaw = portable(error)
+        _raise_first(flaw)
+        announce(
+            "the checkpoint has no state of an optimizer: this run's begins anew"
+            if saved.optimizer is None
+            else f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
+            f"{saved.layout['num_replicas']} pipelines, for other tensors than are trained here: it is loaded by "
+            "parameters"
+        )
+        return states
+
+    def _lay_in(self, states: dict[str, ParameterState], saved: SavedState) -> None:
+        assert self._groups is not None and self._every_group is not None
+        optimizer = self.optimizer
+        pipe_group = self.grid.get_pipe_parallel_group()
+        self._groups.take_settings(self._every_group, saved.settings_of, pipe_group)
+        lay_states(states, optimizer, self.module)
+        if saved.optimizer == saved_state.kind_of(optimizer):
+            wrapper = saved.of_the_wrapper()
+            if hasattr(optimizer, "_load_global_state"):
+                optimizer._load_global_state(wrapper)
+            elif hasattr(optimizer, "loss_scale_config"):
+                known = {key: wrapper[key] for key in SAVED_OF_THE_LOSS_SCALE if key in wrapper}
+                vars(optimizer.loss_scale_config).update(known)
+
+
+def _is_whole(options: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's states are to be loaded, too."""
+    return options["load_optimizer_states"] and not options["load_module_only"]
+
+
+def say_what_was_unpickled(reader: Reader) -> None:
+    """One line, also where it was on another rank than the first. Collective."""
+    sentence = next(filter(None, gather_objects(reader.sentence())), "")
+    if sentence:
+        announce(sentence, logging.WARNING)
+
+
+def _raise_first(flaw: Exception | None) -> None:
+    """Raise the first rank's flaw on all of them, if one has any. Collective."""
+    flaws = list(filter(None, gather_objects(flaw)))
+    if flaws:
+        raise flaws[0]
+
+
+@contextmanager
+def _ties_follow(module: Any) -> Iterator[None]:
+    """Copies of tied weights are brought together when the ranks have agreed that all of them have loaded."""
+    module._synchronize_tied_weights = lambda: None
+    try:
+        yield
+    finally:
+        del module._synchronize_tied_weights
+    module._synchronize_tied_weights()
+
+
+def _listed(folder: Path, unneeded: Sequence[str]) -> atomic_folders.Listed | None:
+    """The list of the files that are needed, which are all there; None where there is no list.
+
+    Raises:
+        PlanFormatError: the list is damaged, or one of them is missing or has another size.
+    """
+    listed = atomic_folders.read_list(folder)
+    if listed is None:
+        return None
+    listed = listed.but(unneeded)
+    atomic_folders.check_sizes(folder, listed)
+    return listed
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` another attribute for a while."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
+
+
+class _Writes:
+    """What this rank writes: where a file cannot be written, the rest is left out."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+        self.flaw: Exception | None = None
+
+    def attempt(self, path: Path, write: Callable[[], Any]) -> Any:
+        """Call ``write``, which writes ``path``, unless something failed before; keep what it raises."""
+        if self.flaw is not None:
+            return None
+        try:
+            result = write()
+        except Exception as flaw:
+            self.flaw = portable(_cause(path, flaw))
+            return None
+        self.paths.append(path)
+        return result
+
+
+def _cause(path: Path, flaw: Exception) -> Exception:
+    """Why ``path`` cannot be written: torch's archives tell where they stopped, and not what the disk said."""
+    if isinstance(flaw, OSError):
+        return flaw
+    try:
+        # What the disk says to the next bytes at the end of what was written.
+        with open(path, "ab") as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as reason:
+        return OSError(reason.errno, f"cannot be written: {reason.strerror}", str(path))
+    return OSError(f"{path} cannot be written: {flaw}") if "unexpected pos" in str(flaw) else flaw
+
+
+def _take_place(path: Path, checksums: Mapping[str, str] | None) -> None:
+    """Publish a complete checkpoint, with what a script keeps in the folder that it replaces."""
+    new = atomic_folders.unfinished(path)
+    atomic_folders.list_files(new, checksums)
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
+        if not ours and not (new / entry.name).exists():
+            if entry.is_dir():
+                shutil.copytree(entry, new / entry.name, symlinks=True)
+            else:
+                shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+    atomic_folders.publish(path)

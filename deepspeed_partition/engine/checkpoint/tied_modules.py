@@ -1,0 +1,117 @@
+"""What DeepSpeed leaves out of its checkpoints: the loss function's weights, and tied modules that functions run.
+
+It saves the layers that run as they are, and loads each where it runs; then all copies get the tied weights of the
+first layer's. That gives wrong weights to a tie whose first layer runs a function, and leaves out what copies do
+not share on ranks that have functions only: buffers, and weights that ``tied_weight_attr`` does not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from deepspeed_partition.engine.pipeline.tied_copies import Form, forms_of
+from deepspeed_partition.engine.repartition.layer_moves import held_modules, loss_part_of
+
+LOSS_FILE = "madpipe-loss.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """This rank's copy of a tied module that a function runs somewhere."""
+
+    module: nn.Module
+    is_first: bool
+    """Whether this rank runs the first layer of the tie."""
+    shared_names: list[str]
+    """Of the weights that are the same in all copies; none where there is one copy."""
+    whole_file: str
+    """Has the first copy. It is DeepSpeed's where that layer runs as it is."""
+    is_saved_by_deepspeed: bool
+    own_file: str
+    """What another copy does not share."""
+
+
+def save_ties(folder: Path, module: PipelineModule) -> None:
+    """Write what DeepSpeed leaves out of this rank's copies; one replica does.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if module.mpu().get_data_parallel_rank() != 0:
+        return
+    loss = loss_part_of(module)
+    if loss is not None and module.stage_owner(loss.layers[0]) == module.stage_id:
+        torch.save(clone_tensors_for_torch_save(module.loss_fn.state_dict()), folder / LOSS_FILE)
+    for copy in _copies(module):
+        state = clone_tensors_for_torch_save(copy.module.state_dict())  # ZeRO's are parts of something larger
+        own = {name: value for name, value in state.items() if name not in copy.shared_names}
+        if copy.is_first and not copy.is_saved_by_deepspeed:
+            torch.save(state, folder / copy.whole_file)
+        elif own and not copy.is_first:
+            torch.save(own, folder / copy.own_file)
+
+
+def load_ties(
+    folder: Path, module: PipelineModule, *, same_cut: bool, strict: bool, read: Callable[[Path], Any]
+) -> None:
+    """Give this rank's copies what they were, after DeepSpeed has loaded the rest.
+
+    Args:
+        same_cut: Whether the ranks have the layers that they had. If not, all copies become the first one.
+        strict: Refuse a file that lacks something.
+        read: Gives the content of a file.
+    """
+    if loss_part_of(module) is not None and (state := _read(folder / LOSS_FILE, read)):
+        module.loss_fn.load_state_dict(state, strict=strict)
+    for copy in _copies(module):
+        if copy.is_first and copy.is_saved_by_deepspeed:
+            continue
+        state = _read(folder / copy.whole_file, read)
+        if same_cut and not copy.is_first:
+            shared = {name: value for name, value in state.items() if name in copy.shared_names}
+            copy.module.load_state_dict({**shared, **_read(folder / copy.own_file, read)}, strict=False)
+        elif state:
+            copy.module.load_state_dict(state, strict=strict)
+
+
+def _read(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
+    """Nothing where there is no such file: earlier versions did not write it."""
+    return read(path) if path.exists() else {}
+
+
+def _copies(module: PipelineModule) -> Iterator[Copy]:
+    held, grid = held_modules(module), module.mpu()
+    rank, slice_rank = grid.get_stage_id(), grid.get_slice_parallel_rank()
+    number_of_slice = f"-model_{slice_rank:02d}" if slice_rank else ""
+    for number, form in enumerate(_ties(module)):
+        layers = form.layers
+        if form.part_name in held:
+            as_it_is = module._layer_specs[layers[0]].forward_fn is None
+            deepspeeds = Path(module.ckpt_layer_path("", layers[0] - module._local_start)).name
+            file = f"madpipe-tied-{number}{number_of_slice}"
+            yield Copy(
+                module=held[form.part_name],
+                is_first=module.stage_owner(layers[0]) == rank,
+                shared_names=form.spec.tied_weight_attr if form.key in module.tied_comms else [],
+                whole_file=deepspeeds if as_it_is else f"{file}.pt",
+                is_saved_by_deepspeed=as_it_is,
+                own_file=f"{file}-rank_{rank:02d}.pt",
+            )
+
+
+def _ties(module: PipelineModule) -> list[Form]:
+    """The ties that a function runs somewhere; those of functions alone first."""
+
+    def as_they_are(form: Form) -> list[bool]:
+        return [module._layer_specs[layer].forward_fn is None for layer in form.layers]
+
+    with_functions = [form for form in forms_of(module._layer_specs) if not all(as_they_are(form))]
+    return sorted(with_functions, key=lambda form: any(as_they_are(form)))  # as earlier versions counted

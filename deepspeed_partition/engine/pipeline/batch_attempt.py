@@ -1,0 +1,266 @@
+"""A batch that some rank may fail in, and that is then given up by all of them, as if it had not begun.
+
+In the middle of a batch the other ranks wait for tensors of the one that failed. So that one goes on with its list
+of instructions, computes nothing more, and sends zeros of the right shape, or nothing where it knows no shape; a
+rank that gets nothing does the same, and so does one that has heard of the failure (``watch.py``). At the end of
+the lists all ranks agree on what happened, and raise the same. What a Python program can catch goes this way:
+errors in layers, in the loss, in the data. A broken link, or an error of this very procedure, ends the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
+from deepspeed_partition.engine.runtime.collectives import gather_objects, portable, reduced
+from deepspeed_partition.engine.runtime.first_failure import raised_by_all
+from deepspeed_partition.engine.runtime.transfers import Shapes, ShapesDifferError
+from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+    from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
+
+OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
+NOTHING: Boundary = ()
+"""In the place of a tensor whose shape is not known."""
+
+
+class CannotBeWatchedError(Exception):
+    """A micro-batch failed while its bytes were read. If that was not the reason, it will fail again."""
+
+
+class StepGivenUp(Exception):
+    """A rank ran out of memory, or could not be watched; raised on every rank, with what it said."""
+
+    def __init__(self, reason: str, *, for_memory: bool) -> None:
+        super().__init__(reason)
+        self.for_memory = for_memory
+
+    def __reduce__(self) -> Any:
+        return _given_up, (str(self), self.for_memory)
+
+
+def _given_up(reason: str, for_memory: bool) -> StepGivenUp:
+    return StepGivenUp(reason, for_memory=for_memory)
+
+
+class RaisedElsewhere(Exception):
+    """The cause of an error that another rank met: its traceback there, as text."""
+
+
+class Failure(NamedTuple):
+    """What one rank met in a batch."""
+
+    order: int
+    """Which failure of the job it is, by the time at which it happened."""
+    rank: int
+    place: str
+    """The instruction, in words."""
+    error: BaseException
+    details: str
+    """The traceback, where the batch does not run again."""
+
+    @property
+    def runs_again(self) -> bool:
+        return isinstance(self.error, StepGivenUp)
+
+
+class Batch:
+    """One batch, training or evaluation, on lists of instructions.
+
+    Args:
+        engine: whose batch has begun on all ranks of its pipeline.
+        num_micro_batches: that the ranks with data read.
+    """
+
+    def __init__(self, engine: AnyPlanEngine, num_micro_batches: int) -> None:
+        self._engine, self._num_micro_batches = engine, num_micro_batches
+        self._failure: Failure | None = None
+        self._computes = True
+        self._input_shapes: dict[tuple[int, int], Shapes] = {}
+        """By stage and micro-batch."""
+        self._output_shapes: dict[int, Shapes] = {}
+
+    def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
+        """``run`` the instruction, or do without it where this rank, or the one before, computes no more."""
+        if not isinstance(instruction, Compute):
+            self._transfer(instruction, run)
+            return
+        self._note_input(instruction)
+        if self._computes and watch.has_heard_of_a_failure:
+            self._compute_no_more()
+        if self._computes:
+            try:
+                run(instruction)
+            except Exception as flaw:
+                self._fail(flaw, instruction)
+            else:
+                self._note_output(instruction)
+                return
+        self._do_without(instruction)
+
+    def agree(self) -> None:
+        """Collective over the job, when the lists are through.
+
+        Raises:
+            StepGivenUp: some rank ran out of memory in a step that may run again.
+            Exception: what some rank met first, on every rank.
+        """
+        engine = self._engine
+        failed, asked = reduced([not self._computes, engine.wants_to_stop()], dist.ReduceOp.MAX)
+        if asked:
+            engine.when_asked_to_stop()
+        if not failed:
+            return
+        failures = [each for each in gather_objects(self._failure and self._portable(self._failure)) if each]
+        watch.forget_failures()
+        first = min(failures, key=lambda each: (each.order, each.rank))
+        if not first.runs_again:
+            engine.skip_data(self._num_micro_batches)
+        raise_everywhere(first, self._failure)
+
+    def fail(self, error: Exception, place: str) -> None:
+        """Note what this rank met, for :meth:`agree`."""
+        if self._failure is None:
+            details = "" if isinstance(error, StepGivenUp) else traceback_of(error)
+            self._failure = Failure(watch.tell_of_a_failure(), dist.get_rank(), place, error, details)
+        self._compute_no_more()
+
+    def _fail(self, flaw: Exception, instruction: Instruction) -> None:
+        if isinstance(flaw, OUT_OF_MEMORY) and self._engine.may_run_again:
+            # Not the error itself, which refers to what the step holds.
+            reason = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
+            self.fail(StepGivenUp(reason, for_memory=True), str(instruction))
+        elif isinstance(flaw, CannotBeWatchedError):
+            self.fail(StepGivenUp(str(flaw), for_memory=False), str(instruction))
+        else:
+            self.fail(flaw, instruction.in_words)
+
+    @staticmethod
+    def _portable(failure: Failure) -> Failure:
+        return failure._replace(error=portable(failure.error, keep=(StopIteration,)))
+
+    def _compute_no_more(self) -> None:
+        if self._computes:
+            self._computes = False
+            self._engine.let_batch_go()
+
+    def _transfer(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
+        try:
+            run(instruction)
+        except ShapesDifferError as flaw:
+            assert not isinstance(instruction, Compute)
+            self._fail(flaw, instruction)
+            self._engine._between[instruction.message] = self._zeros(flaw.expected)
+            run(instruction)
+
+    def _note_input(self, compute: Compute) -> None:
+        if compute.kind == "F" and compute.stage > 0:
+            arrived = self._engine._between[Message("F", compute.stage - 1, compute.micro_batch)]
+            self._input_shapes[compute.stage, compute.micro_batch] = Shapes.of(arrived)
+            if not tensors_of(arrived):
+                self._compute_no_more()  # the rank before says what went wrong
+
+    def _note_output(self, compute: Compute) -> None:
+        output = self._engine._between.get(Message("F", compute.stage, compute.micro_batch))
+        if compute.kind == "F" and output is not None:
+            self._output_shapes[compute.stage] = Shapes.of(output)
+
+    def _do_without(self, compute: Compute) -> None:
+        engine, stage, number = self._engine, compute.stage, compute.micro_batch
+        devices = engine.module.device_of_stage
+        is_last = stage == len(devices) - 1
+        if compute.kind == "F":
+            engine._between.pop(Message("F", stage - 1, number), None)
+            if is_last:
+                return
+            shapes = self._output_shapes.get(stage)
+            output = NOTHING if shapes is None else self._zeros(shapes)
+            engine._between[Message("F", stage, number)] = output
+            if devices[stage] != devices[stage + 1]:
+                floating = tuple(tensor for tensor in tensors_of(output) if tensor.is_floating_point())
+                engine._gradient_shapes[Message("B", stage, number)] = Shapes.of(floating)
+            return
+        engine._between.pop(Message("B", stage, number), None)
+        if stage > 0:
+            inputs = self._zeros(self._input_shapes.get((stage, number), Shapes.of(NOTHING)))
+            gradients = tuple(tensor for tensor in tensors_of(inputs) if tensor.is_floating_point())
+            engine._between[Message("B", stage - 1, number)] = gradients
+
+    def _zeros(self, shapes: Shapes) -> Boundary:
+        boundary = shapes.empty(self._engine.device)
+        for tensor in tensors_of(boundary):
+            tensor.zero_()  # whatever a layer may look up with it must be there
+        return boundary
+
+
+def raise_everywhere(first: Failure, mine: Failure | None) -> None:
+    """Raise ``first``, which all ranks know; the rank that met it raises the error itself.
+
+    Raises:
+        Exception: that.
+    """
+    if mine is not None and mine.order == first.order and mine.rank == first.rank:
+        raise raised_by_all(mine.error)
+    if first.runs_again:
+        raise raised_by_all(first.error)
+    told = f"rank {first.rank} met this in {first.place}, and all ranks gave the batch up:\n\n{first.details}"
+    raise raised_by_all(first.error) from RaisedElsewhere(told)
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it, in the form in which it goes to other ranks."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+class Attempt:
+    """One try of a training step that runs again if it is given up.
+
+    Lack of memory is caught where layers and the loss compute, forward or backward, and the allocator of PyTorch
+    or of Python says so. Where it shows elsewhere (in a buffer of a transfer, the reduction of gradients, the
+    optimizer's states) or as an error of cuBLAS or cuDNN, it ends the run like any other error.
+
+    Args:
+        engine: between two steps, whose data iterator is the one that the step will read.
+    """
+
+    def __init__(self, engine: MadPipeEngine) -> None:
+        self._engine = engine
+        self._unread = engine._partly_unread, engine._unread
+        self._data: _Remembering | None = None
+        if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
+            self._data = engine.data_iterator = _Remembering(engine.data_iterator)
+
+    def keep(self) -> None:
+        """The step is done, or has ended with another error."""
+        if self._data is not None and self._engine.data_iterator is self._data:
+            self._engine.data_iterator = self._data.iterator
+
+    def undo(self) -> None:
+        """Give the data back. The rest was put back when the step was given up."""
+        engine = self._engine
+        engine._partly_unread, engine._unread = self._unread
+        if self._data is not None:
+            engine.data_iterator = itertools.chain(self._data.taken, self._data.iterator)
+        get_accelerator().empty_cache()
+
+
+class _Remembering(Iterator[Any]):
+    """An iterator that knows what was taken from it."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.taken: list[Any] = []
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self.iterator))
+        return self.taken[-1]

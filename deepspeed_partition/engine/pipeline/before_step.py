@@ -1,0 +1,119 @@
+"""A rank as it is before a step, so that a step that was given up has not been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.engine.runtime.environment import warn_here
+from deepspeed_partition.engine.runtime.random_state import random_state
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+SMALL_BYTES = 2**20
+"""A buffer up to this size is copied before each step, a larger one if a step has changed it: most are fixed."""
+
+
+class Buffers:
+    """The buffers of a rank's layers, copied before each step in one call.
+
+    Args:
+        module: whose layers stay; another one is made when they have moved.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(name, owner) for name, owner in module.named_modules() if owner._buffers]
+        self._changing: set[int] = set()
+        """Large buffers that a step has changed, by ``id``."""
+        self._copied: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._versions: dict[int, int] = {}
+
+    def before_step(self, *, all_of_them: bool) -> Callable[[], None]:
+        """What puts them back.
+
+        Args:
+            all_of_them: copy also those that no step has changed so far.
+        """
+        if not self._owners:
+            return lambda: None
+        tables = [(name, owner._buffers, dict(owner._buffers)) for name, owner in self._owners]
+        buffers = [buffer for _, _, table in tables for buffer in table.values() if buffer is not None]
+        copied = [buffer for buffer in buffers if all_of_them or self._is_copied(buffer)]
+        if len(copied) != len(self._copied) or any(a is not b for a, b in zip(copied, self._copied, strict=True)):
+            self._copied, self._copies = copied, [torch.empty_like(buffer) for buffer in copied]
+        with torch.no_grad():
+            if copied:
+                torch._foreach_copy_(self._copies, [buffer.detach() for buffer in copied])
+        versions = self._versions = {id(buffer): buffer._version for buffer in buffers}
+        copies = dict(zip(map(id, copied), self._copies, strict=True))
+
+        def restore() -> None:
+            for name, table, before in tables:
+                table.clear()
+                table.update(before)
+                for key, buffer in before.items():
+                    if buffer is None:
+                        continue
+                    if id(buffer) in copies:
+                        with torch.no_grad():
+                            buffer.copy_(copies[id(buffer)])
+                    elif buffer._version != versions[id(buffer)]:
+                        warn_here(
+                            f"the step that was given up has changed the buffer {name}.{key}, which no step had "
+                            "changed before: it stays so"
+                        )
+
+        return restore
+
+    def _is_copied(self, buffer: torch.Tensor) -> bool:
+        if buffer.numel() * buffer.element_size() <= SMALL_BYTES or id(buffer) in self._changing:
+            return True
+        if self._versions.get(id(buffer), buffer._version) != buffer._version:
+            self._changing.add(id(buffer))
+        return id(buffer) in self._changing
+
+
+class BeforeStep:
+    """What a training step changes before its optimizer does, besides gradients.
+
+    Args:
+        engine: between two steps.
+    """
+
+    def __init__(self, engine: MadPipeEngine) -> None:
+        self._engine, module = engine, engine.module
+        self._restore_buffers = engine.layer_buffers.before_step(all_of_them=engine.may_run_again)
+        self._restore_random_state = random_state()
+        self._num_forwards: dict[int, int] | None = None
+        if engine.runs_lists:
+            self._num_forwards, self._micro_offset = dict(module._num_forwards), module.micro_offset
+
+    def restore(self) -> None:
+        """Let the step not have begun: gradients, buffers, random numbers, the counts that seeds go by."""
+        engine, module = self._engine, self._engine.module
+        engine.let_batch_go()
+        let_gradients_go(engine)
+        self._restore_buffers()
+        self._restore_random_state()
+        if self._num_forwards is not None:
+            module._num_forwards, module.micro_offset = dict(self._num_forwards), self._micro_offset
+
+
+def let_gradients_go(engine: Any) -> None:
+    """Those of the weights, what an optimizer of DeepSpeed has made of them, and that a backward was under way."""
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    if optimizer is None:
+        return
+    optimizer.zero_grad()
+    # ZeRO's, of DeepSpeed 0.19: not public, and not there in all versions.
+    for group in getattr(optimizer, "averaged_gradients", None) or ():
+        optimizer.averaged_gradients[group] = None
+    while getattr(optimizer, "_backward_active_depth", 0) > 0:
+        optimizer.exit_backward()
+    engine._running_engine_backward = engine._force_grad_boundary = False

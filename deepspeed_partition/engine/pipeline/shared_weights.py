@@ -1,0 +1,226 @@
+"""Weights that several layers of a pipeline have through one Python object.
+
+In one process such layers train one weight. On two stages each process has a copy of its own, and the copies would
+train apart. A module that stands at several places of the list is tied on every cut, as by DeepSpeed's
+``TiedLayerSpec``. What is shared otherwise, a parameter of two modules or a module that a function holds, is
+refused with the way out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from deepspeed_partition.engine.runtime.environment import announce
+
+WAY_OUT = (
+    "list deepspeed_partition.engine.TiedModule(key, module, forward_fn=...), or a TiedLayerSpec, of one key at "
+    "both places"
+)
+
+
+class TiedModule(TiedLayerSpec):
+    """A module that exists already and runs at several places of the pipeline, with the same weights.
+
+    DeepSpeed's ``TiedLayerSpec`` for a model that was written for one device::
+
+        def unembed(embed, x):
+            return x @ embed.weight.t()
+
+        layers = [TiedModule("embed", embed), *blocks, TiedModule("embed", embed, forward_fn=unembed)]
+
+    In a LightningModule they stand in what ``pipeline_layers()`` returns.
+
+    Args:
+        key: Names the tie: the same at each of its places.
+        module: The same module at each of its places.
+        forward_fn: What runs there, as ``forward_fn(module, inputs)``. None: ``module(inputs)``.
+    """
+
+    def __init__(self, key: str, module: nn.Module, forward_fn: Callable[..., Any] | None = None) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        super().__init__(key, type(module), forward_fn=forward_fn, tied_weight_attr=names)
+        self.module = module
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.module
+
+
+def tie_repeated_modules(specs: Sequence[Any], num_stages: int) -> list[Any]:
+    """The list of layers in which a module that trains, and stands at several places, is a :class:`TiedModule`.
+
+    Raises:
+        ValueError: two layers share a weight otherwise, and there are several stages.
+    """
+    tied = list(specs)
+    for layers in places_of_repeated(specs):
+        key, module = f"layer_{layers[0]}", specs[layers[0]]
+        for layer in layers:
+            tied[layer] = TiedModule(key, module)
+        announce(
+            f"layers {listed(layers)} are one {type(module).__name__} object: their weights are tied on every "
+            f"cut, as by a TiedLayerSpec, and named tied_modules.{key}"
+        )
+    if num_stages > 1 and (flaw := why_not_apart(tied)):
+        raise ValueError(flaw)
+    return tied
+
+
+def why_not_apart(specs: Sequence[Any]) -> str:
+    """Why the layers cannot be on different stages as they are; empty where they can.
+
+    What a function might use, and need not, is said in the log.
+    """
+    users = _users_of_weights(specs)
+    shared = [layers for layers in users.values() if not _are_one(specs, layers)]
+    if shared:
+        return (
+            f"layers {listed(shared[0])} share a weight through one Python object (of {len(shared)} in all), and "
+            f"on two stages each would train a copy of its own: {WAY_OUT}"
+        )
+    return _what_functions_share(specs, {weight: layers[0] for weight, layers in users.items()})
+
+
+def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int]) -> None:
+    """Say of a cut that DeepSpeed made which layers share a weight in one process and do not here."""
+    for layers in _users_of_weights(specs).values():
+        if not _are_one(specs, layers) and len(set(map(stage_of, layers))) > 1:
+            announce(
+                f"layers {listed(layers)} share a weight through one Python object, DeepSpeed has put them on "
+                f"different stages, and each trains a copy of its own: {WAY_OUT}",
+                logging.WARNING,
+            )
+            return
+
+
+def _users_of_weights(specs: Sequence[Any]) -> dict[nn.Parameter, list[int]]:
+    users: dict[nn.Parameter, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        for weight in dict.fromkeys(_weights_of(spec)):
+            users.setdefault(weight, []).append(layer)
+    return users
+
+
+def _are_one(specs: Sequence[Any], layers: Sequence[int]) -> bool:
+    """Whether layers train as one on every cut: a single one, or those that share a key."""
+    keys = {getattr(specs[layer], "key", None) for layer in layers}
+    return len(layers) == 1 or (None not in keys and len(keys) == 1)
+
+
+def places_of_repeated(specs: Sequence[Any]) -> list[list[int]]:
+    """The layers of each module that trains and stands at several places."""
+    places: dict[int, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, nn.Module) and any(weight.requires_grad for weight in spec.parameters()):
+            places.setdefault(id(spec), []).append(layer)
+    return [layers for layers in places.values() if len(layers) > 1]
+
+
+def _weights_of(spec: Any) -> list[nn.Parameter]:
+    """The trainable weights of a layer that exist before it is built: another layer may have them, too."""
+    if isinstance(spec, nn.Module):
+        return _trainable(spec.parameters())
+    if isinstance(spec, TiedModule):
+        return _trainable(spec.module.parameters())
+    if not isinstance(spec, LayerSpec):
+        return []
+    given = {weight for held in _reached([spec.module_args, spec.module_kwargs]) for weight in _parameters(held)}
+    if not given:
+        return []
+    with torch.random.fork_rng(devices=[]):  # it may take a part of what it is given: a block of a whole model
+        return _trainable(weight for weight in spec.build().parameters() if weight in given)
+
+
+def _what_functions_share(specs: Sequence[Any], owners: dict[nn.Parameter, int]) -> str:
+    """Why a function cannot run apart from a layer whose weights it uses; empty where it can."""
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, nn.Module | LayerSpec):
+            continue
+        for used in _used_by(spec, owners):
+            found = _layers_of(used, owners)
+            if len(found) == 1:
+                return (
+                    f"layer {layer} is a function that uses a {type(used).__name__} with weights of layer "
+                    f"{found[0]}, and on two stages it would use a copy that nobody trains: {WAY_OUT}"
+                )
+            if _trainable(_parameters(used)):
+                whose = f"weights of the layers {listed(found)}" if found else "weights that no layer has"
+                announce(
+                    f"layer {layer} is a function that holds a {type(used).__name__} with {whose}: if it uses "
+                    "them, make it a module or a TiedLayerSpec with a forward_fn, for a function's weights are "
+                    "trained by no optimizer and do not move",
+                    logging.WARNING,
+                )
+    return ""
+
+
+def _used_by(function: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Module | nn.Parameter]:
+    """What a function holds; of a module of many, such as the whole model, the children that it names."""
+    names = _names_in(function)
+    for held in _reached(_held_by(function)):
+        children = dict(held.named_children()) if isinstance(held, nn.Module) else {}
+        if children and len(_layers_of(held, owners)) != 1:
+            yield from (child for name, child in children.items() if name in names)
+        else:
+            yield held
+
+
+def _layers_of(held: nn.Module | nn.Parameter, owners: dict[nn.Parameter, int]) -> list[int]:
+    return sorted({owners[weight] for weight in _trainable(_parameters(held)) if weight in owners})
+
+
+def _names_in(function: Any) -> Sequence[str]:
+    """The attributes and globals that a function's code names."""
+    if isinstance(function, functools.partial):
+        return _names_in(function.func)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """What a function can use without being given it."""
+    if isinstance(function, functools.partial):
+        yield from (function.args, function.keywords)
+        yield from _held_by(function.func)
+    elif inspect.ismethod(function):
+        yield function.__self__
+        yield from _held_by(function.__func__)
+    elif inspect.isfunction(function):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # nothing is in it yet
+                yield cell.cell_contents
+        yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield from function.__defaults__ or ()
+
+
+def _reached(values: Any, depth: int = 3) -> Iterator[nn.Module | nn.Parameter]:
+    """The modules and parameters among values, and in lists and dicts of them."""
+    for value in values if depth else ():
+        if isinstance(value, nn.Module | nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _reached(value, depth - 1)
+        elif isinstance(value, dict):
+            yield from _reached(value.values(), depth - 1)
+
+
+def _parameters(held: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
+    return [held] if isinstance(held, nn.Parameter) else held.parameters()
+
+
+def _trainable(weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [weight for weight in weights if weight.requires_grad]
+
+
+def listed(layers: Sequence[int]) -> str:
+    """Numbers in words: ``1, 4 and 7``."""
+    *others, last = map(str, layers)
+    return f"{', '.join(others)} and {last}" if others else last

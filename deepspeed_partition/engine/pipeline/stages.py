@@ -1,0 +1,356 @@
+"""Pipeline modules whose ranks hold the stages that an allocation gives them: several, in any order."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import glob
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import deepspeed.pipe
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.utils import set_random_seed
+from torch import nn
+
+from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
+from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
+from deepspeed_partition.layer_calls import unpacking
+from deepspeed_partition.planner.allocation import Allocation, Stage
+from deepspeed_partition.planner.plan import Plan
+
+
+class StagesModule(deepspeed.pipe.PipelineModule):
+    """DeepSpeed's ``PipelineModule`` with any number of stages on a rank.
+
+    Parameters have the same names on any map. Only one stage is active at a time: ``forward`` runs its layers, and
+    it alone is saved or loaded by DeepSpeed's code, which knows of one stage per rank. Nobody builds this class:
+    :func:`hold_stages` puts it in front of the class of a module, DeepSpeed's or one derived from it, so that
+    the methods of that class stay.
+    """
+
+    allocation: Allocation
+    own_stages: list[int]
+    """Those of this rank, in the order of the chain."""
+    device_of_stage: list[int]
+    """The pipeline's ranks are its devices."""
+    forward_funcs: list[Any]
+    madpipe_cut: Any
+    micro_offset: int
+    _is_active = False
+    _layer_specs: list[Any]
+    activation_checkpoint_func: Callable[..., Any]
+    is_checkpointable_results: list[bool]
+    is_checkpointable_results_interval: int | None
+    _loads_stages = False
+
+    def place(self, allocation: Allocation) -> None:
+        """Say which stages this rank is to build."""
+        self.allocation = allocation
+        self.parts = list(allocation.boundaries)
+        self.device_of_stage = [stage.device for stage in allocation.stages]
+        self.own_stages = [stage for stage, device in enumerate(self.device_of_stage) if device == self.stage_id]
+        self._set_bounds(*allocation.stages[self.own_stages[0]].layers)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that runs a layer."""
+        return owner(self.allocation, layer_idx)
+
+    def _build(self) -> None:
+        self._functions: dict[int, list[Any]] = {}
+        self._checkpointable: dict[int, list[bool]] = {stage: [] for stage in self.own_stages}
+        # Between two batches all stages have run equally often, also those that come from other ranks.
+        self._num_forwards = dict.fromkeys(self.own_stages, self.micro_offset)
+        specs = self._layer_specs
+        # To DeepSpeed, copies of different forms are tied modules of different keys.
+        self._layer_specs = self._specs_to_build()
+        try:
+            for stage in self.own_stages:
+                self._set_bounds(*self.allocation.stages[stage].layers)
+                self.forward_funcs = []
+                super()._build()
+                self._functions[stage] = [unpacking(function) for function in self.forward_funcs]
+        finally:
+            self._layer_specs = specs
+        self._show(self.own_stages[0])
+
+    def _specs_to_build(self) -> list[Any]:
+        specs = list(self._layer_specs)
+        for tied in own_copies(self):
+            for layer in () if tied.is_main else tied.form.layers:
+                specs[layer] = copy.copy(specs[layer])
+                specs[layer].key = tied.registered
+        return specs
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        comms = super()._index_tied_modules()
+        self._count_tied_weights_once(comms)
+        return comms
+
+    def _count_tied_weights_once(self, comms: dict[str, Any]) -> None:
+        """Let the norm of all gradients count a tied weight once, and all else that copies have.
+
+        DeepSpeed leaves out the whole module on every rank but the first.
+        """
+        for tied in own_copies(self):
+            comm = comms.get(tied.form.key)
+            if comm is None and tied.is_main:
+                continue
+            speaks = tied.is_main and comm is not None and self.global_rank == comm["ranks"][0]
+            for parameter in self.tied_modules[tied.registered].parameters():
+                parameter.ds_pipe_replicated = False
+            weight: Any
+            for weight in tied.tied_weights(self):
+                weight.ds_pipe_replicated = not speaks
+
+    def take_over(self) -> None:
+        """Go on with the one stage that DeepSpeed has built.
+
+        Raises:
+            ValueError: with one module for layers that need two, or layers that share weights and are not tied.
+        """
+        for copies in several_of_a_key(self):
+            first, second = (tied.form.layers[0] for tied in copies[:2])
+            raise ValueError(
+                f"layers {first} and {second} share the key {copies[0].form.key!r}, are built differently, and "
+                "DeepSpeed has built one module for both: call deepspeed_partition.install() before the pipeline "
+                "module is built, and give it partition_method='madpipe'"
+            )
+        if repeated := places_of_repeated(self._layer_specs):
+            raise ValueError(
+                f"layers {listed(repeated[0])} are one module object, and DeepSpeed has built them as modules of "
+                f"their own: give the pipeline module partition_method='madpipe', which ties them, or {WAY_OUT}"
+            )
+        if flaw := why_not_apart(self._layer_specs):
+            raise ValueError(flaw)
+        [stage] = self.own_stages
+        self.forward_funcs = [unpacking(function) for function in self.forward_funcs]
+        self._functions = {stage: self.forward_funcs}
+        self._checkpointable = {stage: self.is_checkpointable_results}
+        self._num_forwards = {stage: self.micro_offset}
+        self._shown = stage
+        self._count_tied_weights_once(self.tied_comms)
+
+    def let_go(self) -> None:
+        """Forget the layers, before others take their places."""
+        self._functions.clear()
+
+    def _show(self, stage: int) -> None:
+        self._shown = stage
+        self.forward_funcs = self._functions[stage]
+        self.is_checkpointable_results = self._checkpointable[stage]
+        self._set_bounds(*self.allocation.stages[stage].layers)
+        # What ``seed_layers`` counts micro-batches by.
+        self.micro_offset = self._num_forwards[stage]
+
+    def count_forwards_from(self, num_forwards: int) -> None:
+        """Go on as if each stage had run so often."""
+        self._num_forwards = dict.fromkeys(self.own_stages, num_forwards)
+        self.micro_offset = num_forwards
+
+    @contextmanager
+    def active(self, stage: int) -> Iterator[None]:
+        """Let this module be one of its stages."""
+        self._show(stage)
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._is_active = False
+            self._num_forwards[stage] = self.micro_offset
+
+    def forward(self, forward_input: Any) -> Any:
+        if not self._is_active and not self.allocation.is_contiguous:
+            raise RuntimeError(
+                f"the stages of this module are on the ranks {self.device_of_stage}, which DeepSpeed's own engine "
+                "cannot run: call deepspeed_partition.install() first, or start the engine by "
+                "deepspeed_partition.engine.initialize"
+            )
+        blocks = self._recomputed_blocks()
+        if not blocks or not torch.is_grad_enabled():
+            with self._checkpoints_where_gradients_begin():
+                outputs = super().forward(forward_input)
+            if not self._is_active:  # in DeepSpeed's own schedule
+                self._num_forwards[self._shown] = self.micro_offset
+            return outputs
+        return self._forward_recomputing(forward_input, blocks)
+
+    @contextmanager
+    def _checkpoints_where_gradients_begin(self) -> Iterator[None]:
+        """With DeepSpeed's ``activation_checkpoint_interval``, let the layers of a block train whose input has no
+        gradient, such as the numbers of words.
+
+        The outputs of DeepSpeed's default, a reentrant checkpoint, have a gradient only where an input has one.
+        """
+        checkpoint = self.activation_checkpoint_func
+        if not self.activation_checkpoint_interval or checkpoint is not checkpointing.checkpoint:
+            yield
+            return
+
+        def either(run: Callable[..., Any], *inputs: Any) -> Any:
+            begins = not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+            return (checkpointing.non_reentrant_checkpoint if begins else checkpoint)(run, *inputs)
+
+        self.activation_checkpoint_func = either
+        try:
+            yield
+        finally:
+            self.activation_checkpoint_func = checkpoint
+
+    def _recomputed_blocks(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of layers of the active stage that the plan recomputes."""
+        plan = self.madpipe_cut.plan if self.madpipe_cut is not None else None
+        return () if plan is None or not self._is_active else plan.stages[self._shown].blocks
+
+    def _forward_recomputing(self, forward_input: Any, blocks: Sequence[tuple[int, int]]) -> Any:
+        """DeepSpeed's ``forward``, whose checkpoints all have one length, with these ranges of layers instead."""
+        self.micro_offset += 1
+        # DeepSpeed's default for the first of two needs an input that has a gradient.
+        checkpoint = self.activation_checkpoint_func
+        if checkpoint is checkpointing.checkpoint:
+            checkpoint = checkpointing.non_reentrant_checkpoint
+        ends = sorted({self._local_start, self._local_stop, *(end for block in blocks for end in block)})
+        passed = forward_input
+        for block in itertools.pairwise(ends):
+            tensors = passed if isinstance(passed, tuple) else (passed,)
+            run = self._layers_in_turn(*block)
+            if block in blocks:
+                versions = [tensor._version for tensor in tensors]
+                passed = checkpoint(run, *tensors)
+                if versions != [tensor._version for tensor in tensors]:
+                    raise RuntimeError(
+                        f"layers {block[0]} to {block[1]} change their input in place, and the plan wants them "
+                        "run again from it: build that layer without inplace=True, or plan without recomputation"
+                    )
+            else:
+                passed = run(*tensors)
+        return passed
+
+    def _layers_in_turn(self, first: int, last: int) -> Callable[..., Any]:
+        """What runs these layers of the active stage, now and again, with the same seeds."""
+        functions = self.forward_funcs[first - self._local_start : last - self._local_start]
+        seed = self.base_seed * (self.micro_offset + 1)
+        num_runs = 0
+
+        def run(*tensors: Any) -> Any:
+            nonlocal num_runs
+            num_runs += 1
+            passed = tensors[0] if len(tensors) == 1 else tensors
+            with _unchanged_buffers(functions) if num_runs > 1 else nullcontext():
+                for self.curr_layer, function in enumerate(functions, first):
+                    if self.seed_layers:
+                        (self.seed_fn or set_random_seed)(seed + self.curr_layer)
+                    passed = function(passed)
+            return passed
+
+        return run
+
+    # DeepSpeed's methods for one stage, on each
+
+    def _precompute_checkpointable_values(self) -> None:
+        for stage in self.own_stages:
+            self._show(stage)
+            self.is_checkpointable_results_interval = None  # of the stage before
+            super()._precompute_checkpointable_values()
+            self._checkpointable[stage] = self.is_checkpointable_results
+        self._show(self.own_stages[0])
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        for stage in self.own_stages:
+            self._show(stage)
+            super().save_state_dict(*args, **kwargs)
+
+    def ckpt_layer_path_list(self, ckpt_dir: Any, local_layer_idx: int) -> list[str]:
+        """Find files also in a folder with a bracket in its name, which DeepSpeed takes for a pattern."""
+        return list(super().ckpt_layer_path_list(glob.escape(str(ckpt_dir)), local_layer_idx))
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        self._loads_stages = True
+        try:
+            for stage in self.own_stages:
+                self._show(stage)
+                super().load_state_dir(*args, **kwargs)
+        finally:
+            self._loads_stages = False
+        self._synchronize_tied_weights()
+
+    def _synchronize_tied_weights(self) -> None:
+        """Give all copies the weights of the first layer that has them.
+
+        DeepSpeed gives them those of the lowest rank, which is the first layer's where stages follow the ranks.
+        """
+        if self._loads_stages:  # DeepSpeed calls this after each stage, and ranks have different numbers of them
+            return
+        for key, comm in self.tied_comms.items():
+            tied = (isinstance(spec, TiedLayerSpec) and spec.key == key for spec in self._layer_specs)
+            source = self._grid.stage_to_global(stage_id=self.stage_owner(list(tied).index(True)))
+            for name in comm["weight_attr"]:
+                dist.broadcast(self._recursive_getattr(comm["module"], name), src=source, group=comm["group"])
+        with torch.no_grad():
+            for main, *others in several_of_a_key(self):
+                for other in others:
+                    for weight, own in zip(main.tied_weights(self), other.tied_weights(self), strict=True):
+                        own.copy_(weight)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        for stage in self.own_stages:
+            self._show(stage)
+            super().compile(*args, **kwargs)
+
+
+@functools.cache
+def _with_stages(module_class: Any) -> type:
+    """DeepSpeed knows some modules by the names of their classes, so the name stays."""
+    kept = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (StagesModule, module_class)
+    return types.new_class(module_class.__name__, bases, exec_body=lambda namespace: namespace.update(kept))
+
+
+def hold_stages(module: deepspeed.pipe.PipelineModule, allocation: Allocation) -> None:
+    """Make ``module`` a :class:`StagesModule`, in place, whose layers are still to be built."""
+    if not isinstance(module, StagesModule):
+        module.__class__ = _with_stages(type(module))  # type: ignore[arg-type]
+    module.place(allocation)
+
+
+def hold_built_stages(module: deepspeed.pipe.PipelineModule) -> None:
+    """Make a module that DeepSpeed has cut and built a :class:`StagesModule`, in place."""
+    hold_stages(module, Allocation.contiguous([int(cut) for cut in module.parts]))
+    module.take_over()
+
+
+def owner(allocation: Allocation, layer: int) -> int:
+    """The device of a layer."""
+    return next(stage.device for stage in allocation.stages if layer < stage.layers[1])
+
+
+def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:
+    """Where the layers of a plan or of a module are, and nothing else, so that two can be compared."""
+    if isinstance(source, Plan):
+        return Allocation(tuple(Stage(layers=stage.layers, device=stage.device) for stage in source.stages))
+    return source.allocation if isinstance(source, StagesModule) else Allocation.contiguous(source.parts)
+
+
+@contextmanager
+def _unchanged_buffers(functions: Sequence[Any]) -> Iterator[None]:
+    """Put the buffers of layers, such as running statistics, back: their first run has changed them already."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for function in functions
+        if isinstance(function, nn.Module)
+        for module in function.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer

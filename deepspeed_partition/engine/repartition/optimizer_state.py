@@ -1,0 +1,400 @@
+"""What the optimizer keeps for each parameter, taken out by name, moved between ranks and laid in again.
+
+DeepSpeed's wrapping optimizers train flat tensors in which the parameters of a group lie one after the other, and
+each replica a range of them. Layers that come and go shift all of it. So the flat tensors are taken apart by
+parameters; what belongs to parameters that leave follows them, from each replica to the same one of their new
+stage; and DeepSpeed starts on the parameters that are there now, as on any. What it then holds is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
+from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
+
+Key: TypeAlias = str | None
+"""What an optimizer names an entry of a parameter's state, or ``MASTER``."""
+MASTER: Key = None
+"""Of the master weight, which wrapping optimizers keep beside the weight."""
+FLAT = {
+    DeepSpeedZeroOptimizer: ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"),
+    BF16_Optimizer: ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
+    FP16_Optimizer: ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
+}
+"""Of each wrapping optimizer: parameters by group, the flat tensor that they lie in, what is trained of it."""
+OF_THE_LOSS_SCALE = (
+    "loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "torch_autocast_gradscaler",
+    "cur_scale", "cur_iter", "last_overflow_iter", "overflow", "_global_grad_norm",
+)  # fmt: skip
+"""What a wrapping optimizer learns beside the states of parameters; which of these, depends on the wrapper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The elements of one parameter that this rank trains: consecutive ones of the flattened parameter."""
+
+    name: str
+    """The parameter's, in the whole pipeline."""
+    first: int
+    num_elements: int
+    """0 where other replicas train all of it."""
+    place: int
+    """Where the first of them lies in the tensor that is trained."""
+
+    def contains(self, other: Share) -> bool:
+        """Whether the elements of ``other``, of the same parameter, are among these."""
+        stop, other_stop = self.first + self.num_elements, other.first + other.num_elements
+        return not other.num_elements or (self.first <= other.first and other_stop <= stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A tensor that the base optimizer trains."""
+
+    tensor: torch.Tensor
+    parameters: list[nn.Parameter]
+    """Those that it is made of: itself, or one of its shape, or all those that lie in a flat tensor."""
+    shares: list[Share]
+    """Of each of them."""
+    is_flat: bool
+
+
+@dataclass(slots=True)
+class ParameterState:
+    """What this rank's optimizer keeps for one parameter, by the optimizer's keys."""
+
+    share: Share
+    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """From flat tensors, this rank's elements in one dimension; else of any shape, with one dimension or more."""
+    values: dict[Key, Any] = field(default_factory=dict)
+    """Tensors without dimensions, such as ``step``, and what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateInfo:
+    """A :class:`ParameterState` as another rank must know it."""
+
+    share: Share
+    tensors: dict[Key, tuple[torch.Size, torch.dtype, str]]
+    """Shape, type, and type of device."""
+    values: dict[Key, tuple[Any, str | None]]
+    """The value, on the CPU if it is a tensor, and the type of device that it is used on."""
+
+
+class TrainingState:
+    """The optimizer's state on this rank, on its way from one cut to another.
+
+    Made before a move, and used for it once: :meth:`take_out`, then :meth:`send`, :meth:`receive` and :meth:`drop`
+    part by part, then :meth:`lay_into`. Making it is collective over each pipeline and changes nothing.
+
+    Args:
+        group_of: the place of each parameter's group, by its name.
+
+    Raises:
+        RuntimeError: on every rank of the pipeline alike: an unknown optimizer, or a state that DeepSpeed keeps
+            for a flat tensor and that cannot be told apart by parameters.
+    """
+
+    def __init__(self, optimizer: Any, module: PipelineModule, group_of: Mapping[str, int]) -> None:
+        grid = module.mpu()
+        self._pipe_rank: int = grid.get_stage_id()
+        self._trained = trained_by(optimizer, module)
+        states = _base(optimizer).state
+        self._entries = [dict(states.get(trained.tensor, {})) for trained in self._trained]
+        self._states: dict[str, ParameterState] = {}
+        self._loss_scale = {name: vars(optimizer)[name] for name in OF_THE_LOSS_SCALE if name in vars(optimizer)}
+        mine: dict[str, StateInfo] = {}
+        flaw = ""
+        for trained, entries in zip(self._trained, self._entries, strict=True):
+            mine.update(_describe(trained, entries))
+            flaw = flaw or _flaw(trained, entries)
+        gathered = gather_objects((mine, flaw), grid.get_pipe_parallel_group())
+        self._infos = [infos for infos, _ in gathered]
+        flaws = [flaw for _, flaw in gathered]
+        if type(optimizer) in FLAT:
+            flaws.append(_disagreement(self._infos, group_of))
+        if any(flaws):
+            raise RuntimeError(next(filter(None, flaws)))
+
+    # Out of the optimizer
+
+    def take_out(self) -> None:
+        """Take the flat tensors apart, one after the other.
+
+        Where nothing else refers to them, each is freed before the next is taken apart.
+        """
+        while self._trained:
+            trained, entries = self._trained.pop(), self._entries.pop()
+            shares, is_flat = trained.shares, trained.is_flat
+            if trained.tensor is not trained.parameters[0]:
+                entries = {MASTER: trained.tensor.detach(), **entries}
+            del trained
+            for share in shares:
+                self._states[share.name] = ParameterState(share)
+            for key in list(entries):
+                value = entries.pop(key)
+                for share in shares:
+                    state = self._states[share.name]
+                    if not has_dimensions(value):
+                        state.values[key] = value
+                    elif is_flat:
+                        state.tensors[key] = value.narrow(0, share.place, share.num_elements).clone()
+                    else:
+                        state.tensors[key] = value
+                del value
+
+    # Between ranks
+
+    def send(self, part: str, rank: int) -> None:
+        """Send what is kept for the parameters of ``part`` to ``rank``, which calls :meth:`receive`."""
+        for name, info in self._infos_of(part, self._pipe_rank):
+            for key in info.tensors:
+                send_bytes(self._states[name].tensors[key].to(_here()), rank)
+
+    def receive(self, part: str, pipe_rank: int, rank: int) -> None:
+        """Take over what the ``pipe_rank``-th rank of this pipeline, which is ``rank``, keeps for ``part``."""
+        for name, info in self._infos_of(part, pipe_rank):
+            state = self._states[name] = ParameterState(info.share)
+            for key, (shape, dtype, device_type) in info.tensors.items():
+                state.tensors[key] = receive_bytes(shape, dtype, _here(), rank).to(device_type)
+            for key, (value, used_on) in info.values.items():
+                state.values[key] = value.to(used_on) if torch.is_tensor(value) else value
+
+    def drop(self, part: str) -> None:
+        """Forget the parameters of ``part``, which left."""
+        for name, _ in self._infos_of(part, self._pipe_rank):
+            self._states.pop(name, None)
+
+    def _infos_of(self, part: str, pipe_rank: int) -> Iterator[tuple[str, StateInfo]]:
+        return ((name, info) for name, info in self._infos[pipe_rank].items() if name.startswith(f"{part}."))
+
+    # Into the optimizer
+
+    def lay_into(self, optimizer: Any, module: PipelineModule) -> None:
+        """Let ``optimizer``, started on the parameters that ``module`` has now, go on with their states.
+
+        Collective over the data-parallel replicas of a stage.
+        """
+        lay_states(self._states, optimizer, module)
+        vars(optimizer).update(self._loss_scale)
+
+
+def lay_states(states: dict[str, ParameterState], optimizer: Any, module: PipelineModule) -> None:
+    """Let ``optimizer``, started on the parameters of ``module``, go on with ``states``, which this empties.
+
+    Collective over the data-parallel replicas of a stage. A parameter that was frozen since has no place in a
+    wrapping optimizer, and its state is dropped; one that was released has none, and begins with its weight.
+
+    Args:
+        states: By the parameters' names, of the same ones on every replica; each replica has any share of them,
+            and together they have everything.
+    """
+    replicas = module.mpu().get_data_parallel_group()
+    trained = trained_by(optimizer, module)
+    new = {share.name: share for one in trained for share in one.shares}
+    shares = gather_objects(
+        {name: (state.share, new[name]) for name, state in states.items() if name in new}, replicas
+    )
+    kept = _base(optimizer).state
+    for one in trained:
+        entries = _laid_out(one, states, shares, replicas) if one.is_flat else _handed_over(one, states)
+        kept.pop(one.tensor, None)
+        if entries:
+            kept[one.tensor] = entries
+    if kept and hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _handed_over(trained: Trained, states: dict[str, ParameterState]) -> dict[Key, Any]:
+    """The entries of one parameter: the tensors themselves."""
+    state = states.pop(trained.shares[0].name, None)
+    if state is None:
+        return {}
+    if MASTER in state.tensors:
+        trained.tensor.data.copy_(state.tensors.pop(MASTER))
+    return {**state.tensors, **state.values}
+
+
+def _laid_out(
+    trained: Trained,
+    states: dict[str, ParameterState],
+    shares: list[dict[str, tuple[Share, Share]]],
+    replicas: dist.ProcessGroup,
+) -> dict[Key, Any]:
+    """The entries of a flat tensor, made of those of its parameters, which are freed on the way."""
+    members = [
+        (parameter, share)
+        for parameter, share in zip(trained.parameters, trained.shares, strict=True)
+        if share.name in states
+    ]
+    if not members:
+        return {}
+    some = states[members[0][1].name]
+    entries: dict[Key, Any] = {**some.values}
+    for key, dtype in {key: tensor.dtype for key, tensor in some.tensors.items()}.items():
+        flat = trained.tensor.detach() if key is MASTER else torch.zeros_like(trained.tensor, dtype=dtype)
+        if key is not MASTER:
+            entries[key] = flat.requires_grad_(False)
+        for parameter, share in members:
+            elements = states[share.name].tensors.pop(key)
+            _fill(flat, elements, parameter.numel(), [of[share.name] for of in shares], replicas)
+    for _, share in members:
+        del states[share.name]
+    return entries
+
+
+def _fill(
+    flat: torch.Tensor,
+    elements: torch.Tensor,
+    num_elements: int,
+    shares: list[tuple[Share, Share]],
+    replicas: dist.ProcessGroup,
+) -> None:
+    """Bring one parameter's ``elements``, this rank's old share, to where its new share lies in ``flat``.
+
+    Args:
+        num_elements: of the whole parameter.
+        shares: the old and the new one of each replica.
+    """
+    rank = dist.get_rank(replicas)
+    old, new = shares[rank]
+    first = old.first
+    if not all(before.contains(after) for before, after in shares):
+        whole = torch.empty(num_elements, dtype=elements.dtype, device=_here())
+        for replica, (before, _) in enumerate(shares):
+            if before.num_elements:
+                range_ = whole.narrow(0, before.first, before.num_elements)
+                if replica == rank:
+                    range_.copy_(elements)
+                source = dist.get_global_rank(replicas, replica)
+                dist.broadcast(range_.view(torch.uint8), source, group=replicas)
+        elements, first = whole, 0
+    if new.num_elements:
+        wanted = elements.narrow(0, new.first - first, new.num_elements)
+        flat.narrow(0, new.place, new.num_elements).copy_(wanted)
+
+
+def _here() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+def has_dimensions(value: Any) -> bool:
+    return torch.is_tensor(value) and value.ndim > 0
+
+
+def _base(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that a wrapping one steps; not always the one that it was given (Adagrad under ZeRO)."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def trained_by(optimizer: Any, module: PipelineModule) -> list[Trained]:
+    """What ``optimizer`` trains on this rank, in the order of its groups.
+
+    Raises:
+        RuntimeError: an unknown optimizer.
+    """
+    replica = dist.get_rank(module.mpu().get_data_parallel_group())
+    names = parameter_names(module)
+    if type(optimizer) in FLAT:
+        attributes = (getattr(optimizer, name) for name in FLAT[type(optimizer)])
+        return [
+            Trained(
+                tensor,
+                group,
+                [_share(names[parameter], parameter, weights, tensor, replica) for parameter in group],
+                is_flat=True,
+            )
+            for group, weights, tensor in zip(*attributes, strict=True)
+        ]
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        pairs = [
+            pair
+            for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for pair in zip(group, masters, strict=True)
+        ]
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        pairs = [(parameter, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    else:
+        raise RuntimeError(
+            f"the state of {type(optimizer).__name__} cannot be moved between ranks: build a new engine on the cut"
+        )
+    return [
+        Trained(tensor, [parameter], [Share(names[parameter], 0, parameter.numel(), 0)], is_flat=False)
+        for parameter, tensor in pairs
+        if parameter in names
+    ]
+
+
+def _share(
+    name: str, parameter: nn.Parameter, weights: torch.Tensor, trained: torch.Tensor, replica: int
+) -> Share:
+    """Which elements of ``parameter``, a view of ``weights``, are in the part of it that is ``trained`` here."""
+    place = int(parameter.storage_offset()) - int(weights.storage_offset())
+    start = replica * trained.numel() if trained.numel() < weights.numel() else 0
+    first, stop = max(place, start), min(place + parameter.numel(), start + trained.numel())
+    if first >= stop:
+        return Share(name, 0, 0, 0)
+    return Share(name, first - place, stop - first, first - start)
+
+
+def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[str, StateInfo]]:
+    tensors: dict[Key, torch.Tensor] = {}
+    values: dict[Key, tuple[Any, str | None]] = {}
+    if trained.tensor is not trained.parameters[0]:
+        tensors[MASTER] = trained.tensor
+    for key, value in entries.items():
+        if has_dimensions(value):
+            tensors[key] = value
+        elif torch.is_tensor(value):
+            values[key] = value.detach().cpu(), value.device.type
+        else:
+            values[key] = value, None
+    for share in trained.shares:
+        length = torch.Size([share.num_elements])
+        infos = {
+            key: (length if trained.is_flat else tensor.shape, tensor.dtype, tensor.device.type)
+            for key, tensor in tensors.items()
+        }
+        yield share.name, StateInfo(share, infos, values)
+
+
+def _flaw(trained: Trained, entries: Mapping[str, Any]) -> str:
+    """Why the state of a flat tensor cannot be taken apart; empty if it can."""
+    for key, value in entries.items():
+        if trained.is_flat and has_dimensions(value) and value.shape != trained.tensor.shape:
+            return (
+                f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {len(trained.shares)} parameters "
+                f"that DeepSpeed has flattened into {trained.tensor.numel()} elements: no layer can take its part "
+                "along, so the cut cannot change after the first step"
+            )
+    return ""
+
+
+def _disagreement(infos: Iterable[Mapping[str, StateInfo]], group_of: Mapping[str, int]) -> str:
+    """Why the parameters of one group, which may come together in a flat tensor, cannot; empty if they can."""
+    known: dict[tuple[int, Key], tuple[str, Any]] = {}
+    for of_rank in infos:
+        for name, info in of_rank.items():
+            for key, (value, _) in info.values.items():
+                first, agreed = known.setdefault((group_of[name], key), (name, value))
+                same = torch.equal(value, agreed) if torch.is_tensor(value) else value == agreed
+                if not same:
+                    return (
+                        f"the optimizer's {key!r} is {agreed} for {first!r} and {value} for {name!r}, which are "
+                        "in one group: DeepSpeed keeps one for a group, so these cannot come together on a rank"
+                    )
+    return ""

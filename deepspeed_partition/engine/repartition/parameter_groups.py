@@ -1,0 +1,211 @@
+"""Which optimizer group each parameter belongs to, kept while parameters move between ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+
+from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+OF_PARAMETERS = ("params", "param_names")
+"""What a parameter group says about single parameters; the rest of it are settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """One parameter group as one rank has it."""
+
+    names: tuple[str, ...]
+    """Global names of its parameters on that rank."""
+    key: str
+    """Tells it from other groups where ranks have different numbers of them."""
+    settings: dict[str, Any]
+    """Learning rate, weight decay and the rest."""
+    live: bool
+    """Whether the optimizer uses it. DeepSpeed drops groups without parameters."""
+
+
+class ParameterGroups:
+    """The groups of an optimizer as the user made them, before DeepSpeed drops empty ones or flattens them.
+
+    A group is the same on every rank by its place, so that a parameter finds its group on another rank.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: PipelineModule) -> None:
+        names = parameter_names(module)
+        self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
+        """The dictionaries themselves, those that DeepSpeed drops included."""
+        self._names = [
+            tuple(names[parameter] for parameter in group["params"] if parameter in names) for group in self.groups
+        ]
+        self._keys = _keys(self.groups)
+
+    def gather(self, optimizer: EveryGroup, pipe_group: dist.ProcessGroup) -> None:
+        """Learn every stage's groups, and bring this rank's list to the union of them.
+
+        Collective over the pipeline.
+        """
+        self.groups = optimizer.param_groups
+        in_use = optimizer.in_use
+        mine = [
+            GroupInfo(names, key, _settings(group), id(group) in in_use)
+            for group, names, key in zip(self.groups, self._names, self._keys, strict=True)
+        ]
+        by_stage = gather_objects(mine, pipe_group)
+        places = _places(by_stage)
+        own = dict(zip(places[dist.get_rank(pipe_group)], self.groups, strict=True))
+        members: dict[int, list[GroupInfo]] = {}
+        for stage_places, infos in zip(places, by_stage, strict=True):
+            for place, info in zip(stage_places, infos, strict=True):
+                members.setdefault(place, []).append(info)
+        self.groups, self._names, self._keys = [], [], []
+        for place, infos in sorted(members.items()):
+            group = own.get(place, {"params": []})
+            if id(group) not in in_use:
+                # A group that DeepSpeed dropped here missed what schedulers have set since.
+                group.update(next((info for info in infos if info.live), infos[0]).settings)
+            self.groups.append(group)
+            self._names.append(tuple(name for info in infos for name in info.names))
+            self._keys.append(infos[0].key)
+
+    def take_settings(
+        self,
+        optimizer: EveryGroup,
+        settings_of: Callable[[str], dict[str, Any] | None],
+        pipe_group: dist.ProcessGroup,
+    ) -> None:
+        """Give every group the settings that its parameters had when they were saved.
+
+        Collective over the pipeline: a group that is empty here has parameters on another rank.
+
+        Args:
+            settings_of: of the group that a parameter was saved in, by its name; None if it was in none.
+        """
+        found = [next(filter(None, map(settings_of, names)), {}) for names in self._names]
+        mine = [GroupInfo((), key, settings, True) for key, settings in zip(self._keys, found, strict=True)]
+        by_stage = gather_objects(mine, pipe_group)
+        places = _places(by_stage)
+        settings_at: dict[int, dict[str, Any]] = {}
+        for stage_places, infos in zip(places, by_stage, strict=True):
+            for place, info in zip(stage_places, infos, strict=True):
+                settings_at[place] = settings_at.get(place) or info.settings
+        for place, group in zip(places[dist.get_rank(pipe_group)], optimizer.param_groups, strict=True):
+            group.update(settings_at[place])
+
+    def place_of(self) -> dict[str, int]:
+        """The place of the group of each parameter of the whole pipeline, after :meth:`gather`."""
+        return {name: place for place, names in enumerate(self._names) for name in names}
+
+    def assign(self, optimizer: torch.optim.Optimizer, module: PipelineModule) -> None:
+        """Fill ``optimizer`` with the parameters that ``module`` has now, each in its group, without states."""
+        for group, names in zip(self.groups, self._names, strict=True):
+            wanted = set(names)
+            members = [(name, member) for member, name in parameter_names(module).items() if name in wanted]
+            group["params"][:] = [member for _, member in members]  # a script may hold the list
+            if "param_names" in group:
+                group["param_names"] = [name for name, _ in members]
+        optimizer.param_groups[:] = self.groups
+        optimizer.state.clear()
+
+
+def another_like(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings for other parameters, or groups of them."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(parameters, **settings)
+
+
+class EveryGroup:
+    """An optimizer as schedulers must see it: with the groups that have no parameters on this rank.
+
+    DeepSpeed's optimizers that wrap it drop those, and a scheduler counts on all groups that it was made for.
+    Groups are told by their place, for loading a state replaces them.
+    """
+
+    _opt_called = True
+    """torch warns of schedulers that step before their optimizer, whose steps this one does not see."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self.follow(groups)
+
+    def follow(self, groups: Sequence[dict[str, Any]]) -> None:
+        """From now on, show ``groups``; those that the optimizer has are shown as it has them."""
+        in_use = {id(group) for group in self._optimizer.param_groups}
+        self._groups = list(groups)
+        self._places = [place for place, group in enumerate(groups) if id(group) in in_use]
+
+    def stands_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it shows the groups of this very optimizer: scripts may configure another one later."""
+        return optimizer is self._optimizer
+
+    def show_to(self, scheduler: Any) -> None:
+        """Let ``scheduler`` set the rates of every group."""
+        scheduler.optimizer = self
+        for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
+            self.show_to(part)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        every = list(self._groups)
+        for place, group in zip(self._places, self._optimizer.param_groups, strict=True):
+            every[place] = group
+        return every
+
+    @property
+    def in_use(self) -> set[int]:
+        """The ``id`` of each group that the optimizer has itself."""
+        return {id(group) for group in self._optimizer.param_groups}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    # Callers look for the optimizer of a scheduler, and name what they log after its class.
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._optimizer
+
+    def __hash__(self) -> int:
+        return hash(self._optimizer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._optimizer)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in OF_PARAMETERS}
+
+
+def _keys(groups: list[dict[str, Any]]) -> list[str]:
+    """The settings as text; equal ones are numbered."""
+    keys: list[str] = []
+    for group in groups:
+        text = repr(sorted(_settings(group).items()))
+        keys.append(f"{text} #{sum(key.startswith(text) for key in keys)}")
+    return keys
+
+
+def _places(by_stage: list[list[GroupInfo]]) -> list[list[int]]:
+    """For each stage, the global place of each of its groups.
+
+    Users give the same groups on every rank, some of them empty. Where a rank has fewer, its script left
+    empty groups out, and groups are told apart by their settings.
+    """
+    if len({len(infos) for infos in by_stage}) == 1:
+        return [list(range(len(infos))) for infos in by_stage]
+    known: list[str] = []
+    for infos in by_stage:
+        place = 0
+        for info in infos:  # new ones come where this stage has them, for schedulers go by the order
+            if info.key not in known:
+                known.insert(place, info.key)
+            place = known.index(info.key) + 1
+    return [[known.index(info.key) for info in infos] for infos in by_stage]

@@ -1,0 +1,147 @@
+"""Agreement between ranks: every rank gets the same value or raises the same error.
+
+Nothing here goes over the default process group. What else communicates there, a signal handler of the host at any
+instant, would come between two of our messages. And objects stay on the CPU, whatever device the ranks have.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_partition.engine.runtime import accelerator, host_staging
+
+T = TypeVar("T")
+
+
+class OwnGroups(NamedTuple):
+    """Process groups of all ranks that nobody else uses."""
+
+    objects: dist.ProcessGroup
+    """Of gloo: its messages begin and end in the host's memory."""
+    tensors: dist.ProcessGroup
+    """Of the job's own backend; on gloo the same group."""
+
+
+_groups_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnGroups] = weakref.WeakKeyDictionary()
+"""By the default group: a program may end that, and all others with it, and begin anew."""
+
+
+def own_groups() -> OwnGroups:
+    """The groups for everything that this package sends. The first call of a job is collective over it."""
+    default = dist.group.WORLD
+    assert default is not None, "a process group is initialized"
+    if default not in _groups_beside:
+        with accelerator.no_splitting():
+            objects = dist.new_group(backend="gloo")
+        tensors = objects if dist.get_backend() == "gloo" else dist.new_group()
+        _groups_beside[default] = OwnGroups(objects, tensors)
+    return _groups_beside[default]
+
+
+def made_group() -> dist.ProcessGroup | None:
+    """The group of :func:`own_groups` for objects, if they have been made; else None, the default group."""
+    made = _groups_beside.get(dist.group.WORLD) if dist.group.WORLD is not None else None
+    return None if made is None else made.objects
+
+
+def portable(error: BaseException, keep: tuple[type[BaseException], ...] = ()) -> Exception:
+    """``error`` as something that another process can raise.
+
+    Args:
+        keep: kinds that stay as they are, which the caller knows to mean what they say.
+    """
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a foreign exception's pickling does, its text is what matters
+        copy = None
+    if isinstance(error, StopIteration) and not isinstance(error, keep):
+        return RuntimeError("the data iterator ended before the first micro-batch")
+    if isinstance(copy, Exception):
+        return copy
+    return RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": "))
+
+
+def from_rank_0(compute: Callable[[], T]) -> T:
+    """What ``compute`` returns on rank 0, on every rank of the job.
+
+    Raises:
+        Exception: what ``compute`` raised on rank 0, on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [compute(), None]
+        except Exception as flaw:
+            outcome = [None, portable(flaw)]
+    dist.broadcast_object_list(outcome, src=0, group=own_groups().objects)
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of every rank of ``group``, in the order of its ranks, on each of them; left out: of the job."""
+    group = own_groups().objects if group is None else group
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def raised_together(compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What ``compute`` returns on this rank, if it raises on no rank of ``group``.
+
+    Raises:
+        Exception: what it raised on the first such rank, on every rank.
+    """
+    flaw: Exception | None = None
+    try:
+        value = compute()
+    except Exception as error:  # of the user's code; every rank must hear of it
+        flaw = portable(error)
+    for found in gather_objects(flaw, group):
+        if found is not None:
+            raise found
+    return value
+
+
+def reduced(values: Sequence[int], operation: Any) -> list[int]:
+    """Each of ``values`` over all ranks, by an operation such as ``dist.ReduceOp.MIN``, on every rank."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, op=operation, group=own_groups().objects)
+    return tensor.tolist()
+
+
+def send_object(value: Any, rank: int) -> None:
+    """Send anything that can be pickled to a rank that waits for it."""
+    dist.send_object_list([value], rank, group=own_groups().objects)
+
+
+def receive_object(rank: int) -> Any:
+    """What :func:`send_object` sends."""
+    box = [None]
+    dist.recv_object_list(box, rank, group=own_groups().objects)
+    return box[0]
+
+
+def send_bytes(tensor: torch.Tensor, rank: int) -> None:
+    """Send the values of ``tensor``, of any type, to a rank that knows its shape."""
+    if tensor.numel():
+        by = functools.partial(dist.send, group=own_groups().tensors)
+        host_staging.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8), rank, by=by)
+
+
+def receive_bytes(shape: torch.Size, dtype: torch.dtype, device: torch.device, rank: int) -> torch.Tensor:
+    """The tensor that :func:`send_bytes` sends."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if tensor.numel():
+        by = functools.partial(dist.recv, group=own_groups().tensors)
+        host_staging.receive(tensor.view(-1).view(torch.uint8), rank, by=by)
+    return tensor

@@ -1,0 +1,98 @@
+"""What the surroundings decide: the log, ``MADPIPE=0``, and how DeepSpeed starts on a CPU."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import deepspeed
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+logger = logging.getLogger("deepspeed_partition.engine")
+
+LAST_MEETING = timedelta(seconds=10)
+"""How long a rank that has finished waits for the others."""
+
+
+def announce(message: str, level: int = logging.INFO) -> None:
+    """Log on rank 0 what the user asked to see.
+
+    DeepSpeed's own logger is silent below warnings, and so is Python's without configuration. A program
+    that configured logging gets the message there; otherwise it goes to standard error.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    log_here(message, level)
+
+
+def warn_here(message: str) -> None:
+    """Log a warning on whichever rank knows of it."""
+    log_here(message, logging.WARNING)
+
+
+def log_here(message: str, level: int = logging.INFO) -> None:
+    """:func:`announce` on whichever rank knows of it."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[madpipe] %(message)s"))
+        logger.addHandler(handler)
+    logger.log(level, message)
+
+
+def check_writable(path: str, option: str = "save_plan") -> None:
+    """Before the layers are measured, not after.
+
+    Raises:
+        ValueError: the path of this option cannot be written.
+    """
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"madpipe option {option!r} is {path!r}, which cannot be written: choose another path")
+
+
+def planning_is_off() -> bool:
+    """Whether ``MADPIPE=0`` asks for DeepSpeed's default cut."""
+    return os.environ.get("MADPIPE", "").strip() == "0"
+
+
+def prepare_cpu() -> None:
+    """Let DeepSpeed start on a CPU without building its shared-memory extension.
+
+    ``deepspeed.init_distributed`` builds that extension in C++ when it is first called: half a minute
+    with a compiler, an error without one. gloo alone serves. Call this before ``init_distributed``;
+    on other accelerators it changes nothing.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        atexit.unregister(_leave_together)
+        atexit.register(_leave_together)
+
+
+def _leave_together() -> None:
+    """End the process groups at exit, no rank before the others.
+
+    A rank that ends while another still holds its connection now and then aborts in gloo, after correct
+    results, and the launcher then calls the job failed.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    from deepspeed_partition.engine.runtime import (
+        collectives,
+        watch,  # which log by this module
+    )
+
+    if not hasattr(sys, "last_value") and not watch.watch.has_left:  # after an error the others may never come
+        with suppress(RuntimeError):  # nor after a death: enough waited
+            torch.distributed.monitored_barrier(collectives.made_group(), timeout=LAST_MEETING)
+    elif hasattr(sys, "last_value"):
+        watch.watch.tell_that_this_rank_leaves(f"ended with {type(sys.last_value).__name__}: {sys.last_value}")
+    watch.watch.stop()
+    torch.distributed.destroy_process_group()

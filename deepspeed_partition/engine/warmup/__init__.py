@@ -1,0 +1,4 @@
+"""The plan of a run: layers measured where they train, the platform that there is, and the files of the plan.
+
+Imports all other folders of the engine. Open first: ``warm_up.py``, then ``run_plan.py``.
+"""

@@ -1,0 +1,132 @@
+"""The platform that this run has: memory of each device, and what an optimizer keeps per weight."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_partition.engine.repairs import reduction_buffer_bytes
+from deepspeed_partition.engine.repartition.parameter_groups import another_like
+from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+CONTROL_GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where Linux says how much memory this container may use; versions 2 and 1."""
+STATES_OF_ADAM = 2
+
+
+def device_memory_bytes(engine: MadPipeEngine) -> int:
+    """The memory of this rank's device that a plan may fill; on a CPU the machine's, divided by its ranks.
+
+    Collective over the whole job.
+    """
+    if get_accelerator().device_name() == "cpu":
+        return machine_memory_bytes() // gather_objects(socket.gethostname()).count(socket.gethostname())
+    device = accelerator.name_of_device()
+    num_sharing = gather_objects(device).count(device)
+    kept = {
+        _storage(tensor): _storage_bytes(tensor) for tensor in kept_tensors(engine) if tensor.device.type != "cpu"
+    }
+    usable, margin = accelerator.usable_bytes(num_sharing, sum(kept.values()))
+    if not engine.options.memory:
+        announce(
+            f"plans may fill {format_bytes(usable)} of this device: what is free now and what training has there, "
+            f"less a margin of {format_bytes(margin)}; the option memory says another number"
+        )
+    return usable
+
+
+def machine_memory_bytes() -> int:
+    """The memory of this machine, or of the container that this process runs in."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTROL_GROUP_LIMITS:
+        limit = Path(path)
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            sizes.append(int(text))
+    return min(sizes)
+
+
+def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
+    """What this rank keeps for its weights while it trains, and the weights alone; ``weight_copies`` is the ratio.
+
+    Counted from what DeepSpeed has allocated (weights, master copies, gradients in full precision), with what
+    the first step will add (gradients in the precision of the weights, a buffer to reduce them in, and the
+    optimizer's states).
+    """
+    parameters = list(engine.module.parameters())
+    allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in _weights(engine)}.values())
+    gradients = sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad)
+    states = 0
+    if engine.basic_optimizer is not None:
+        # Trying an optimizer out takes a step of it: once is enough.
+        members = [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
+        states = num_states(engine.basic_optimizer) * sum(_bytes(member) for member in members)
+    buffer = reduction_buffer_bytes(engine.optimizer)
+    return allocated + gradients + buffer + states, sum(_bytes(parameter) for parameter in parameters)
+
+
+def kept_tensors(engine: MadPipeEngine) -> list[torch.Tensor]:
+    """All that this rank keeps between two steps and has by now: weights, gradients, buffers, optimizer states."""
+    tensors = [*_weights(engine), *engine.module.buffers()]
+    if engine.basic_optimizer is not None:
+        tensors += _tensors_in(engine.basic_optimizer.state.values())
+    return tensors + [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+
+
+def _weights(engine: MadPipeEngine) -> list[torch.Tensor]:
+    """With their master copies, and what else DeepSpeed's optimizer holds."""
+    tensors: list[torch.Tensor] = list(engine.module.parameters())
+    if engine.basic_optimizer is not None:
+        tensors += [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
+    if engine.optimizer is not engine.basic_optimizer:
+        tensors += _tensors_in(vars(engine.optimizer).values())
+    return tensors
+
+
+def num_states(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of a weight's size that ``optimizer`` keeps for it: tried out on two numbers."""
+    weight = torch.nn.Parameter(torch.zeros(2, device=get_accelerator().current_device_name()))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        trial = another_like(optimizer, [weight])
+        trial.step()
+    except Exception as error:  # somebody else's optimizer, on an input that it never expected
+        announce(
+            f"the optimizer {type(optimizer).__name__} could not be tried out ({error}): it is taken to keep "
+            f"{STATES_OF_ADAM} states per weight, as Adam does; the option weight_copies says better"
+        )
+        return STATES_OF_ADAM
+    return sum(value.numel() == 2 for value in trial.state[weight].values() if torch.is_tensor(value))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if torch.is_tensor(value):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

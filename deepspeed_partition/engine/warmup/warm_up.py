@@ -1,0 +1,254 @@
+"""Training on a trial cut, while layers are measured where they train; then a plan is made.
+
+Stand-ins take the places of the layers, the loss function and the optimizer step while a step runs, and are gone
+between steps. Where the trial cut runs out of memory the step is given up on all ranks and run again: with layers
+that recompute, then with fewer and fewer micro-batches in flight as well, then not before the plan is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_partition.engine.pipeline.batch_attempt import Attempt, StepGivenUp
+from deepspeed_partition.engine.pipeline.replaced_instructions import shown_as
+from deepspeed_partition.engine.pipeline.stages import allocation_of
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.tracing import Execute
+from deepspeed_partition.engine.runtime.transfers import Transfers
+from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, training_bytes
+from deepspeed_partition.engine.warmup.stage_profiler import Measuring
+from deepspeed_partition.layer_calls import stand_in
+from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.planner.step import one_f_one_b_order
+from deepspeed_partition.planner.units import counted, format_bytes
+from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
+from deepspeed_partition.schedule import lowering
+from deepspeed_partition.schedule.instructions import Instruction, Program
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+T = TypeVar("T")
+
+NUM_MEASURED_STEPS = NUM_DROPPED + 20
+"""In a longer warm-up the steps after these are not timed."""
+
+
+class WarmUp:
+    """The steps before the plan.
+
+    Args:
+        engine: on a trial cut, which runs lists of instructions.
+        is_over: asked before each step, with the same answer on every rank.
+        length: in words.
+    """
+
+    def __init__(self, engine: MadPipeEngine, is_over: Callable[[], bool], length: str) -> None:
+        self._engine, self._is_over, self._length = engine, is_over, length
+        self.measuring = Measuring(engine)
+        self._attempt: Attempt | None = None
+        self._recomputes = False
+        self._most_in_flight: int | None = None
+        self.has_begun = False
+        self.goes_on = False
+        """No plan fits: training stays on the trial cut, with what was done against a lack of memory."""
+        self.ran_out_of_memory = False
+        """Whether the trial cut could not be run to its end, whatever was tried."""
+        self.ran_at: Allocation | None = None
+        """Where a step was trained to its end, in this run or in that of a checkpoint."""
+        self._originals: tuple[list[Any], Any] | None = None
+
+    @property
+    def clock(self) -> InPlaceClock:
+        return self.measuring.clock
+
+    @property
+    def has_fallen_back(self) -> bool:
+        """Whether something was done against a lack of memory."""
+        return self._recomputes or self._most_in_flight is not None
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a step runs that may be given up."""
+        return self._attempt is not None
+
+    def train(self, step: Callable[[], T]) -> tuple[T] | None:
+        """What ``step`` returns; None where the warm-up is over: the plan is to be made first. Collective."""
+        if not self.has_begun and not self._is_over():
+            self._begin()
+        while not self.ran_out_of_memory and (self.goes_on or not self._is_over()):
+            # What fits in so many steps fits in the others; to be able to undo a step has its price.
+            attempt = self._attempt = Attempt(self._engine) if self._measures else None
+            try:
+                with self._measured_step() as measuring, self._stand_ins(measuring):
+                    trained = (step(),)
+                self.ran_at = allocation_of(self._engine.module)
+                return trained
+            except StepGivenUp as reason:
+                assert attempt is not None
+                attempt.undo()
+                if self._engine.when_given_up is not None:
+                    self._engine.when_given_up()
+                if reason.for_memory:
+                    self._fall_back(str(reason))
+                else:
+                    self.measuring.do_not_watch(str(reason))
+            finally:
+                if attempt is not None:
+                    attempt.keep()
+                self._attempt = None
+        return None
+
+    def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
+        """An instruction of a training step."""
+        if self._attempt is None:
+            run(instruction)
+        else:
+            self.measuring.execute(instruction, run)
+
+    def recorded(self, transfers: Transfers, execute: Execute) -> AbstractContextManager[Execute]:
+        """Around the instructions of a training step: what to call for each."""
+        return self.measuring.recorded(transfers, execute) if self._measures else nullcontext(execute)
+
+    def program(self, num_micro_batches: int) -> Program | None:
+        """The lists of a step, where they are not those of the trial cut."""
+        if self._most_in_flight is None:
+            return None
+        num_stages = self._engine.num_stages
+        depths = [min(num_stages - stage, self._most_in_flight) for stage in range(num_stages)]
+        orders = [one_f_one_b_order(stage, depth, num_micro_batches) for stage, depth in enumerate(depths)]
+        return lowering.with_transfers(orders, range(num_stages))
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        cut = self._engine.module.parts
+        announce(
+            f"training begins at the cut {cut}, with a warm-up of {self._length} that measures the layers; then "
+            "the plan is made, and layers move"
+        )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
+        engine = self._engine
+        memory_bytes = device_memory_bytes(engine)
+        memory_bytes = engine.options.memory or memory_bytes
+        needed_bytes, _ = training_bytes(engine)
+        flaws = [
+            f"rank {rank} needs {format_bytes(needed)} for its weights, gradients and the optimizer's states "
+            f"on the trial cut and has {format_bytes(memory)}"
+            for rank, (needed, memory) in enumerate(gather_objects((needed_bytes, memory_bytes)))
+            if needed > memory
+        ]
+        if flaws:
+            announce(f"{flaws[0]}; {self._give_up()}", logging.WARNING)
+
+    def _fall_back(self, reason: str) -> None:
+        """Do one thing more against a lack of memory. Collective."""
+        in_flight = min(self._engine.num_stages, self._engine.micro_batches, self._most_in_flight or math.inf)
+        if not self._recomputes and self._most_in_flight is None and self._can_recompute():
+            self._recomputes = True
+            remedy = "until the plan is made, layers recompute in their backward what they would keep"
+        elif in_flight > 1 and self._engine.flushes is None:  # else the loss wants all of them in flight
+            self._most_in_flight = math.ceil(in_flight / 2)
+            most = counted(self._most_in_flight, "micro-batch")
+            remedy = f"until the plan is made, no stage has more than {most} in flight"
+            self._engine._lowered_lists.cache_clear()
+        else:
+            remedy = self._give_up()
+        announce(f"{reason}; {remedy}", logging.WARNING)
+
+    def _give_up(self) -> str:
+        self.ran_out_of_memory = True
+        return "the warm-up ends here, and layers are measured one by one, or as far as they were"
+
+    def _can_recompute(self) -> bool:
+        """Whether any rank has a layer that can, and does not already."""
+        functions = () if self._engine.module.activation_checkpoint_interval else self._engine.module.forward_funcs
+        return any(gather_objects(any(map(can_recompute, functions))))
+
+    @property
+    def _measures(self) -> bool:
+        return self.clock.num_steps < NUM_MEASURED_STEPS
+
+    @contextmanager
+    def _measured_step(self) -> Iterator[Measuring | None]:
+        """Around a step: what measures it, while it is to be."""
+        if not self._measures:
+            yield None
+            return
+        recomputes = self._recomputes and any(map(can_recompute, self._engine.module.forward_funcs))
+        with self.measuring.step(recomputes=recomputes):
+            yield self.measuring
+
+    @contextmanager
+    def originals(self) -> Iterator[None]:
+        """Within a step: the layers themselves, as between two steps."""
+        module = self._engine.module
+        stand_ins = list(module.forward_funcs)
+        functions, loss_fn = self._originals or (stand_ins, module.loss_fn)
+        module.forward_funcs[:] = functions
+        try:
+            with shown_as(module, "loss_fn", loss_fn):
+                yield
+        finally:
+            module.forward_funcs[:] = stand_ins
+
+    @contextmanager
+    def _stand_ins(self, measuring: Measuring | None) -> Iterator[None]:
+        engine, module = self._engine, self._engine.module
+        functions, loss_fn = module.forward_funcs, module.loss_fn
+        originals = list(functions)
+        self._originals = originals, loss_fn
+        # A module's own code, such as get_additional_losses, may ask its layers and its loss for something.
+        for place, function in enumerate(originals):
+            timed = function if measuring is None else measuring.layer(module._local_start + place, function)
+            if self._recomputes and can_recompute(function):
+                timed = recomputed(timed)
+            functions[place] = function if timed is function else stand_in(function, timed)
+        try:
+            with ExitStack() as shown:
+                if measuring is not None:
+                    if loss_fn is not None:
+                        timed_loss = measuring.loss(module._num_layers - 1, loss_fn)
+                        shown.enter_context(shown_as(module, "loss_fn", stand_in(loss_fn, timed_loss)))
+                    timed_step = measuring.clock.timed_optimizer(engine._exec_optimizer_step)
+                    shown.enter_context(shown_as(engine, "_exec_optimizer_step", timed_step))
+                yield
+        finally:
+            functions[:] = originals
+            self._originals = None
+
+
+def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``function``, run again in the backward; on a copy each time, for it may change its input in place."""
+
+    def run(inputs: Any) -> Any:
+        return function(_copied(inputs))
+
+    return functools.partial(checkpoint, run, use_reentrant=False)
+
+
+def _copied(inputs: Any) -> Any:
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(map(_copied, inputs))
+    return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
+
+
+def can_recompute(function: Callable[[Any], Any]) -> bool:
+    """Whether a layer is worth it, and runs twice as it runs once: it has weights to train and no buffers."""
+    return (
+        isinstance(function, nn.Module)
+        and any(weight.requires_grad for weight in function.parameters())
+        and not any(True for _ in function.buffers())
+    )

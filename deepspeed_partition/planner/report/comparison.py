@@ -1,0 +1,218 @@
+"""Comparison of several algorithms on one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_partition.planner.data_parallel import (
+    bytes_sent,
+    bytes_sent_without_pipeline,
+    check_zero_stage,
+    seconds_of,
+)
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
+from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning import (
+    SHORTEST_TIME_LIMIT_SECONDS,
+    make_plan,
+    problem_of,
+    solver_of,
+    time_limit,
+)
+from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.replication import Replicated, partition_replicated
+from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS
+from deepspeed_partition.planner.units import exact_bytes, format_bytes
+
+COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
+"""Algorithms that ``compare`` always shows."""
+SEARCH_LONG = ("contiguous", "madpipe-paper", "madpipe")
+"""Algorithms that search long, in the order in which they run: the one that takes longest comes last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """Result of one algorithm on the problem: a plan, or the reason why there is none."""
+
+    algorithm: str
+    plan: Plan | None = None
+    reason: str | None = None
+    smallest_memory_bytes: int | None = None
+    """Bytes per device with which the algorithm would have a plan. None: it has a plan, or memory is not what it
+    lacks."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that are compared: the period, or the step (transfers overlapped) where one was asked for."""
+        assert self.plan is not None
+        return seconds_of(self.plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The contenders in the order in which they were named."""
+
+    chain: Chain
+    platform: Platform
+    contenders: tuple[Contender, ...]
+    lower_bound_seconds: float
+    """Seconds; no schedule of any allocation has a shorter period."""
+    replicated: Replicated | None
+    """Result of PipeDream's partitioner where it may replicate stages. None: there are more than
+    ``MOST_REPLICAS`` devices, or the time was up."""
+
+    @property
+    def fitting(self) -> list[Contender]:
+        return [contender for contender in self.contenders if contender.plan is not None]
+
+    def bytes_sent(self, contender: Contender) -> float:
+        """Return the bytes a contender sends over all links in one step, or without a step per micro-batch."""
+        assert contender.plan is not None
+        return bytes_sent(contender.plan, self.chain)
+
+    def bytes_sent_without_pipeline(self, contender: Contender) -> float:
+        """Return the bytes that plain data parallelism on all devices sends, counted as in ``bytes_sent``."""
+        assert contender.plan is not None
+        num_devices, per_step = self.platform.num_devices, contender.plan.step is not None
+        return bytes_sent_without_pipeline(self.chain, num_devices, per_step=per_step)
+
+    def ratio_to_best(self, contender: Contender) -> float:
+        """Return the time of a contender divided by that of the best one: 1 for the best."""
+        return contender.seconds / min(each.seconds for each in self.fitting)
+
+    def nothing_fits(self) -> InfeasibleError:
+        """Return the error that says why no contender has a plan."""
+        needs = [
+            (contender.smallest_memory_bytes, contender.algorithm)
+            for contender in self.contenders
+            if contender.smallest_memory_bytes is not None
+        ]
+        memory = format_bytes(self.platform.memory_bytes)
+        if not needs:
+            return InfeasibleError(f"none of the algorithms has a plan for {memory} per device")
+        smallest, name = min(needs, key=lambda need: need[0])
+        return InfeasibleError(
+            f"no plan of any of the algorithms fits into {memory} per device; the smallest memory that would do "
+            f"is {exact_bytes(smallest)} ({format_bytes(smallest)}), for {name}: give more memory or devices, or "
+            "use a smaller micro-batch",
+            smallest_memory_bytes=smallest,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain data, in seconds and bytes."""
+        return {
+            "chain": {
+                "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest(),
+            },
+            "platform": self.platform.to_dict(),
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "pipedream_replicated": None if self.replicated is None else self.replicated.to_dict(),
+            "algorithms": [self._row(contender) for contender in self.contenders],
+        }  # fmt: skip
+
+    def _row(self, contender: Contender) -> dict[str, Any]:
+        plan = contender.plan
+        if plan is None:
+            return {
+                "algorithm": contender.algorithm, "fits": False, "reason": contender.reason,
+                "smallest_memory_bytes": contender.smallest_memory_bytes,
+            }  # fmt: skip
+        row: dict[str, Any] = {
+            "algorithm": contender.algorithm,
+            "fits": True,
+            "boundaries": plan.boundaries,
+            "devices": [stage.device for stage in plan.stages],
+            "period_seconds": plan.period_seconds,
+            "ratio_to_best": self.ratio_to_best(contender),
+            "gap": plan.gap,
+            "proved": plan.proved,
+            "bytes_sent": self.bytes_sent(contender),
+            "bytes_sent_by_data_parallelism": self.bytes_sent_without_pipeline(contender),
+            "peak_memory_bytes": list(plan.peak_memory_bytes),
+            "planning_seconds": plan.planning_seconds,
+        }
+        if plan.proved_class is not None:
+            row["proved_class"] = plan.proved_class
+            row["proved_of"] = plan.proved_of
+        if plan.data_parallel is not None:
+            row["data_parallel"] = plan.data_parallel
+            row["weight_copies"] = plan.platform.weight_copies
+        if plan.step is not None:
+            row["num_micro_batches"] = plan.step.num_micro_batches
+            row["step_seconds"] = plan.step.step_seconds
+            row["blocking_step_seconds"] = plan.step.blocking_step_seconds
+        return row
+
+
+def compare(
+    chain: Chain,
+    platform: Platform,
+    algorithms: Sequence[str] = COMPARED,
+    *,
+    num_micro_batches: int | None = None,
+    data_parallel: int | str | None = None,
+    zero_stage: int | None = None,
+    time_limit_seconds: float | None = None,
+    deadline: Deadline | None = None,
+) -> Comparison:
+    """Plan with each of the algorithms. An algorithm without a plan is listed with the reason.
+
+    Args:
+        time_limit_seconds: the limit for all of them together; those that search long get what the others leave.
+        deadline: another end of all searches.
+
+    Raises:
+        ValueError: an algorithm is unknown, or no algorithm could take the problem.
+    """
+    names = list(dict.fromkeys(algorithms))
+    for name in names:
+        solver_of(name)
+    check_zero_stage(zero_stage)
+    # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
+    problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
+    overall = Deadline(time_limit(time_limit_seconds), within=deadline)
+    replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1)))
+    contenders: dict[str, Contender] = {}
+    # Algorithms that search long come last, and get the time that the others leave.
+    for num_left, name in zip(range(len(names), 0, -1), sorted(names, key=_patience), strict=True):
+        share = max(overall.remaining_seconds() / num_left, SHORTEST_TIME_LIMIT_SECONDS)
+        try:
+            plan = make_plan(
+                chain,
+                platform,
+                name,
+                num_micro_batches=num_micro_batches,
+                data_parallel=data_parallel,
+                zero_stage=zero_stage,
+                time_limit_seconds=share,
+                deadline=deadline,
+            )
+        except (InfeasibleError, ValueError) as error:
+            smallest = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
+            contenders[name] = Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest)
+        else:
+            contenders[name] = Contender(algorithm=name, plan=plan)
+    return Comparison(
+        chain=chain,
+        platform=platform,
+        contenders=tuple(contenders[name] for name in names),
+        replicated=replicated,
+        lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
+    )
+
+
+def _patience(name: str) -> int:
+    return SEARCH_LONG.index(name) + 1 if name in SEARCH_LONG else 0
+
+
+def _replicated(chain: Chain, platform: Platform, deadline: Deadline) -> Replicated | None:
+    if platform.num_devices > MOST_REPLICAS:
+        return None
+    try:
+        return partition_replicated(chain, platform, deadline=deadline)
+    except DeadlinePassed:
+        return None

@@ -1,0 +1,221 @@
+"""Simulation of one step for the replay (``replay.py``): orders in, instants out.
+
+It is written from the rules of a step alone; the planner's own simulation (``step_simulator.py``) is another
+program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.problem import Chain
+
+
+@dataclass
+class Timeline:
+    """Instants of every operation on every micro-batch, in ticks."""
+
+    operations: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    window: tuple[int, float] = (0, math.inf)
+    """Ticks between which peaks are looked for: in a pattern the last period, when everything before it has
+    begun."""
+
+    @cached_property
+    def micro_batches(self) -> range:
+        """Numbers of all micro-batches; known once every operation is there."""
+        return range(max(micro_batch for _, micro_batch in self.operations) + 1)
+
+
+def cuts_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
+    """Yield the stage before each boundary and the bytes that cross it."""
+    for index in range(len(plan.stages) - 1):
+        travels = plan.stages[index].device != plan.stages[index + 1].device
+        if travels == between_devices:
+            yield index, chain.boundary_bytes(plan.stages[index].layers[1])
+
+
+def step_ticks(plan: Plan, chain: Chain, step: Timeline) -> int:
+    """Return the ticks until the last stage has ended its last backward and the all-reduce after it."""
+    ticks = Clock.of(chain, plan.platform).ticks
+    tails = plan.allreduce_seconds or [0.0] * len(plan.stages)
+    ends: dict[str, int] = defaultdict(int)
+    for (name, _), (_, end) in step.operations.items():
+        ends[name] = max(ends[name], end)
+    return max(ends[f"B{index}"] + ticks(tail) for index, tail in enumerate(tails))
+
+
+def run_step(plan: Plan, chain: Chain) -> Timeline | str:
+    """Run the step's orders, transfers as early as possible; return a sentence where they cannot run.
+
+    Times are in ticks. The operation or transfer that can start first is always committed first: whatever is
+    committed later cannot start earlier.
+    """
+    assert plan.step is not None
+    flaw = _order_flaw(plan)
+    if flaw is not None:
+        return flaw
+    return _StepRun(plan, chain).run()
+
+
+def _order_flaw(plan: Plan) -> str | None:
+    assert plan.step is not None
+    wanted = {
+        (f"{kind}{index}", micro_batch): stage.device
+        for index, stage in enumerate(plan.stages)
+        for kind in "FB"
+        for micro_batch in range(plan.step.num_micro_batches)
+    }
+    for device, order in enumerate(plan.step.order):
+        for entry in order:
+            if wanted.pop(entry, None) != device:
+                return f"{entry[0]} of micro-batch {entry[1]} does not stand once in the order of its device"
+    if wanted:
+        name, micro_batch = next(iter(wanted))
+        return f"{name} of micro-batch {micro_batch} is missing from the order"
+    return None
+
+
+class _StepRun:
+    def __init__(self, plan: Plan, chain: Chain) -> None:
+        assert plan.step is not None
+        self.plan = plan
+        self.orders = plan.step.order
+        # Ties decide which transfer goes first: the clock makes them the same instants as in the planner.
+        self.clock = Clock.of(chain, plan.platform)
+        ticks = self.clock.ticks
+        self.durations: dict[str, int] = {}
+        for index, stage in enumerate(plan.stages):
+            layers = chain.layers[slice(*stage.layers)]
+            recomputed = [layer for first, last in stage.blocks for layer in chain.layers[first:last]]
+            self.durations[f"F{index}"] = sum(ticks(layer.forward_seconds) for layer in layers)
+            self.durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + sum(
+                ticks(layer.forward_seconds) for layer in recomputed
+            )
+        for index, num_bytes in cuts_of(plan, chain, between_devices=True):
+            transfer = ticks(plan.platform.transfer_seconds(num_bytes))
+            self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
+        self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
+        self.near = {name: self._near(name) for name in self.durations}
+        self.slots = max(1, plan.platform.comm_buffers // 2)
+        self.begun: dict[tuple[str, int], int] = {}
+        self.ended: dict[tuple[str, int], int] = {}
+        self.device_free = [0] * plan.platform.num_devices
+        self.link_free: dict[tuple[int, int], int] = defaultdict(int)
+        self.position = [0] * len(self.orders)
+        self.to_send: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+        self.received: dict[str, list[int]] = defaultdict(list)
+
+    def run(self) -> Timeline | str:
+        # Candidates are what could start first on each device and link. Only the operation that was just
+        # committed can change them, and only on the devices and links next to it.
+        operations = {device: self._operation(device) for device in range(len(self.orders))}
+        transfers: dict[tuple[int, int], tuple[int, int, str, int] | None] = {}
+        while True:
+            candidates = [each for each in (*operations.values(), *transfers.values()) if each is not None]
+            if not candidates:
+                break
+            start, _, name, micro_batch = min(candidates)
+            self._commit(start, name, micro_batch)
+            stages, cuts = self.near[name]
+            for stage in stages:
+                operations[self.plan.stages[stage].device] = self._operation(self.plan.stages[stage].device)
+            for cut in cuts:
+                transfers[self._link(cut)] = self._transfer(self._link(cut))
+        for device, order in enumerate(self.orders):
+            if self.position[device] < len(order):
+                name, micro_batch = order[self.position[device]]
+                return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
+        return Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
+
+    def _near(self, name: str) -> tuple[list[int], list[int]]:
+        """Return the stages and the boundaries that the end of an operation or transfer may unblock."""
+        index = int(name.lstrip("SFB"))
+        stages, cuts = (
+            ([index, index + 1], [index])
+            if name[0] == "S"
+            else ([index - 1, index, index + 1], [index - 1, index])
+        )
+        return (
+            [stage for stage in stages if 0 <= stage < len(self.plan.stages)],
+            [cut for cut in cuts if f"SF{cut}" in self.durations],
+        )
+
+    def _needs(self, name: str) -> list[str]:
+        """Return the operations that must have ended on the same micro-batch."""
+        kind, index = name[0], int(name[1:])
+        last = len(self.plan.stages) - 1
+        if kind == "F":
+            before, send = f"F{index - 1}" if index else None, f"SF{index - 1}"
+        else:
+            before, send = (f"B{index + 1}" if index < last else None), f"SB{index}"
+        own = [] if kind == "F" else [f"F{index}"]
+        if before is None:
+            return own
+        return [*own, send if send in self.durations else before]
+
+    def _operation(self, device: int) -> tuple[int, int, str, int] | None:
+        """Return the next operation of the device's order and when it can start; None where that is not known."""
+        order = self.orders[device]
+        if self.position[device] == len(order):
+            return None
+        name, micro_batch = order[self.position[device]]
+        ready = [self.ended.get((need, micro_batch)) for need in self.needs[name]]
+        known = [end for end in ready if end is not None]
+        return (
+            (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
+        )
+
+    def _transfer(self, link: tuple[int, int]) -> tuple[int, int, str, int] | None:
+        """Return the first transfer over the link and when it can start; None where none is ready and has room."""
+        first: dict[str, tuple[int, int, str]] = {}
+        for entry in sorted(self.to_send[link]):
+            first.setdefault(entry[2], entry)
+        eligible = []
+        for ready, micro_batch, name in first.values():
+            room = self._room_from(name)
+            if room is not None:
+                start = max(ready, room, self.link_free[link])
+                eligible.append((start, ready, micro_batch, name))
+        if not eligible:
+            return None
+        # Several may start first: take the one whose tensor was ready first.
+        start, _, micro_batch, name = min(eligible)
+        return start, 1, name, micro_batch
+
+    def _room_from(self, name: str) -> int | None:
+        """Return the tick from which the receiver has a free slot; None while that is not known."""
+        index = int(name[2:])
+        consumer = f"F{index + 1}" if name[1] == "F" else f"B{index}"
+        sent = self.received[name]
+        if len(sent) < self.slots:
+            return 0
+        return self.begun.get((consumer, sent[-self.slots]))
+
+    def _commit(self, start: int, name: str, micro_batch: int) -> None:
+        end = start + self.durations[name]
+        self.begun[name, micro_batch], self.ended[name, micro_batch] = start, end
+        if name[0] == "S":
+            index = int(name[2:])
+            link = self._link(index)
+            self.link_free[link] = end
+            self.received[name].append(micro_batch)
+            self.to_send[link] = [entry for entry in self.to_send[link] if entry[1:] != (micro_batch, name)]
+            return
+        kind, index = name[0], int(name[1:])
+        device = self.plan.stages[index].device
+        self.device_free[device] = end
+        self.position[device] += 1
+        cut = index if kind == "F" else index - 1
+        send = f"S{kind}{cut}"
+        if send in self.durations:
+            self.to_send[self._link(cut)].append((end, micro_batch, send))
+
+    def _link(self, cut: int) -> tuple[int, int]:
+        ends = sorted((self.plan.stages[cut].device, self.plan.stages[cut + 1].device))
+        return ends[0], ends[1]

@@ -1,0 +1,395 @@
+"""One synchronous step in an engine that overlaps transfers with computation, simulated event by event.
+
+Operations are numbered by their position on the path that every micro-batch takes,
+
+    F0 F1 F2 B2 B1 B0           0 1 2 3 4 5 for three stages
+
+Each operation takes the micro-batches in their order, so a count says what has been done. A transfer belongs to
+the position before it.
+
+The replay (``replay_step.py``) runs the same rules as another program, which searches nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.problem import Platform
+from deepspeed_partition.planner.schedule import Order
+
+Positions = tuple[int, ...]
+"""Operations of a device in a step, in order, as positions: the k-th time that a position stands there is
+micro-batch k."""
+Choice = Callable[[int, list[int], list[int]], int]
+"""Function that chooses what a free device runs next. It gets the device and, for each position, how many
+micro-batches have come to it and how many it has begun; a negative answer means that the device waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Events of one simulated step, in ticks. Entries are for each position, then for each micro-batch."""
+
+    ticks: int
+    """Ticks until the last stage has ended its all-reduce."""
+    begins: list[list[int]]
+    ends: list[list[int]]
+    sends: list[list[int]]
+    """Ticks at which the transfer after each position begins, for each micro-batch; empty where there is none."""
+    orders: list[list[int]]
+    """Positions that each device ran, in order."""
+
+
+class StepEngine:
+    """Simulator of the steps of an allocation.
+
+    Args:
+        cuts: the boundaries of the stages, with 0 and the number of layers.
+        devices: the device of each stage.
+        allreduce: ticks for each stage; left out, there is one pipeline.
+        flushes: Micro-batches of each batch of a step, where the last stage begins no backward of a batch before
+            all of its forwards are done. Left out, a backward may follow its own forward.
+    """
+
+    def __init__(
+        self,
+        times: TimedChain,
+        table: StageTable,
+        cuts: Sequence[int],
+        devices: Sequence[int],
+        allreduce: Sequence[int] = (),
+        flushes: Sequence[int] | None = None,
+    ) -> None:
+        self.flush_ends = None if flushes is None else frozenset(accumulate(flushes))
+        """Counts of forwards of the last stage after which its backwards may begin; None: after each."""
+        self.platform: Platform = times.platform
+        self.num_stages = len(devices)
+        stages = list(pairwise(cuts))
+        last = 2 * self.num_stages - 1
+        down = [times.forward_ticks(*stage) for stage in stages]
+        up = [times.backward_ticks(*stage) for stage in stages]
+        self.ticks = [*down, *reversed(up)]
+        """Ticks of each position, for one micro-batch."""
+        self.device = [*devices, *reversed(devices)]
+        self.num_devices = max(devices) + 1
+        self.names = [f"F{stage}" for stage in range(len(stages))] + [
+            f"B{stage}" for stage in reversed(range(len(stages)))
+        ]
+        one_way = [int(times.one_way[cut]) for cut in cuts[1:-1]]
+        transfers = [*one_way, 0, *reversed(one_way)]
+        self.send: list[int | None] = [
+            transfers[position] if self.device[position] != self.device[position + 1] else None
+            for position in range(last)
+        ] + [None]
+        """Ticks of the transfer after each position; None where there is none."""
+        links: dict[frozenset[int], int] = {}
+        self.link: list[int] = []
+        """Number of the link for the transfer after each position; -1 where there is none."""
+        for position, ticks in enumerate(self.send):
+            ends = frozenset(self.device[position : position + 2])
+            self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
+        self.users = [[p for p in range(last) if self.link[p] == link] for link in range(len(links))]
+        crossing = [position for position in range(last) if self.send[position] is not None]
+        # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
+        by_name = sorted(crossing, key=self._transfer_name)
+        self.rank = {position: rank for rank, position in enumerate(by_name)}
+        self.slots = max(1, self.platform.comm_buffers // 2)
+        tails = allreduce or [0] * self.num_stages
+        self.allreduce = [0] * self.num_stages + list(reversed(tails))
+        self.tail = self._tails()
+        """Ticks from the end of each position to the end of the step, if nothing waits."""
+        self.load = [sum(self._ticks_on(device)) for device in range(self.num_devices)]
+        """Ticks that each device computes for one micro-batch."""
+        self._describe_memory(times, table, stages)
+
+    def run(self, num_micro_batches: int, choose: Choice, at_most: int | None = None) -> StepRun | None:
+        """Simulate one step; return None where it is sure to take longer than ``at_most`` ticks.
+
+        A transfer starts when its link is free and the receiver has fewer than ``slots`` tensors of its kind
+        waiting; of several transfers, the one that became ready first.
+
+        Raises:
+            ValueError: the orders wait for each other in a circle.
+        """
+        ticks, device, link, send = self.ticks, self.device, self.link, self.send
+        size = len(ticks)
+        arrived, begun, sent = [num_micro_batches] + [0] * (size - 1), [0] * size, [0] * size
+        begins: list[list[int]] = [[] for _ in range(size)]
+        ends: list[list[int]] = [[] for _ in range(size)]
+        sends: list[list[int]] = [[] for _ in range(size)]
+        # The last operation of a device is the backward of its first stage.
+        left = [
+            num_micro_batches * load + self.tail[size - 1 - device.index(place)]
+            for place, load in enumerate(self.load)
+        ]
+        orders: list[list[int]] = [[] for _ in range(self.num_devices)]
+        busy = [False] * self.num_devices
+        idle, links = list(range(self.num_devices)), set[int]()  # those that may start something
+        link_busy = [False] * len(self.users)
+        events: list[tuple[int, int]] = []
+        now = 0
+        while True:
+            while idle:
+                place = idle.pop()
+                position = -1 if busy[place] else choose(place, arrived, begun)
+                if position < 0:
+                    continue
+                if at_most is not None and now + left[place] > at_most:
+                    return None
+                left[place] -= ticks[position]
+                busy[place] = True
+                orders[place].append(position)
+                begun[position] += 1
+                begins[position].append(now)
+                heapq.heappush(events, (now + ticks[position], position))
+                if position and link[position - 1] >= 0:
+                    links.add(link[position - 1])
+            if not events or events[0][0] > now:
+                # An operation that takes no time has ended before a transfer begins at the same instant.
+                first = min(
+                    (
+                        found for each in links
+                        if not link_busy[each] and (found := self._next_transfer(each, ends, sent, begun))
+                    ),
+                    default=None,
+                )  # fmt: skip
+                if first is not None:
+                    position = first[2]
+                    links.discard(link[position])
+                    link_busy[link[position]] = True
+                    sent[position] += 1
+                    sends[position].append(now)
+                    heapq.heappush(events, (now + (send[position] or 0), size + position))
+                    continue
+                links.clear()
+                if not events:
+                    break
+                now = events[0][0]
+            while events and events[0][0] == now:
+                position = heapq.heappop(events)[1]
+                if position >= size:
+                    position -= size
+                    link_busy[link[position]] = False
+                    links.add(link[position])
+                    arrived[position + 1] += 1
+                    idle.append(device[position + 1])
+                    continue
+                ends[position].append(now)
+                busy[device[position]] = False
+                idle.append(device[position])
+                if link[position] >= 0:
+                    links.add(link[position])
+                elif position + 1 == self.num_stages and self.flush_ends is not None:
+                    if len(ends[position]) in self.flush_ends:
+                        arrived[position + 1] = len(ends[position])
+                elif position + 1 < size:
+                    arrived[position + 1] += 1
+        if any(count < num_micro_batches for count in begun):
+            raise ValueError("the orders of the devices wait for each other in a circle")
+        step = max(each[-1] + tail for each, tail in zip(ends, self.allreduce, strict=True))
+        return StepRun(step, begins, ends, sends, orders)
+
+    def _next_transfer(
+        self, link: int, ends: list[list[int]], sent: list[int], begun: list[int]
+    ) -> tuple[int, int, int] | None:
+        """Return rank, micro-batch and position of what a free link sends next; None where nothing is ready."""
+        best: tuple[int, int, int, int] | None = None
+        for position in self.users[link]:
+            number = sent[position]
+            if number < len(ends[position]) and number - begun[position + 1] < self.slots:
+                found = (ends[position][number], number, self.rank[position], position)
+                if best is None or found < best:
+                    best = found
+        return None if best is None else (best[2], best[1], best[3])
+
+    def named(self, orders: Sequence[Sequence[int]]) -> tuple[Order, ...]:
+        """Return orders in the form of a plan."""
+        result = []
+        for order in orders:
+            count = [0] * len(self.ticks)
+            entries = []
+            for position in order:
+                entries.append((self.names[position], count[position]))
+                count[position] += 1
+            result.append(tuple(entries))
+        return tuple(result)
+
+    def bound(self, num_micro_batches: int) -> int:
+        """Return a lower bound on the step, in ticks: no order has a shorter one.
+
+        A device, or a link, cannot begin before the first micro-batch has come to it. It then has all
+        micro-batches to do, and the last one has to go the rest of the path. Likewise a stage that has room for a
+        certain number of micro-batches: each takes at least as long as the path below the stage.
+        """
+        head = [0]
+        for ticks, send in zip(self.ticks, self.send, strict=True):
+            head.append(head[-1] + ticks + (send or 0))
+        size, m = len(self.ticks), num_micro_batches
+        bounds = []
+        for place, load in enumerate(self.load):
+            first = self.device.index(place)
+            bounds.append(head[first] + m * load + self.tail[size - 1 - first])
+        for users in self.users:
+            first, last = users[0], users[-1]
+            load = sum(self.send[position] or 0 for position in users)
+            after = self.ticks[last + 1] + self.tail[last + 1]
+            bounds.append(head[first] + self.ticks[first] + m * load + after)
+        for stage, most in enumerate(self.most_in_flight):
+            back = size - 1 - stage
+            through = head[back] + self.ticks[back] - head[stage]
+            bounds.append(head[stage] + -(-m * through // max(1, min(m, most))) + self.tail[back])
+        return max(bounds)
+
+    def peaks(self, run: StepRun) -> list[int]:
+        """Return the peak bytes of each device, exactly as the file formats define them."""
+        # Ticks of a long step may need more than 64 bits.
+        kind: type = np.int64 if run.ticks < 2**62 else object
+        peaks = []
+        for place in range(self.num_devices):
+            mine = [position for position, device in enumerate(self.device) if device == place]
+            # The bytes of a device grow only when an operation of its own, or a transfer to it, begins or ends.
+            moments = np.unique(np.concatenate([
+                *(np.array(run.begins[position], dtype=kind) for position in mine),
+                *(np.array(run.ends[position], dtype=kind) for position in mine),
+                *(np.array(run.sends[position - 1], dtype=kind) for position in mine if position),
+            ]))  # fmt: skip
+            total = np.full(len(moments), self.weights[place], dtype=np.int64)
+            transient = np.zeros(len(moments), dtype=np.int64)
+            for position in mine:
+                stage = self._stage(position)
+                running = _alive(run.begins[position], run.ends[position], moments, instants=True)
+                transient = np.maximum(transient, (running > 0) * self.transient[stage])
+                if position < self.num_stages:
+                    back = len(self.ticks) - 1 - position
+                    kept = _alive(run.begins[position], run.ends[back], moments, instants=True)
+                    total += kept * self.stash[stage]
+            for cut, num_bytes in enumerate(self.crossing_bytes):
+                total += self._buffers(run, cut, place, moments) * num_bytes
+            peaks.append(int((total + transient).max()))
+        return peaks
+
+    def _buffers(self, run: StepRun, cut: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of tensors of a boundary that are kept on a device, at each of ``moments``."""
+        down, up = cut, len(self.ticks) - 2 - cut  # the positions before the activation and before the gradient
+        count = np.zeros(len(moments), dtype=np.int64)
+        if self.link[down] < 0:
+            if self.device[down] == place:
+                for before in (down, up):
+                    count += _alive(run.ends[before], run.begins[before + 1], moments)
+            return count
+        for sender, receiver in ((down, up), (up, down)):
+            if self.device[sender] == place:
+                arrivals = [begin + (self.send[sender] or 0) for begin in run.sends[sender]]
+                waiting = _alive(run.ends[sender], arrivals, moments)
+                waiting += _alive(run.sends[receiver], run.begins[receiver + 1], moments)
+                count += np.maximum(self.platform.comm_buffers, waiting)
+        return count
+
+    def _describe_memory(self, times: TimedChain, table: StageTable, stages: list[tuple[int, int]]) -> None:
+        chain = times.chain
+        self.stash = [int(table.stash[stage]) for stage in stages]
+        self.transient = [int(table.transient[stage]) for stage in stages]
+        self.crossing_bytes = [chain.boundary_bytes(stop) for _, stop in stages[:-1]]
+        self.most_in_flight = [int(table.max_in_flight[stage]) for stage in stages]
+        """Most micro-batches in flight of each stage, if it had its device for itself."""
+        self.weights = []
+        for place in range(self.num_devices):
+            mine = [each for stage, each in enumerate(stages) if self.device[stage] == place]
+            weights = sum(int(table.weights[stop] - table.weights[start]) for start, stop in mine)
+            self.weights.append(self.platform.weights_bytes(weights))
+
+    def _stage(self, position: int) -> int:
+        return min(position, len(self.ticks) - 1 - position)
+
+    def _ticks_on(self, place: int) -> list[int]:
+        return [ticks for ticks, device in zip(self.ticks, self.device, strict=True) if device == place]
+
+    def _tails(self) -> list[int]:
+        tails = [self.allreduce[-1]]
+        for position in range(len(self.ticks) - 1, 0, -1):
+            rest = (self.send[position - 1] or 0) + self.ticks[position] + tails[-1]
+            tails.append(max(rest, self.allreduce[position - 1]))
+        return tails[::-1]
+
+    def _transfer_name(self, position: int) -> str:
+        name = self.names[position]
+        return f"SF{name[1:]}" if name[0] == "F" else f"SB{int(name[1:]) - 1}"
+
+
+def in_order(orders: Sequence[Positions]) -> Choice:
+    """Return the choice by which each device runs its order, each operation as soon as its tensor is there."""
+    following = [iter(order) for order in orders]
+    upcoming = [next(each, -1) for each in following]
+
+    def choose(device: int, arrived: list[int], begun: list[int]) -> int:
+        position = upcoming[device]
+        if position < 0 or begun[position] == arrived[position]:
+            return -1
+        upcoming[device] = next(following[device], -1)
+        return position
+
+    return choose
+
+
+def one_f_one_b(engine: StepEngine, depths: Sequence[int], num_micro_batches: int) -> tuple[Positions, ...]:
+    """Return 1F1B orders of one stage per device: ``depths[stage]`` forwards, then alternate, then drain."""
+    orders: list[Positions] = [()] * engine.num_devices
+    for stage, depth in enumerate(depths):
+        forward, backward = stage, len(engine.ticks) - 1 - stage
+        alternating = (backward, forward) * (num_micro_batches - depth)
+        orders[engine.device[stage]] = (*[forward] * depth, *alternating, *[backward] * depth)
+    return tuple(orders)
+
+
+def eager(engine: StepEngine, most_in_flight: Sequence[int], *, oldest_first: bool) -> Choice:
+    """Return the choice by which a free device runs what is ready: the furthest, or the oldest.
+
+    Args:
+        most_in_flight: for each stage, the micro-batches in flight beyond which no forward begins.
+        oldest_first: take the oldest micro-batch first; False: the operation that is furthest on the path.
+    """
+    size = len(engine.ticks)
+    mine = [
+        [position for position in reversed(range(size)) if engine.device[position] == place]
+        for place in range(engine.num_devices)
+    ]
+
+    def choose(device: int, arrived: list[int], begun: list[int]) -> int:
+        best = -1
+        for position in mine[device]:
+            count = begun[position]
+            if count == arrived[position]:
+                continue
+            # The device is free, so everything that began there has ended.
+            if position < engine.num_stages and count - begun[size - 1 - position] >= most_in_flight[position]:
+                continue
+            if not oldest_first:
+                return position
+            if best < 0 or count < begun[best]:
+                best = position
+        return best
+
+    return choose
+
+
+def _alive(
+    begins: Sequence[int], ends: Sequence[int], moments: NDArray[np.int64], *, instants: bool = False
+) -> NDArray[np.int64]:
+    """Return how many spans are open at each moment: begun and not ended; what ends at a moment has ended.
+
+    Beginnings and ends rise with the micro-batch. ``instants``: a span that takes no time is open at its instant.
+    """
+    begun, ended = np.array(begins, dtype=moments.dtype), np.array(ends, dtype=moments.dtype)
+    alive: NDArray[np.int64] = begun.searchsorted(moments, "right") - ended.searchsorted(moments, "right")
+    if instants:
+        flashes = begun[begun == ended]
+        if len(flashes):
+            alive += flashes.searchsorted(moments, "right") - flashes.searchsorted(moments, "left")
+    return alive

@@ -1,0 +1,369 @@
+"""MadPipe: where, when and in how much memory, decided together over allocations that need not be contiguous.
+
+The candidates come in the order of what they may promise:
+
+1. the best contiguous partition, exactly (``optimal.py``);
+2. the best allocation with one special device by the "safe" and by the "pair" estimate
+   (``one_special_device.py``), by the second also with at most two special stages, where it is mostly right; each
+   with the schedule that an integer linear program finds for it (``ilp.py``);
+3. every other allocation with one special device whose "pair" bound is below the best period so far, in the order
+   of what ``branch_and_bound.py`` leaves of it, until none is left, which proves the answer, or the time is up;
+4. allocations in which several devices have several stages: all of them where they are few, else those around the
+   best one.
+
+Source: MadPipe paper, section 4, with exact searches in place of its grid, and with step 3, without which the
+answer may be far from the best of its own class.
+
+Exact: step 1; with step 3 run to its end, the best among allocations with one special device; with all of step 4,
+the best of all. Cost for L layers and P devices: O(P L^2) time for each of some dozen decisions of step 1, with
+the O(L^2) table of stages; the labels of steps 2 and 3, the allocations of step 4 and each integer program grow
+exponentially in the worst case, so limits and the deadline end them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
+from deepspeed_partition.planner.memory import buffer_slots
+from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_cut, narrow
+from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
+from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch, neighbours
+from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
+from deepspeed_partition.planner.solvers.pattern import ilp
+from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_unrefuted, refuted
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import (
+    Estimate,
+    Pattern,
+    Placement,
+    Road,
+    one_by_one,
+)
+from deepspeed_partition.planner.units import format_seconds
+
+MOST_LABELS = 1_000_000
+"""Most partial allocations with one special device that an enumeration holds before it gives up."""
+FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
+"""Numbers of partial allocations with several special devices, at one boundary: so few that all are tried, and as
+many as may be enumerated."""
+SPECIAL_SHARE = 0.5
+"""Share of the time that is left for the allocation that each estimate calls best; the rest is for its
+schedule."""
+SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
+"""Shares of the time that is left: for all allocations in which several devices have several stages, and for
+each."""
+PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
+"""Limits of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
+PERIODIC_SHARE = 0.2
+"""Share of the time for a step that is used for the plan of the shortest period, from which its search begins."""
+PROMISE_STEPS = 8
+"""Steps of the bisection that tells which of many allocations is tried first; its schedule begins with the
+rest."""
+LAST_SECONDS = 0.5
+"""Seconds to find out what would help where nothing was found: for one special device where the time is up, and
+at most for several."""
+ESTIMATES: tuple[tuple[Estimate, int | None], ...] = (("safe", None), ("pair", 2), ("pair", None))
+"""Estimates, each with the most stages of the special device (None: any number). The last one bounds all
+allocations."""
+LEVELS = (64, 16, 4, 2, 1)
+"""Divisors of the distance from a bound to the best period: an enumeration first looks at a 64th of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadPipe:
+    """Solver for the shortest period over all allocations, proved best in its class where time allows.
+
+    A host whose engine runs one stage per rank (``num_stages``, ``every_stage_trains``) gets the answer of
+    ``Contiguous`` under this name. For a step (``num_micro_batches``) the search begins with the best of these
+    plans.
+    """
+
+    name: str = "madpipe"
+    start: tuple[Allocation, ...] = ()
+    """Allocations of plans for less memory, bandwidth or devices, or for other times of the same layers. They are
+    tried first, so that the answer is not worse where they still fit."""
+
+    def solve(self, problem: Problem) -> Answer:
+        if _only_contiguous(problem):
+            return Contiguous(self.name).solve(problem)
+        if problem.num_micro_batches is None:
+            return self._periodic(problem)
+        periodic = replace(problem, num_micro_batches=None, deadline=problem.deadline.part(PERIODIC_SHARE))
+        answer = self._periodic(periodic)
+        if not answer.cuts and not answer.patterns:
+            return answer
+        return replace(answer, step_search="any")
+
+    def _periodic(self, problem: Problem) -> Answer:
+        answer = _Search(problem, self.start).run()
+        if answer.cuts or answer.patterns:
+            return answer
+        # The time may have been too short for any schedule; one micro-batch after the other may still fit.
+        found = self.smallest_memory(problem)
+        if found is None or not isinstance(found[0], Placement) or found[1] > problem.platform.memory_bytes:
+            return answer
+        return replace(answer, patterns=(one_by_one(Road(problem, found[0])),), best_period=None)
+
+    def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
+        found = Contiguous(self.name).smallest_memory(problem)
+        if found is None or _only_contiguous(problem) or problem.platform.num_devices == 1:
+            return found
+        where, smallest = _smallest_memory(problem, *found)
+        placement = where if isinstance(where, Placement) else Placement.contiguous(where)
+        # If a device does not train in it, the least that is known is that of a contiguous partition.
+        return (where, smallest) if problem.allows(placement) else found
+
+
+def _only_contiguous(problem: Problem) -> bool:
+    constraints = problem.constraints
+    return constraints.exactly or constraints.every_stage_trains
+
+
+class _Search:
+    """State of the search: what is found and what is proved so far."""
+
+    def __init__(self, problem: Problem, start: Iterable[Allocation] = ()) -> None:
+        self.problem = problem
+        self.start = [_placement(problem, allocation) for allocation in start]
+        found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
+        self.cuts = None if found is None else found.cuts
+        self.best = None if found is None else found.period
+        """Shortest period so far, in ticks; None where nothing is found."""
+        self.cuts_are_best = found is None or found.proved
+        """True: no contiguous partition is better. What is proved of other allocations builds on it."""
+        self.patterns: list[Pattern] = []
+        self.bounds: dict[Placement, int | None] = {}
+        """Lower bound on the period of each allocation that was tried, in ticks; None where none of its patterns
+        is better."""
+        self.bound = math.ceil(lower_bound(problem))
+        self.schedule_seconds = math.inf
+        self.tried_below = self.bound
+        """Bound in ticks: every allocation with one special device whose own bound is shorter was tried."""
+
+    def run(self) -> Answer:
+        for placement in self.start:
+            if len(set(placement.devices)) <= self.problem.platform.num_devices:
+                self._try(placement)
+        one = self._one_special() and self.cuts_are_best
+        class_bound = self._best_or_longest() if one else self._class_bound()
+        several = self._several_special()
+        one = one or self._done(class_bound)
+        proved_class = ("any allocation" if several else "one special device") if one else None
+        counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
+        return Answer(
+            cuts=() if self.cuts is None else (self.cuts,),
+            patterns=tuple(reversed(self.patterns)),
+            best_period=self.best if proved_class and counted else None,
+            proved_class=proved_class or "",
+            class_bound=class_bound if counted else None,
+        )
+
+    def _one_special(self) -> bool:
+        """Search the best allocation with one special device; return whether it is proved."""
+        problem = self.problem
+        if self._done(self.bound) or problem.platform.num_devices == 1:
+            return True
+        for estimate, most_specials in ESTIMATES:
+            if problem.deadline.passed():
+                return False
+            found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best, most_specials)
+            if found.placement is not None:
+                self._try(found.placement)
+        if found.bound is None:
+            return True
+        self.tried_below = max(self.tried_below, found.bound)
+        search = SpecialSearch(problem, "pair")
+        for period in self._periods_to_try(found.bound):
+            self._try_all(search.some(period))
+        return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
+
+    def _class_bound(self) -> int:
+        """Return a period, in ticks, below which no allocation with at most one special device exists."""
+        if not self.cuts_are_best:
+            return self.bound
+        untried = min(self.tried_below, self._best_or_longest())
+        return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))
+
+    def _several_special(self) -> bool:
+        """Search allocations in which several devices have several stages; return whether none is left."""
+        if self._done(self.bound) or self.problem.platform.num_devices == 1:
+            return True
+        seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
+        if not seconds:
+            return False
+        # Allocations with several special devices are rarely proved best: they get a part of the time, and each
+        # schedule at first a part of that.
+        self.problem = self._with_share(SEVERAL_SHARE)
+        self.schedule_seconds = seconds * SCHEDULE_SHARE
+        search = SeveralSearch(self.problem)
+        few = search.all(self._best_or_longest() - 1, FEW_PLACEMENTS)
+        if few is None:
+            self._probe(search)
+            self._descend()
+        everything = self._enumerate(lambda period: search.all(period, MOST_PLACEMENTS), self.bound)
+        self.schedule_seconds = math.inf
+        again = [
+            placement for placement, least in self.bounds.items() if least is not None and not self._done(least)
+        ]
+        for placement in again:
+            del self.bounds[placement]
+        return everything and self._try_all(again) and self._settled()
+
+    def _probe(self, search: SeveralSearch) -> None:
+        """Search allocations that promise much, by bisection of the period; it may miss some that exist."""
+        bound = self.bound
+        for _ in range(PROBES):
+            best = self._best_or_longest()
+            period = (bound + best - 1) // 2
+            if best <= bound or not self._try_all(search.some(period, BEAM_WIDTH)[:MOST_TRIED]):
+                return
+            if self.best is None or self.best > period:
+                bound = period + 1
+
+    def _enumerate(self, placements: Callable[[int], list[Placement] | None], bound: int) -> bool:
+        """Try the allocations whose "pair" bound is below the best, lowest first; return whether none is left.
+
+        Args:
+            placements: returns all with a bound up to a period; None where they are too many.
+            bound: a lower bound of all of them, in ticks.
+        """
+        for period in self._periods_to_try(bound):
+            found = placements(period)
+            if found is None or not self._try_all(found):
+                return False
+            self.tried_below = period + 1
+        return True
+
+    def _periods_to_try(self, bound: int) -> Iterator[int]:
+        """Yield periods in ticks, from a bound to just below what is then the best period."""
+        for level in LEVELS:
+            best = self._best_or_longest()
+            if best <= bound:
+                return
+            yield bound + (best - 1 - bound) // level
+
+    def _with_share(self, share: float) -> Problem:
+        """Return the problem with a share of the time that is left."""
+        return replace(self.problem, deadline=self.problem.deadline.part(share))
+
+    def _settled(self) -> bool:
+        """Return whether no allocation that was tried may have a better schedule than the best one."""
+        return all(least is None or self._done(least) for least in self.bounds.values())
+
+    def _best_or_longest(self) -> int:
+        return self.problem.longest_period + 1 if self.best is None else self.best
+
+    def _done(self, bound: int) -> bool:
+        """Return whether the best period is as short as a bound."""
+        return self.best is not None and self.best <= bound
+
+    def _try_all(self, placements: Iterable[Placement]) -> bool:
+        """Schedule allocations, the most promising first; return False where the time is up."""
+        promises = []
+        for placement in placements:
+            if placement not in self.bounds:
+                allowed = self.problem.allows(placement)
+                least = self._promise(Road(self.problem, placement)) if allowed else None
+                if least is None:
+                    self.bounds[placement] = None
+                else:
+                    promises.append((least, placement.cuts, placement.devices, placement))
+            if self.problem.deadline.passed():
+                return False
+        for least, _, _, placement in sorted(promises):
+            if self.problem.deadline.passed():
+                return False
+            if not self._done(least):
+                self._try(placement)
+        return True
+
+    def _promise(self, road: Road) -> int | None:
+        """Return a lower bound on an allocation's period by one look, in ticks; None: not below the best."""
+        least, most, deadline = max(road.busiest, self.bound), self._best_or_longest() - 1, self.problem.deadline
+        if least > most or not road.may_fit(most, "peak") or refuted(road, most, deadline, most_trials=1):
+            return None
+        return least_unrefuted(road, least, most, deadline, PROMISE_STEPS)
+
+    def _try(self, placement: Placement) -> None:
+        """Schedule an allocation, and remember its pattern if it is the best so far."""
+        if placement.is_contiguous or placement in self.bounds:
+            return
+        if not self.problem.allows(placement):
+            self.bounds[placement] = None
+            return
+        self._tell()
+        deadline = Deadline(self.schedule_seconds, within=self.problem.deadline)
+        scheduled = ilp.schedule(Road(self.problem, placement), self.best, deadline)
+        self.bounds[placement] = scheduled.bound
+        if scheduled.pattern is not None:
+            self.patterns.append(scheduled.pattern)
+            self.best = scheduled.pattern.period
+
+    def _tell(self) -> None:
+        clock = self.problem.times.clock
+        found = "no plan yet" if self.best is None else f"period {format_seconds(clock.seconds(self.best))} so far"
+        self.problem.deadline.tell(f"{found}, {len(self.bounds)} allocations scheduled")
+
+    def _descend(self) -> None:
+        """Go from the best allocation to a better neighbour, until there is none or the time is up."""
+        while True:
+            before = self.best
+            if self.patterns:
+                centre = self.patterns[-1].placement
+            elif self.cuts is not None:
+                centre = Placement.contiguous(self.cuts)
+            else:
+                return
+            if not self._try_all(neighbours(self.problem, centre)) or self.best == before:
+                return
+
+
+def _placement(problem: Problem, allocation: Allocation) -> Placement:
+    num_layers = allocation.boundaries[-1]
+    if num_layers != problem.chain.num_layers:
+        raise ValueError(
+            f"the plan to start from cuts {num_layers} layers and {problem.chain.name!r} has "
+            f"{problem.chain.num_layers}: it is of another model"
+        )
+    return Placement.of(allocation.boundaries, [stage.device for stage in allocation.stages])
+
+
+def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | Placement, int]:
+    """Return the allocation that needs least memory with one micro-batch in flight, and its bytes.
+
+    It is the least of those with one special device, and of those with several that a search finds in a moment;
+    it gets that moment where the time is up, too.
+    """
+
+    best: tuple[Placement, int] = Placement.contiguous(cuts), enough
+
+    def special(memory_bytes: int) -> Placement | None:
+        return SpecialSearch(problem.with_memory(memory_bytes), "peak").decide(problem.longest_period)
+
+    def several(memory_bytes: int) -> Placement | None:
+        problem.deadline.check()
+        search = SeveralSearch(problem.with_memory(memory_bytes))
+        found = search.all(problem.longest_period, FEW_PLACEMENTS)
+        if found is None:
+            found = search.some(problem.longest_period, BEAM_WIDTH)
+        return next(iter(found), None)
+
+    def need(placement: Placement, _: int) -> int:
+        nonlocal best
+        smallest = max(device.bytes_for_one for device in Road(problem, placement).memory)
+        best = min(best, (placement, smallest), key=lambda each: each[1])
+        return smallest
+
+    seconds = LAST_SECONDS / 10 if problem.is_one_of_many else LAST_SECONDS
+    problem = replace(problem, deadline=problem.deadline.at_least(seconds))
+    with suppress(DeadlinePassed):
+        narrow(special, need, best[0], enough, 1)
+        problem = replace(problem, deadline=Deadline(seconds, within=problem.deadline))
+        narrow(several, need, *best, 1)
+    placement, smallest = best
+    return (placement.cuts if placement.is_contiguous else placement), smallest

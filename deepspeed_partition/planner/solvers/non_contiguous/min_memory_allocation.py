@@ -1,0 +1,204 @@
+"""The allocation that needs least memory at a chosen period.
+
+Each solver decides whether something fits at a period and a memory. ``madpipe.py`` searches for the shortest
+period in a given memory. This search exchanges the two, over bytes of the largest device instead of ticks:
+
+1. the contiguous partition that needs least, exactly, by bisection over the memory;
+2. the best allocation with one special device by the "safe" and by the "pair" estimate, by this one also with two
+   special stages alone, each with the pattern that needs least memory at the period (``min_memory_schedule.py``);
+3. every other allocation with one special device whose "pair" bound is below the least so far, in the order of
+   the "pairs" bound, until none is left, which proves the answer, or the time is up;
+4. allocations in which several devices have several stages: all of them where they are few, else a good few.
+
+A pattern of a shorter period can be slowed down and then needs no more memory, so patterns of the chosen period
+suffice.
+
+Source: the searches of the MadPipe paper, section 4, at a fixed period; the paper does not ask this question.
+Step 1 is exact, and so is the answer where step 3 ends (among allocations with one special device) or step 4
+tries all. Cost: that of ``optimal.py``, O(P L^2) for each of some dozen decisions, then labels and integer
+programs as in ``madpipe.py``, exponential in the worst case; the deadline ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from deepspeed_partition.planner.deadline import DeadlinePassed
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
+from deepspeed_partition.planner.solvers.contiguous.optimal import cut_at, narrow
+from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, stage_bytes
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe import (
+    BEAM_WIDTH,
+    ESTIMATES,
+    FEW_PLACEMENTS,
+    LEVELS,
+    MOST_LABELS,
+    MOST_TRIED,
+    PROBES,
+)
+from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
+from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern.min_memory_schedule import estimated_bytes, most_compact
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Pattern, Placement, Road
+
+FIRST_SECONDS = 1.0
+"""Seconds to find out whether any partition is fast enough, where the time is up: then there is some plan."""
+
+
+def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | None, bool]:
+    """Find the partition of least memory at ``period``, and its bytes; None where none is that fast.
+
+    Returns:
+        The partition and its bytes, and whether that is certain: False where the deadline passed before.
+    """
+    best: tuple[Cuts, int] | None = None
+
+    def need(cuts: Cuts, _: int) -> int:
+        nonlocal best
+        best = cuts, bytes_at(problem, cuts, period)
+        return best[1]
+
+    def decide(memory_bytes: int) -> Cuts | None:
+        return cut_at(problem.with_memory(memory_bytes), period)
+
+    try:
+        first = replace(problem, deadline=problem.deadline.at_least(FIRST_SECONDS))
+        cuts = cut_at(first.with_memory(LARGEST_MEMORY_BYTES), period)
+        if cuts is not None:
+            narrow(decide, need, cuts, need(cuts, 0), 1)
+    except DeadlinePassed:
+        return best, False
+    return best, True
+
+
+def bytes_at(problem: Problem, cuts: Cuts, period: int) -> int:
+    """Return the bytes of the largest device of a contiguous partition under 1F1B* at ``period``."""
+    in_flight = one_f_one_b.in_flight(one_f_one_b.pseudo_stage_loads(problem.times, cuts), period)
+    return max(stage_bytes(problem, cuts, in_flight))
+
+
+def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
+    """Find the allocation that needs least memory at ``period``; the answer is empty where none is that fast.
+
+    Args:
+        special: whether to search allocations that are not contiguous, too. What is proved is proved of the
+            memory.
+    """
+    found, best = contiguous_at(problem, period)
+    if special:
+        return _Search(problem, period, found, best).run()
+    return Answer(()) if found is None else Answer((found[0],), period if best else None)
+
+
+class _Search:
+    """State of the search: what is found and what is proved so far."""
+
+    def __init__(
+        self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, cuts_are_best: bool
+    ) -> None:
+        self.problem = problem
+        self.period = period
+        self.cuts = None if contiguous is None else contiguous[0]
+        self.best = LARGEST_MEMORY_BYTES + 1 if contiguous is None else contiguous[1]
+        """Bytes of the largest device, the least so far."""
+        self.cuts_are_best = cuts_are_best
+        """True: no contiguous partition takes less. What is proved of other allocations builds on it."""
+        self.pattern: Pattern | None = None
+        self.bounds: dict[Placement, int | None] = {}
+        """Lower bound in bytes of each allocation that was tried; None where no pattern takes less than
+        the best."""
+
+    def run(self) -> Answer:
+        one, several = self._one_special() and self.cuts_are_best, self._several_special()
+        proved_class = ("any allocation" if several else "one special device") if one else None
+        if self.pattern is not None:
+            proved = self.pattern.period if proved_class else None
+            return Answer((), proved, (self.pattern,), proved_class=proved_class or "")
+        if self.cuts is None:
+            return Answer(())
+        return Answer((self.cuts,), self.period if proved_class else None, proved_class=proved_class or "")
+
+    def _one_special(self) -> bool:
+        """Search the best allocation with one special device; return whether it is proved."""
+        if self.problem.platform.num_devices == 1:
+            return True
+        try:
+            for estimate, most_specials in ESTIMATES:
+                found, bound = self._best_special(estimate, most_specials)
+                if found is not None:
+                    self._try(found)
+        except DeadlinePassed:
+            return False
+        return self._enumerate(lambda problem: SpecialSearch(problem, "pair").all(self.period, MOST_LABELS), bound)
+
+    def _best_special(self, estimate: Estimate, most_specials: int | None) -> tuple[Placement | None, int]:
+        """Return the allocation with one special device that needs least by an estimate, and its bytes."""
+
+        def decide(memory_bytes: int) -> Placement | None:
+            problem = self.problem.with_memory(memory_bytes)
+            return SpecialSearch(problem, estimate, most_specials).decide(self.period)
+
+        def need(placement: Placement, memory_bytes: int) -> int:
+            least = estimated_bytes(self.problem, Road(self.problem, placement), self.period, estimate)
+            assert least is not None, "an allocation that a decision found is too slow"
+            return min(least, memory_bytes)  # its rounded weights may take a byte more
+
+        return narrow(decide, need, None, self.best, 1)
+
+    def _several_special(self) -> bool:
+        """Search allocations in which several devices have several stages; return whether none is left."""
+        if self._enumerate(lambda problem: SeveralSearch(problem).all(self.period, FEW_PLACEMENTS), 1):
+            return True
+        bound = 1
+        for _ in range(PROBES):
+            if self.best <= bound:
+                break
+            memory_bytes = (bound + self.best - 1) // 2
+            search = SeveralSearch(self.problem.with_memory(memory_bytes))
+            if not self._try_all(search.some(self.period, BEAM_WIDTH)[:MOST_TRIED]):
+                break
+            if self.best > memory_bytes:
+                bound = memory_bytes + 1
+        return False
+
+    def _enumerate(self, placements: Callable[[Problem], list[Placement] | None], bound: int) -> bool:
+        """Try the allocations that may need less than the best, lowest first; return whether none is left.
+
+        Args:
+            placements: returns all that may fit a problem's memory; None where they are too many.
+            bound: a lower bound of all of them, in bytes.
+        """
+        for level in LEVELS:
+            if self.best <= bound:
+                break
+            found = placements(self.problem.with_memory(bound + (self.best - 1 - bound) // level))
+            if found is None or not self._try_all(found):
+                return False
+        return all(least is None or self.best <= least for least in self.bounds.values())
+
+    def _try_all(self, placements: Iterable[Placement]) -> bool:
+        """Find patterns, of the most promising allocation first; return False where the time is up."""
+        promises = []
+        for placement in placements:
+            if self.problem.deadline.passed():
+                return False
+            least = estimated_bytes(self.problem, Road(self.problem, placement), self.period)
+            if least is not None and least < self.best:
+                promises.append((least, placement.cuts, placement.devices, placement))
+        for least, _, _, placement in sorted(promises):
+            if self.problem.deadline.passed():
+                return False
+            if least < self.best:
+                self._try(placement)
+        return True
+
+    def _try(self, placement: Placement) -> None:
+        """Find the pattern of an allocation that needs least memory, and remember it."""
+        if placement.is_contiguous or placement in self.bounds:
+            return
+        found = most_compact(self.problem, placement, self.period, self.best)
+        self.bounds[placement] = found.bound
+        if found.pattern is not None and found.num_bytes is not None:
+            self.pattern, self.best = found.pattern, found.num_bytes

@@ -1,0 +1,435 @@
+"""The path of a micro-batch: the operations of an allocation in its order, and patterns over them.
+
+    F0 SF0 F1 SF1 F2 B2 SB1 B1 SB0 B0           a transfer only where neighbouring stages are on different devices
+
+A pattern is held as the instant at which each operation begins on micro-batch 0, in ticks from the beginning of
+F0; ``divmod`` by the period gives the shift and the place within the period.
+
+Method: the memory of a pattern is exact; estimates without one are bounds, except ``"safe"`` (MadPipe paper,
+section 4.2.1). The least period of given orders is exact, by the longest cycle of their rules: O(S^2) time for
+each period that is tried and O(S) memory, for S stages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import Literal
+
+import numpy as np
+
+from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.memory import buffer_slots
+from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
+from deepspeed_partition.planner.solvers.interface import Cuts, Problem
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern.pairwise_memory import Integers, Side, least_room, may_share
+
+Resource = int | tuple[int, int]
+"""Device, or link between two devices, the lower one first."""
+Estimate = Literal["peak", "pair", "pairs", "safe"]
+"""Estimate of the memory of a device with several stages. ``"peak"``: a lower bound; ``"pair"``: a better one,
+from every two stages that follow one another there; ``"pairs"``: the best one, from every two stages; ``"safe"``:
+what is easy to schedule."""
+Shifts = Sequence[int]
+Orders = Mapping[Resource, Sequence[int]]
+"""Operations of each resource in one period, in order, as positions on the path of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Boundaries and the device of each stage; neighbouring stages are on different devices.
+
+    Devices are numbered in the order in which the chain first reaches them: they are all alike.
+    """
+
+    cuts: Cuts
+    devices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
+        """Make a placement: stages that follow one another on a device become one; devices are renumbered."""
+        number: dict[int, int] = {}
+        merged_cuts, merged = [0], list[int]()
+        for stop, device in zip(cuts[1:], devices, strict=True):
+            device = number.setdefault(device, len(number))
+            if merged and merged[-1] == device:
+                merged_cuts[-1] = stop
+            else:
+                merged.append(device)
+                merged_cuts.append(stop)
+        return cls(tuple(merged_cuts), tuple(merged))
+
+    @classmethod
+    def contiguous(cls, cuts: Cuts) -> Placement:
+        return cls(cuts, tuple(range(len(cuts) - 1)))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether each device has one stage."""
+        return len(set(self.devices)) == len(self.devices)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of devices with several stages."""
+        return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation on the path of a micro-batch."""
+
+    name: str
+    resource: Resource
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one device, in bytes."""
+
+    stages: tuple[int, ...]
+    room: int
+    """Bytes beside weights and buffers; negative where those alone do not fit."""
+    bytes_for_one: int
+    """Bytes needed in all with one micro-batch in flight, which is the least."""
+
+
+class Road:
+    """Path of a micro-batch through an allocation: its operations, and what it keeps on the devices."""
+
+    def __init__(self, problem: Problem, placement: Placement) -> None:
+        self.placement = placement
+        times, chain, platform = problem.times, problem.chain, problem.platform
+        cuts, devices = placement.cuts, placement.devices
+        self.num_stages = len(devices)
+        down: list[Operation] = []
+        up: list[Operation] = []
+        self.loads: list[int] = []
+        """Ticks of each pseudo-stage: stage 0, boundary 0, stage 1, ..."""
+        for stage, (start, stop) in enumerate(pairwise(cuts)):
+            if stage:
+                ends = sorted(devices[stage - 1 : stage + 1])
+                link = ends[0], ends[1]
+                one_way = int(times.one_way[start])
+                down.append(Operation(f"SF{stage - 1}", link, one_way))
+                up.append(Operation(f"SB{stage - 1}", link, one_way))
+                self.loads.append(2 * one_way)
+            down.append(Operation(f"F{stage}", devices[stage], times.forward_ticks(start, stop)))
+            up.append(Operation(f"B{stage}", devices[stage], times.backward_ticks(start, stop)))
+            self.loads.append(times.compute_ticks(start, stop))
+        self.operations: list[Operation] = [*down, *reversed(up)]
+        self.position = {operation.name: index for index, operation in enumerate(self.operations)}
+        self.users: dict[Resource, list[int]] = defaultdict(list)
+        for index, operation in enumerate(self.operations):
+            self.users[operation.resource].append(index)
+        table = problem.table
+        self.stash = [int(table.stash[stage]) for stage in pairwise(cuts)]
+        self.transient = [int(table.transient[stage]) for stage in pairwise(cuts)]
+        self.slots = buffer_slots(platform)
+        self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
+        """Bytes over the boundary after each stage but the last."""
+        at_ends = [0, *(self.slots * sent for sent in self.sent_bytes), 0]
+        self.memory: list[DeviceMemory] = []
+        for device in sorted(set(devices)):
+            mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
+            weights = sum(int(table.weights[cuts[stage + 1]] - table.weights[cuts[stage]]) for stage in mine)
+            buffers = sum(at_ends[stage] + at_ends[stage + 1] for stage in mine)
+            fixed = platform.weights_bytes(weights) + buffers
+            one = self.bytes_at_least([1] * self.num_stages, mine)
+            self.memory.append(DeviceMemory(mine, platform.memory_bytes - fixed, fixed + one))
+
+    @cached_property
+    def busiest(self) -> int:
+        """Ticks per period of the busiest device or link: no period is shorter."""
+        return max(sum(self.operations[index].ticks for index in users) for users in self.users.values())
+
+    @cached_property
+    def sequential(self) -> int:
+        """Period, in ticks, at which one micro-batch goes down and up before the next one comes."""
+        return sum(self.loads)
+
+    def fewest_in_flight(self, period: int) -> list[int]:
+        """Return the fewest micro-batches in flight of each stage in any pattern: those of 1F1B*.
+
+        Stages that share a device can only have more.
+        """
+        return one_f_one_b.in_flight(self.loads, period)
+
+    def bytes_at_least(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
+        """Return the least stash and transient bytes at a device's peak, given the fewest in flight.
+
+        A stage's count alternates between its maximum m and m - 1, and a micro-batch in flight in a stage is so
+        in all stages before it. So when the forward of stage i starts, stage i has g_i, any other stage j at
+        least g_j - 1, and those before it at least g_i: all stages that share a group peak together.
+        """
+        base = sum((in_flight[stage] - 1) * self.stash[stage] for stage in stages)
+        most = current = 0
+        group = 0
+        for stage in reversed(stages):
+            current = self.stash[stage] + (
+                max(current, self.transient[stage]) if in_flight[stage] == group else self.transient[stage]
+            )
+            group = in_flight[stage]
+            most = max(most, current)
+        return base + most
+
+    def bytes_enough(self, in_flight: Sequence[int], stages: Sequence[int]) -> int:
+        """Return the bytes of a device that runs all its forwards in a row, then all its backwards."""
+        kept = sum(in_flight[stage] * self.stash[stage] for stage in stages)
+        return kept + max(self.transient[stage] for stage in stages)
+
+    def may_fit(self, period: int, estimate: Estimate = "peak") -> bool:
+        """Return whether every device has room by the estimate; where a bound has none, no pattern fits."""
+        if period < self.busiest:
+            return False
+        in_flight = self.fewest_in_flight(period)
+        needs = self.bytes_enough if estimate == "safe" else self.bytes_at_least
+        if any(needs(in_flight, device.stages) > device.room for device in self.memory):
+            return False
+        if estimate in ("peak", "safe"):
+            return True
+        return all(self._pairs_may_fit(period, device, estimate) for device in self.memory)
+
+    def shortest_that_may_fit(self, estimate: Estimate = "peak") -> int | None:
+        """Return the first period, in ticks, for which the estimate has room; None where there is none.
+
+        It is a lower bound on the period of every pattern, except under ``"safe"``.
+        """
+        if not self.may_fit(self.sequential, estimate):
+            return None
+
+        def fits(period: int) -> bool:
+            return self.may_fit(period, estimate)
+
+        if estimate in ("pair", "pairs"):
+            least = self.shortest_that_may_fit("peak")
+            assert least is not None
+            return bisect_left(range(least, self.sequential), True, key=fits) + least
+        return one_f_one_b.shortest_that(fits, self.loads, self.busiest)
+
+    def _pairs_may_fit(self, period: int, device: DeviceMemory, estimate: Estimate) -> bool:
+        """Return whether the pairs of stages that the estimate looks at have room (``pairwise_memory.py``)."""
+        if len(device.stages) == 1:
+            return True
+        kept, upper, lower, ahead, back = self._pairs(period, device, estimate)
+        return bool(may_share(period, np.array(device.room - kept), upper, lower, ahead, back).all())
+
+    def bytes_of_pairs(self, period: int, device: DeviceMemory, estimate: Estimate) -> int:
+        """Return the stash and transient bytes that a device needs at least for any two of its stages."""
+        if len(device.stages) == 1:
+            return 0
+        kept, upper, lower, ahead, back = self._pairs(period, device, estimate)
+        return kept + int(least_room(period, upper, lower, ahead, back).max())
+
+    def _pairs(
+        self, period: int, device: DeviceMemory, estimate: Estimate
+    ) -> tuple[int, Side, Side, Integers, Integers]:
+        """Return the bytes of what is in flight beside the pairs, and the pairs as ``may_share`` takes them."""
+        delays = one_f_one_b.delays(self.loads, period)[::2]
+        kept = sum((delays[stage][0] - 1) * self.stash[stage] for stage in device.stages)
+        sides, begins, ends = [], [], []
+        for stage in device.stages:
+            forward, backward = self.position[f"F{stage}"], self.position[f"B{stage}"]
+            durations = self.operations[forward].ticks, self.operations[backward].ticks
+            sides.append((*delays[stage], *durations, self.stash[stage], self.transient[stage]))
+            begins.append(sum(operation.ticks for operation in self.operations[:forward]))
+            ends.append(sum(operation.ticks for operation in self.operations[backward + 1 :]))
+        numbers = range(len(sides))
+        pairs = pairwise(numbers) if estimate == "pair" else combinations(numbers, 2)
+        i, j = np.array(list(pairs)).T
+        values, ahead, back = (np.array(each, dtype=np.int64) for each in (sides, begins, ends))
+        return kept, Side(*values[i].T), Side(*values[j].T), ahead[j] - ahead[i], back[j] - back[i]
+
+    def fits(self, pattern: Pattern) -> bool:
+        """Return whether the stash and transient bytes of a pattern have room."""
+        return all(self.peak_bytes(pattern, device) <= device.room for device in self.memory)
+
+    def peak_bytes(self, pattern: Pattern, device: DeviceMemory) -> int:
+        """Return the peak of stash and transient bytes on a device: at the start of one of its operations."""
+        begins = (pattern.begins[self.position[f"{kind}{stage}"]] for stage in device.stages for kind in "FB")
+        return max(self._bytes_at(pattern, device, begin) for begin in begins)
+
+    def fits_with_waiting(self, pattern: Pattern) -> bool:
+        """Return whether a pattern has room with the tensors that wait at boundaries beyond the buffers."""
+
+        def when(name: str) -> tuple[int, int]:
+            begin = pattern.begins[self.position[name]]
+            return begin, begin + self.operations[self.position[name]].ticks
+
+        ends: dict[int, list[tuple[tuple[int, int], tuple[int, int], int]]] = defaultdict(list)
+        devices = pattern.placement.devices
+        for cut, sent_bytes in enumerate(self.sent_bytes):
+            there, back = when(f"SF{cut}"), when(f"SB{cut}")
+            above = (when(f"F{cut}")[1], there[1]), (back[0], when(f"B{cut}")[0])
+            below = (there[0], when(f"F{cut + 1}")[0]), (when(f"B{cut + 1}")[1], back[1])
+            ends[devices[cut]].append((*above, sent_bytes))
+            ends[devices[cut + 1]].append((*below, sent_bytes))
+        for device in self.memory:
+            mine = ends[devices[device.stages[0]]]
+            moments = {when(f"{kind}{stage}")[0] for stage in device.stages for kind in "FB"}
+            for now in moments | {span[0] for one, other, _ in mine for span in (one, other)}:
+                total = self._bytes_at(pattern, device, now)
+                for one, other, sent_bytes in mine:
+                    waiting = _waiting(one, now, pattern.period) + _waiting(other, now, pattern.period)
+                    total += max(0, waiting - self.slots) * sent_bytes
+                if total > device.room:
+                    return False
+        return True
+
+    def _bytes_at(self, pattern: Pattern, device: DeviceMemory, now: int) -> int:
+        total = running = 0
+        for stage in device.stages:
+            spans = []
+            for kind in "FB":
+                position = self.position[f"{kind}{stage}"]
+                begin = pattern.begins[position]
+                spans.append((begin, begin + self.operations[position].ticks))
+            whole = spans[0][0], spans[1][1]
+            total += _alive(whole, now, pattern.period) * self.stash[stage]
+            if any(_alive(span, now, pattern.period) for span in spans):
+                running = max(running, self.transient[stage])
+        return total + running
+
+
+def _alive(span: tuple[int, int], now: int, period: int) -> int:
+    """Count the repetitions of a span that hold at an instant; one that takes no time holds at its instant."""
+    begin, end = span
+    return int((now - begin) % period == 0) if begin == end else _waiting(span, now, period)
+
+
+def _waiting(span: tuple[int, int], now: int, period: int) -> int:
+    """Count the repetitions of a half-open span that hold at an instant."""
+    begin, end = span
+    return (now - begin) // period - (now - end) // period
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Allocation, and when its operations run, in ticks."""
+
+    placement: Placement
+    operations: tuple[Operation, ...]
+    period: int
+    begins: tuple[int, ...]
+    """Ticks at which each operation begins on micro-batch 0; 0 for F0."""
+
+    def schedule(self, clock: Clock) -> PeriodicSchedule:
+        """Return the pattern in seconds, as a plan has it."""
+        placed = []
+        for operation, begin in zip(self.operations, self.begins, strict=True):
+            shift, at = divmod(begin, self.period)
+            stage = int(operation.name.lstrip("FBS"))
+            devices = self.placement.devices
+            is_transfer = operation.name.startswith("S")
+            placed.append(
+                PlacedOperation(
+                    operation=operation.name,
+                    device=None if is_transfer else devices[stage],
+                    link=(devices[stage], devices[stage + 1]) if is_transfer else None,
+                    start_seconds=clock.seconds(at),
+                    duration_seconds=clock.seconds(operation.ticks),
+                    shift=shift,
+                )
+            )
+        return PeriodicSchedule(clock.seconds(self.period), tuple(placed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """Rule for two operations: ``begin[after] >= begin[before] + ticks - periods * period``."""
+
+    before: int
+    after: int
+    ticks: int
+    periods: int
+
+
+def pattern_of(road: Road, orders: Orders, shifts: Shifts, *, single_slots: bool) -> Pattern | None:
+    """Return the shortest pattern with these orders and shifts, in exact integers; None where there is none.
+
+    Every rule is a difference of two beginnings, so the least period is the largest ratio, ticks over periods,
+    of any cycle of rules (rounded up to a tick), and the beginnings are longest paths from F0.
+
+    Args:
+        road: the allocation.
+        orders: what each resource does in one period, in order.
+        shifts: the shift of each operation, with the instants that ``orders`` refers to in [0, period).
+        single_slots: allow one activation and one gradient to wait at each end of a boundary, not more.
+    """
+    edges = _order_edges(road, orders, shifts)
+    if single_slots:
+        edges += _slot_edges(road)
+    period = max(1, road.busiest)
+    while True:
+        longest = _longest_paths(len(road.operations), edges, period)
+        if isinstance(longest, list):
+            return Pattern(road.placement, tuple(road.operations), period, tuple(longest))
+        ticks, periods = longest
+        if periods <= 0:
+            return None
+        period = -(-ticks // periods)
+
+
+def one_by_one(road: Road) -> Pattern:
+    """Return the pattern of one micro-batch after the other: least memory, longest period.
+
+    The allocation must have room for one micro-batch.
+    """
+    pattern = pattern_of(road, road.users, [0] * len(road.operations), single_slots=True)
+    assert pattern is not None and road.fits(pattern), "one micro-batch at a time fits by its bytes"
+    return pattern
+
+
+def _order_edges(road: Road, orders: Orders, shifts: Shifts) -> list[_Edge]:
+    ticks = [operation.ticks for operation in road.operations]
+    edges = [_Edge(before, before + 1, ticks[before], 0) for before in range(len(ticks) - 1)]
+    for order in orders.values():
+        for before, after in pairwise(order):
+            edges.append(_Edge(before, after, ticks[before], shifts[before] - shifts[after]))
+        first, last = order[0], order[-1]
+        edges.append(_Edge(last, first, ticks[last], shifts[last] - shifts[first] + 1))
+    return edges
+
+
+def _slot_edges(road: Road) -> Iterable[_Edge]:
+    """Yield the rules by which a tensor leaves sender and receiver within a period of its coming."""
+    for index, operation in enumerate(road.operations):
+        if operation.name.startswith("S"):
+            producer, consumer = index - 1, index + 1
+            yield _Edge(index, producer, operation.ticks - road.operations[producer].ticks, 1)
+            yield _Edge(consumer, index, 0, 1)
+
+
+def _longest_paths(size: int, edges: Sequence[_Edge], period: int) -> list[int] | tuple[int, int]:
+    """Return the beginnings with F0 at 0, or ticks and periods of a cycle that asks for a longer period."""
+    weights = [(edge, edge.ticks - edge.periods * period) for edge in edges]
+    reach = [0] + [-(2**200)] * (size - 1)
+    came_by: list[_Edge | None] = [None] * size
+    changed = 0
+    for _ in range(size + 1):
+        changed = -1
+        for edge, weight in weights:
+            if reach[edge.before] + weight > reach[edge.after]:
+                reach[edge.after] = reach[edge.before] + weight
+                came_by[edge.after] = edge
+                changed = edge.after
+        if changed < 0:
+            return reach
+    node = changed
+    for _ in range(size):  # back until the walk is surely on the cycle
+        edge_in = came_by[node]
+        assert edge_in is not None
+        node = edge_in.before
+    ticks = periods = 0
+    end = node
+    while True:
+        edge_in = came_by[node]
+        assert edge_in is not None
+        ticks, periods, node = ticks + edge_in.ticks, periods + edge_in.periods, edge_in.before
+        if node == end:
+            return ticks, periods

@@ -1,0 +1,214 @@
+"""Lists of instructions of each device, from a timetable, so that no device holds more than the timetable does.
+
+Real devices are sometimes later than on paper. Then more tensors may be at an end of a boundary: those that wait
+to be sent, while the other device is late, and those that were posted early. So each list keeps, at each end of a
+boundary and beside every computation,
+
+    tensors not known to have left + receives posted  <=  max(comm_buffers, what the timetable has there then)
+
+whatever the other devices do. What a device keeps for backwards depends on its own list alone, so it never holds
+more than it does at that place of the timetable. ``D`` waits for the oldest tensor to leave where there would be
+no room otherwise; in a run that is on time it has left already, or leaves while the next computation runs on
+paper. A receive is posted at the latest before the computation beside which its transfer begins, and as much
+earlier as the room allows (not before its message can come: ``postponing.py``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Transfer, input_of, output_of
+from deepspeed_partition.schedule.timetable import Timetable
+
+
+def lists_of(
+    timetable: Timetable, comm_buffers: int, *, strict: AbstractSet[tuple[int, int]]
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Return each device's computations with its transfers, those of each direction in the timetable's order.
+
+    Args:
+        comm_buffers: tensors for which there is room at each end of a boundary, whatever the timetable has there.
+        strict: the ends of boundaries, as (device, boundary), at which the bound is kept even where the device
+            must wait, before a computation, for a transfer that begins while the computation runs on paper. Then
+            devices may come to wait in a circle; otherwise never, since the order of the timetable is one in
+            which everything can be done.
+    """
+    devices = range(len(timetable.orders))
+    return tuple(tuple(_Device(timetable, device, comm_buffers).instructions(strict)) for device in devices)
+
+
+class _Spans:
+    """Spans in which tensors are kept; what ends at an instant is gone before anything begins there."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        lasting = [span for span in spans if span[0] < span[1]]
+        self._begins, self._ends = sorted(begin for begin, _ in lasting), sorted(end for _, end in lasting)
+
+    def at(self, instant: int) -> int:
+        return bisect_right(self._begins, instant) - bisect_right(self._ends, instant)
+
+    def until(self, instant: int) -> int:
+        """Return the number of tensors kept right before an instant."""
+        return bisect_left(self._begins, instant) - bisect_left(self._ends, instant)
+
+
+class _End:
+    """One end of a boundary on a device, in the timetable."""
+
+    def __init__(self, timetable: Timetable, device: int, cut: int) -> None:
+        instants = timetable.instants
+        messages = [each for each in timetable.messages if each.cut == cut]
+        sent = [each for each in messages if each.ends(timetable.device_of_stage)[0] == device]
+        self.departing = _Spans((instants[each.producer][1], instants[each.transfer][1]) for each in sent)
+        received = [each for each in messages if each.ends(timetable.device_of_stage)[1] == device]
+        self.arriving = _Spans((instants[each.transfer][0], instants[each.consumer][0]) for each in received)
+
+
+class _Device:
+    """One device, while its list is written.
+
+    Receives are posted at *places*: place 2 j is before the j-th computation waits for its input, 2 j + 1 after
+    that.
+    """
+
+    def __init__(self, timetable: Timetable, device: int, comm_buffers: int) -> None:
+        self.device, self.devices = device, timetable.device_of_stage
+        self.order, self.instants = timetable.orders[device], timetable.instants
+        self.comm_buffers = comm_buffers
+        self.index = {operation: index for index, operation in enumerate(self.order)}
+        self.spans = [timetable.instants[operation] for operation in self.order]
+        self.to_send: dict[int, deque[Message]] = defaultdict(deque)
+        self.to_post: dict[int, list[Message]] = defaultdict(list)
+        for message in timetable.messages:
+            source, destination = message.ends(self.devices)
+            if source == device:
+                self.to_send[destination].append(message)
+            elif destination == device:
+                self.to_post[source].append(message)
+        mine = {message.cut for message in timetable.messages if device in message.ends(self.devices)}
+        self.ends = {cut: _End(timetable, device, cut) for cut in sorted(mine)}
+        self.room = {cut: self._room(cut) for cut in self.ends}
+        self.posts = self._places_of_posts()
+        self.unsent: dict[int, deque[Message]] = defaultdict(deque)
+        """Messages by boundary that are made, and not known to have left."""
+        self.open: Counter[int] = Counter()
+        """Number of receives by boundary that are posted and not yet waited for."""
+        self.sent: set[Message] = set()
+
+    def _most(self, index: int, cut: int) -> tuple[int, int]:
+        """Return the most tensors at an end before a computation waits for its input, and when it begins."""
+        begin, over = self.spans[index]
+        end = self.ends[cut]
+        waiting = end.departing.until(begin) + end.arriving.until(begin)
+        running = end.departing.until(over) + end.arriving.until(over)
+        done = end.departing.at(over) + end.arriving.at(over)
+        made = output_of(*self.order[index], len(self.devices))
+        room = self.comm_buffers
+        return max(room, waiting), min(
+            max(room, running), max(room, done) - int(made is not None and made.cut == cut)
+        )
+
+    def _room(self, cut: int) -> list[int]:
+        """Return, for each place, how many receives may be posted early without a wait for later departures."""
+        end, room = self.ends[cut], []
+        for index, (begin, over) in enumerate(self.spans):
+            waiting, running = self._most(index, cut)
+            kept = end.departing.at(begin)
+            room += [waiting - kept - end.arriving.until(begin), running - kept - end.arriving.until(over)]
+        return room
+
+    def _places_of_posts(self) -> dict[int, list[tuple[int, Message]]]:
+        """Return, by place, the receives posted there and the devices that they come from."""
+        overs = [over for _, over in self.spans]
+        slots = max(1, self.comm_buffers // 2)
+        posts: dict[int, list[tuple[int, Message]]] = defaultdict(list)
+        for source, messages in self.to_post.items():
+            place = 0
+            consumers: dict[str, list[int]] = defaultdict(list)
+            for message in messages:
+                start, consumer = self.instants[message.transfer][0], self.index[message.consumer]
+                index = min(bisect_right(overs, start), consumer)
+                latest = 2 * index + int(index < consumer and start >= self.spans[index][0])
+                if message.direction == "B":  # a gradient has the shape of its output
+                    place = max(place, 2 * self.index[f"F{message.cut}", message.micro_batch] + 2)
+                earliest = place
+                before = consumers[message.channel]
+                if len(before) >= slots:
+                    earliest = max(earliest, 2 * before[-slots] + 1)
+                before.append(consumer)
+                place, room = max(place, latest), self.room[message.cut]
+                while place > earliest and room[place - 1] > 0:
+                    place -= 1
+                    room[place] -= 1
+                posts[place].append((source, message))
+        return posts
+
+    def instructions(self, strict: AbstractSet[tuple[int, int]]) -> Iterator[Instruction]:
+        slots = _Slots()
+        only_forwards = all(name[0] == "F" for name, _ in self.order)
+        for index, (name, micro_batch) in enumerate(self.order):
+            last_starts = {cut: self.spans[index][int((self.device, cut) in strict)] for cut in self.ends}
+            needed = input_of(name, micro_batch, len(self.devices))
+            early, late = self.posts.get(2 * index, []), self.posts.get(2 * index + 1, [])
+            self._count(early)
+            most = {cut: self._most(index, cut) for cut in self.ends}
+            for cut, (waiting, _) in most.items():
+                yield from self._leave(cut, waiting, last_starts[cut])
+            for source, message in early:
+                yield Transfer("R", message, source)
+            if needed is not None and needed.cut in self.ends:
+                yield Transfer("W", needed, needed.ends(self.devices)[0])
+                self.open[needed.cut] -= 1
+            self._count(late)
+            for cut, (_, running) in most.items():
+                yield from self._leave(cut, running, last_starts[cut])
+            for source, message in late:
+                yield Transfer("R", message, source)
+            stage = int(name[1:])
+            slot = slots.take(stage, micro_batch) if name[0] == "F" else slots.give_back(stage, micro_batch)
+            if only_forwards:
+                slots.give_back(stage, micro_batch)
+            yield Compute(name[0], stage, micro_batch, slot)
+            made = output_of(name, micro_batch, len(self.devices))
+            if made is not None and made.cut in self.ends:
+                self.unsent[made.cut].append(made)
+            yield from self._send(index)
+
+    def _count(self, posts: list[tuple[int, Message]]) -> None:
+        self.open.update(message.cut for _, message in posts)
+
+    def _leave(self, cut: int, most: int, last_start: int) -> Iterator[Instruction]:
+        """Yield waits until no more than ``most`` tensors are at that end, or none whose transfer began before."""
+        unsent = self.unsent[cut]
+        while unsent and len(unsent) + self.open[cut] > most and unsent[0] in self.sent:
+            if self.instants[unsent[0].transfer][0] >= last_start:
+                break
+            yield Transfer("D", unsent[0], unsent.popleft().ends(self.devices)[1])
+
+    def _send(self, index: int) -> Iterator[Instruction]:
+        for destination, messages in self.to_send.items():
+            while messages and self.index[messages[0].producer] <= index:
+                self.sent.add(messages[0])
+                yield Transfer("S", messages.popleft(), destination)
+
+
+class _Slots:
+    """Numbers of slots; the lowest free one is given out."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.taken: dict[tuple[int, int], int] = {}
+
+    def take(self, stage: int, micro_batch: int) -> int:
+        slot = heapq.heappop(self.free) if self.free else len(self.taken)
+        self.taken[stage, micro_batch] = slot
+        return slot
+
+    def give_back(self, stage: int, micro_batch: int) -> int:
+        slot = self.taken.pop((stage, micro_batch))
+        heapq.heappush(self.free, slot)
+        return slot

@@ -1,0 +1,258 @@
+"""Timetables: one run of a whole pipeline on paper, with the begin and end of each computation and transfer.
+
+The lists of instructions are written from it (``emit.py``). It is in whole ticks, since events at the same
+instant must be found equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.schedule import Order
+from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Message, input_of
+
+TICKS = 10**12
+"""Number of ticks in the longest time that is given: finer than the rounding of those times."""
+
+Operation = tuple[str, int]
+"""Computation or transfer, and its micro-batch: ``("F0", 3)``, ``("SF0", 3)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """Run of a pipeline in which nothing begins before what it needs."""
+
+    device_of_stage: tuple[int, ...]
+    orders: tuple[Order, ...]
+    """Computations of each device, in order."""
+    messages: tuple[Message, ...]
+    """Messages, by the beginning of their transfer."""
+    instants: Mapping[Operation, tuple[int, int]]
+    """Begin and end of each operation, in ticks."""
+
+
+def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
+    """Return the pattern of a plan from its first micro-batch to its last: fill, steady state, drain.
+
+    Of all operations that may come next, the one that begins first is taken. What must come before what is stated
+    explicitly, for rounded times may say otherwise, and a plan may allow a step fewer micro-batches in flight
+    than its pattern has: each micro-batch follows its path, micro-batches follow one another, a forward waits
+    until its stage has room, and devices and links do one thing at a time.
+
+    Raises:
+        LoweringError: the pattern lacks an operation.
+    """
+    devices = tuple(stage.device for stage in plan.stages)
+    road = _road(devices, kinds)
+    placed = {each.operation: each for each in plan.operations}
+    missing = [name for name in road if name not in placed]
+    if missing:
+        raise LoweringError(
+            f"the pattern of the plan has no {missing[0]}: every stage has its forward and backward, and every "
+            "cut between two devices its transfers"
+        )
+    period = plan.period_seconds
+    ticks_of = _ticks({"period": period})
+    begins, lasts = {}, {}
+    for name in road:
+        begins[name] = placed[name].shift * TICKS + ticks_of(placed[name].start_seconds)
+        lasts[name] = ticks_of(placed[name].duration_seconds)
+    followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # of (position, micro-batch)
+    num_before: Counter[tuple[int, int]] = Counter()
+
+    def comes_before(before: tuple[int, int], after: tuple[int, int]) -> None:
+        if after[1] < num_micro_batches:
+            followers[before].append(after)
+            num_before[after] += 1
+
+    for position, name in enumerate(road):
+        for micro_batch in range(num_micro_batches):
+            here = position, micro_batch
+            comes_before(here, (position, micro_batch + 1))
+            if position + 1 < len(road):
+                comes_before(here, (position + 1, micro_batch))
+            if name[0] == "B":
+                stage = int(name[1:])
+                comes_before(here, (road.index(f"F{stage}"), micro_batch + plan.stages[stage].in_flight))
+    orders: list[list[Operation]] = [[] for _ in range(plan.platform.num_devices)]
+    messages: list[Message] = []
+    instants: dict[Operation, tuple[int, int]] = {}
+    free: dict[object, int] = defaultdict(int)
+    earliest: dict[tuple[int, int], int] = defaultdict(int)
+    ready = [(begins[road[0]], 0, 0)]
+    while ready:
+        begin, position, micro_batch = heapq.heappop(ready)
+        name = road[position]
+        place = placed[name].device if name[0] != "S" else frozenset(placed[name].link or ())
+        begin = max(begin, free[place])
+        instants[name, micro_batch] = begin, begin + lasts[name]
+        free[place] = begin + lasts[name]
+        if name[0] == "S":
+            messages.append(Message(name[1], int(name[2:]), micro_batch))
+        else:
+            orders[devices[int(name[1:])]].append((name, micro_batch))
+        for after in followers[position, micro_batch]:
+            earliest[after] = max(earliest[after], begin + lasts[name])
+            num_before[after] -= 1
+            if not num_before[after]:
+                planned = after[1] * TICKS + begins[road[after[0]]]
+                heapq.heappush(ready, (max(planned, earliest[after]), *after))
+    return Timetable(devices, tuple(tuple(order) for order in orders), tuple(messages), instants)
+
+
+def _road(devices: Sequence[int], kinds: str) -> list[str]:
+    """Return the operations that every micro-batch goes through: ``F0 SF0 F1 B1 SB0 B0``."""
+    last = len(devices) - 1
+    crosses = [devices[cut] != devices[cut + 1] for cut in range(last)]
+    road = []
+    for stage in range(last + 1):
+        road += [f"F{stage}"] + [f"SF{stage}"] * (stage < last and crosses[stage])
+    for stage in reversed(range(last + 1)) if "B" in kinds else ():
+        road += [f"SB{stage}"] * (stage < last and crosses[stage]) + [f"B{stage}"]
+    return road
+
+
+def _ticks(seconds: Mapping[str, float]) -> Callable[[float], int]:
+    longest = max(seconds.values(), default=0.0) or 1.0
+    return lambda each: round(each / longest * TICKS)
+
+
+def of_orders(
+    orders: Sequence[Order], devices: Sequence[int], seconds: Mapping[str, float], receive_slots: int
+) -> Timetable:
+    """Run all devices at once, in virtual time: the operation that can start first is always next.
+
+    A link between two devices carries one message at a time; of those that could go first, the one that was ready
+    first. Over one boundary and direction messages go in the order in which the receiver needs them, and at most
+    ``receive_slots`` have started and are not used yet.
+
+    Args:
+        seconds: how long each operation takes; 1 where it is not there.
+
+    Raises:
+        DeadlockError: the orders of the devices wait for each other in a circle.
+    """
+    return _VirtualRun(orders, tuple(devices), seconds, receive_slots).run()
+
+
+class _VirtualRun:
+    def __init__(
+        self, orders: Sequence[Order], devices: tuple[int, ...], seconds: Mapping[str, float], receive_slots: int
+    ) -> None:
+        self.orders, self.devices = orders, devices
+        self.seconds, self.ticks_of = seconds, _ticks(seconds)
+        self.position = [0] * len(orders)
+        self.device_free = [0] * len(orders)
+        self.link_free: dict[frozenset[int], int] = defaultdict(int)
+        self.instants: dict[Operation, tuple[int, int]] = {}
+        self.queues: dict[str, deque[Message]] = defaultdict(deque)
+        """Messages of each channel that have not started, in the order of their consumption."""
+        self.room: dict[str, deque[int]] = {}
+        """Ticks, for each channel, at which a receive slot became free."""
+        for order in orders:
+            for name, micro_batch in order:
+                message = self._received_for(name, micro_batch)
+                if message is not None:
+                    self.queues[message.channel].append(message)
+                    self.room.setdefault(message.channel, deque([0] * receive_slots))
+
+    def run(self) -> Timetable:
+        started: list[Message] = []
+        while True:
+            computations = [self._computation(device) for device in range(len(self.orders))]
+            transfers = [self._transfer(channel) for channel in self.queues]
+            # At one instant, computations come first: they make room, and nothing is lost by it.
+            computation = min((each for each in computations if each is not None), default=None)
+            transfer = min((each for each in transfers if each is not None), default=None)
+            if transfer is not None and (computation is None or transfer[0] < computation[0]):
+                started.append(self._start_transfer(transfer[0], transfer[-1]))
+            elif computation is not None:
+                self._compute(*computation)
+            else:
+                break
+        if any(position < len(order) for position, order in zip(self.position, self.orders, strict=True)):
+            raise DeadlockError(self._circle())
+        return Timetable(self.devices, tuple(self.orders), tuple(started), self.instants)
+
+    def _received_for(self, name: str, micro_batch: int) -> Message | None:
+        """Return the message that a computation needs from another device; None where it needs none."""
+        message = input_of(name, micro_batch, len(self.devices))
+        return message if message is not None and len(set(message.ends(self.devices))) == 2 else None
+
+    def _lasts(self, name: str) -> int:
+        return self.ticks_of(self.seconds.get(name, 1.0))
+
+    def _ended(self, operation: Operation) -> int | None:
+        return self.instants[operation][1] if operation in self.instants else None
+
+    def _needs(self, name: str, micro_batch: int) -> Iterator[int | None]:
+        """Yield the ticks at which each thing that a computation needs is there; None while that is not known."""
+        message = input_of(name, micro_batch, len(self.devices))
+        if message is not None:
+            travels = self._received_for(name, micro_batch) is not None
+            yield self._ended(message.transfer if travels else message.producer)
+        if name[0] == "B":
+            yield self._ended((f"F{name[1:]}", micro_batch))
+
+    def _computation(self, device: int) -> tuple[int, int] | None:
+        """Return when a device can start its next computation, in ticks; None while that is not known."""
+        if self.position[device] == len(self.orders[device]):
+            return None
+        needs = list(self._needs(*self.orders[device][self.position[device]]))
+        known = [instant for instant in needs if instant is not None]
+        return (max([self.device_free[device], *known]), device) if len(known) == len(needs) else None
+
+    def _compute(self, start: int, device: int) -> None:
+        name, micro_batch = self.orders[device][self.position[device]]
+        self.position[device] += 1
+        message = self._received_for(name, micro_batch)
+        if message is not None:
+            self.room[message.channel].append(start)
+        self.device_free[device] = start + self._lasts(name)
+        self.instants[name, micro_batch] = start, self.device_free[device]
+
+    def _transfer(self, channel: str) -> tuple[int, int, int, Message] | None:
+        """Return when a channel can start its next message; its time of readiness and micro-batch break ties."""
+        queue, room = self.queues[channel], self.room[channel]
+        ready = self._ended(queue[0].producer) if queue else None
+        if ready is None or not room:
+            return None
+        link = frozenset(queue[0].ends(self.devices))
+        return max(ready, room[0], self.link_free[link]), ready, queue[0].micro_batch, queue[0]
+
+    def _start_transfer(self, start: int, message: Message) -> Message:
+        self.queues[message.channel].popleft()
+        self.room[message.channel].popleft()
+        end = start + self._lasts(f"S{message.channel}")
+        self.instants[message.transfer] = start, end
+        self.link_free[frozenset(message.ends(self.devices))] = end
+        return message
+
+    def _circle(self) -> str:
+        """Return the text of a circle: a device, the one that it waits for, and so on, until one comes again."""
+        waiting = {
+            device: self.orders[device][position]
+            for device, position in enumerate(self.position)
+            if position < len(self.orders[device])
+        }
+        device = next(iter(waiting))
+        seen: list[int] = []
+        steps: list[str] = []
+        while device not in seen:
+            seen.append(device)
+            name, micro_batch = waiting[device]
+            message = input_of(name, micro_batch, len(self.devices))
+            missing = (f"F{name[1:]}", micro_batch)  # its own forward, which stands later in the same order
+            if message is not None and message.producer not in self.instants:
+                missing = message.producer
+            steps.append(
+                f"device {device} cannot run {name}.{micro_batch} before {missing[0]}.{missing[1]} "
+                f"of device {self.devices[int(missing[0][1:])]}"
+            )
+            device = self.devices[int(missing[0][1:])]
+        steps = steps[seen.index(device) :]
+        return f"the orders of the devices wait for each other in a circle: {', '.join(steps)}"

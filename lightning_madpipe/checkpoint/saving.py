@@ -1,0 +1,258 @@
+"""The strategy's checkpoints as Lightning asks for them: what is written when, what is read, what is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from deepspeed.pipe import TiedLayerSpec
+
+from deepspeed_partition.engine.checkpoint import atomic_folders
+from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was_unpickled
+from deepspeed_partition.engine.checkpoint.unpickling import Reader
+from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from lightning_madpipe.checkpoint import checkpoint_folders
+from lightning_madpipe.compat.agreement import on_every_rank
+from lightning_madpipe.compat.state_dict_names import OneDeviceNames
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import DeepSpeedStrategy
+else:
+    DeepSpeedStrategy = object
+
+MEETING_SECONDS = 20.0
+"""How long a rank with an exception waits for the others before it gives up the checkpoint of it."""
+
+
+class Checkpointing(DeepSpeedStrategy):
+    """The part of the strategy that writes and reads checkpoints."""
+
+    _module: Any
+    pipeline: Any
+    _refusal: Callable[[str], Exception]
+    _start_engine: Callable[[Any], None]
+    _start_runner: Callable[[Any], None]
+    _batches: Any
+    _checkpoint_io: Any
+    _dumps_weights = True
+    """False while Lightning collects a full checkpoint, whose weights DeepSpeed writes."""
+
+    @property
+    def _names(self) -> OneDeviceNames:
+        return self.pipeline.one_device_names
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the whole model on rank 0, as one device has it, on the CPU; empty on other ranks.
+
+        Collective. Where the optimizer keeps fp32 master weights, these. While Lightning collects a full
+        checkpoint, whose weights DeepSpeed writes, it is this rank's part, by the same names.
+        """
+        collect = checkpoint_folders.consolidated_state if self._dumps_weights else checkpoint_folders.local_state
+        with self.pipeline.layers_of_user.lent():
+            return collect(self._module, self.pipeline, self._names)
+
+    @property
+    def checkpoint_io_plugin(self) -> Any:
+        """The CheckpointIO of ``Trainer(plugins=...)``; None for Lightning's own."""
+        io = self._checkpoint_io
+        return None if io is None or type(io).__name__ == "TorchCheckpointIO" else io
+
+    def _watch_dumps(self, trainer: Any) -> None:
+        # Lightning (2.5 to 2.6) asks for the state dict without saying whether the checkpoint has weights
+        # only. To bring the whole model to rank 0 for every full checkpoint would be waste.
+        connector = trainer._checkpoint_connector
+        connector.dump_checkpoint = partial(self._dump_checkpoint, type(connector).dump_checkpoint, connector)
+
+    def _dump_checkpoint(self, dump: Callable[..., Any], connector: Any, weights_only: bool | None = None) -> Any:
+        if connector.trainer.interrupted:
+            self._meet()
+        self._dumps_weights = bool(weights_only)
+        try:
+            with self.pipeline.layers_of_user.lent():
+                return dump(connector, bool(weights_only))
+        finally:
+            self._dumps_weights = True
+
+    def _meet(self) -> None:
+        """After an exception: go on only if every rank met one, for a checkpoint needs them all.
+
+        Raises:
+            MisconfigurationException: some rank did not come.
+        """
+        # Not a barrier, which would wait for ever on NCCL; the store has no public getter (torch 2.4 to 2.13).
+        store = dist.distributed_c10d._get_default_store()
+        self._num_meetings = getattr(self, "_num_meetings", 0) + 1
+        key = f"madpipe_after_exception_{self._num_meetings}"
+        arrived, deadline = store.add(key, 1), time.monotonic() + MEETING_SECONDS
+        while arrived < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            arrived = store.add(key, 0)
+        if arrived < self.world_size:
+            raise self._refusal(
+                f"no checkpoint is written after this exception, because only {arrived} of {self.world_size} "
+                "processes met one, and each of them has a part of the model: resume from the last checkpoint"
+            )
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write DeepSpeed's folder, or, for a checkpoint of weights only, one file with the whole model.
+
+        Raises:
+            MisconfigurationException: it cannot be written; on every rank.
+        """
+        path = self.broadcast(os.fspath(filepath))
+        try:
+            if "optimizer_states" not in checkpoint:
+                io = self.checkpoint_io
+                from_rank_0(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
+            elif storage_options is not None:
+                raise ValueError(
+                    "storage_options are for a checkpoint of weights only: DeepSpeed writes the full one itself"
+                )
+            else:
+                with self.pipeline.layers_of_user.lent():
+                    self._save_folder(checkpoint, Path(path))
+        except (OSError, ValueError) as flaw:
+            raise self._refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
+
+    def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+        from_rank_0(lambda: _make_room(path))
+        try:
+            self._fill_folder(checkpoint, path)
+        except Exception:
+            self.deepspeed_engine.give_up_folder(path)
+            raise
+
+    def _fill_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+        unfinished = atomic_folders.unfinished(path)
+        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        outside = checkpoint_folders.outside_state(self._module, self.pipeline, self._names)
+        shapes = checkpoint_folders.shapes_of_all(self.pipeline)
+        self.deepspeed_engine.save_checkpoint(
+            str(unfinished),
+            tag=checkpoint_folders.TAG,
+            client_state={
+                **state,
+                checkpoint_folders.OUTSIDE_STATE: outside,
+                checkpoint_folders.DRAWS: self._batches.draws,
+            },
+        )
+        self.barrier()
+        specs = enumerate(self.pipeline._layer_specs)
+        model = {
+            "model": type(self._module).__name__,
+            "global_step": self.deepspeed_engine.global_steps,
+            "num_stages": self.pipeline.num_stages,
+            "order": list(self._names.order),
+            "names": {name: list(self._names.of(name)) for name in shapes},
+            "shapes": shapes,
+            "ties": {str(layer): spec.key for layer, spec in specs if isinstance(spec, TiedLayerSpec)},
+            "keys": sorted(state),
+        }
+        from_rank_0(lambda: _finish(path, model))
+        if self.local_rank == 0 and unfinished.exists():  # a node with a disk of its own
+            _finish(path, model)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load DeepSpeed's folder into the engine, or read an ordinary file, whose weights come later.
+
+        Raises:
+            MisconfigurationException: nothing there, a damaged folder, another model, or a file to resume from;
+                on every rank.
+        """
+        path, fitting = os.fspath(checkpoint_path), self._module.trainer.state.fn == "fit"
+        try:
+            if from_rank_0(lambda: _found_folder(path)):
+                return self._load_folder(Path(path), fitting)
+            if fitting:
+                raise ValueError(
+                    "a file holds no states of a pipeline's optimizer: load its weights with "
+                    "load_from_checkpoint() and fit without ckpt_path, or resume from a checkpoint folder"
+                )
+            if self.deepspeed_engine.options.checkpoint_checksums and "://" not in path:
+                from_rank_0(lambda: checkpoint_folders.check_archive(Path(path)))
+            keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
+            return on_every_rank(lambda: _read_file(self.checkpoint_io, path, keywords))
+        except ValueError as flaw:
+            raise self._refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
+
+    def _load_folder(self, path: Path, fitting: bool) -> dict[str, Any]:
+        engine = self.deepspeed_engine
+        shapes = checkpoint_folders.shapes_of_all(self.pipeline)
+        options, folder = engine.options, checkpoint_folders.folder_of(path)
+        reader = Reader(options.unpickle)
+
+        def check() -> checkpoint_folders.SavedModel:
+            saved = checkpoint_folders.read_folder(path, verify=options.checkpoint_checksums)
+            checkpoint_folders.check_same_model(path, saved, type(self._module).__name__, shapes, self._names)
+            return saved
+
+        saved = from_rank_0(check)
+        if fitting and (saved.global_step or not engine.global_steps):
+            _, checkpoint = engine.load_checkpoint(
+                str(path),
+                tag=checkpoint_folders.TAG,
+                load_lr_scheduler_states=False,
+                load_module_strict=self._module.strict_loading,
+            )
+            if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
+                outside = on_every_rank(lambda: checkpoint_folders.outside_of_all(path, saved, reader))
+                checkpoint[checkpoint_folders.OUTSIDE_STATE] = outside
+            self._batches.draws = checkpoint.get(checkpoint_folders.DRAWS, self._batches.draws)
+        else:
+            engine.verify_files(folder)
+            if fitting:
+                # Back to the beginning, as the learning-rate finder goes: there are no states yet to load, and
+                # the plan that was made meanwhile holds.
+                self._start_engine(self._module.trainer)
+                self._start_runner(self._module.trainer)
+            checkpoint = on_every_rank(lambda: checkpoint_folders.load_weights(path, saved, self.pipeline, reader))
+            say_what_was_unpickled(reader)
+        checkpoint_folders.load_outside_state(
+            self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
+        )
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of an ordinary file; the engine has those of a folder already."""
+        if "state_dict" not in checkpoint:
+            return
+        try:
+            checkpoint_folders.load_consolidated(
+                self._module, self.pipeline, self._names, checkpoint["state_dict"], strict=strict
+            )
+        except ValueError as flaw:
+            raise self._refusal(str(flaw)) from None
+
+
+def _found_folder(path: str) -> bool:
+    """Whether to look for a folder at ``path``, with its name again if a run ended while it was replaced.
+
+    Lightning's reader knows files, and what is remote.
+    """
+    atomic_folders.restore(Path(path))
+    return not (Path(path).is_file() or "://" in path)
+
+
+def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        checkpoint = io.load_checkpoint(path, **keywords)
+    except Exception as flaw:  # of a reader that the user may have written, of any format
+        raise ValueError(f"the file is damaged, or no checkpoint ({type(flaw).__name__}: {flaw})") from flaw
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError("the file is no Lightning checkpoint, because it holds no state_dict")
+    return checkpoint
+
+
+def _make_room(path: Path) -> None:
+    checkpoint_folders.check_replaceable(path)
+    atomic_folders.make_room(path)
+
+
+def _finish(path: Path, model: Mapping[str, Any]) -> None:
+    checkpoint_folders.write_model_file(atomic_folders.unfinished(path), model, path.name)
+    atomic_folders.publish(path)

@@ -1,0 +1,345 @@
+"""The module as its user wrote it, again, when fit, validate, test or predict has returned.
+
+While a pipeline runs, each rank has the trained values of its own layers alone, and the engine keeps these as it
+needs them: as views of flat buffers, in half precision beside fp32 master weights. Afterwards every layer has its
+trained values on every rank, in the type that one device would have, in the very ``Parameter`` objects that the
+user holds. The engine stays beside them, for ``trainer.save_checkpoint`` after ``fit``, until the next run begins.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import Tensor, nn
+
+from deepspeed_partition.engine.pipeline.stages import allocation_of
+from deepspeed_partition.engine.repartition.layer_moves import held_modules, parts_of
+from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
+from deepspeed_partition.planner.units import format_bytes
+from lightning_madpipe.module import TiedModule
+
+PLACES = ("every_rank", "rank_zero", "none")
+"""Where the whole model is put when a run has ended."""
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""Of what a machine has free, what the whole model may take there on all its ranks."""
+
+OF_ENGINES = (
+    "_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "get_full_hp_grad",
+    "get_full_hp_param", "grad_accum", "load_hp_checkpoint_state", "param_idx_in_group", "set_full_hp_grad",
+    "set_full_hp_param",
+)  # fmt: skip
+"""What DeepSpeed (0.19) hangs on a parameter, which could not be copied with it."""
+
+
+class Loan(NamedTuple):
+    """What an engine needs a tensor to be, while the user has it otherwise."""
+
+    tensor: Tensor
+    data: Tensor
+    attributes: dict[str, Any]
+
+
+class Before(NamedTuple):
+    """How the user has a tensor."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    value: Tensor | None
+    """Where an engine rounds it, and has no finer one."""
+
+
+class Group(NamedTuple):
+    """A parameter group of the user's optimizer."""
+
+    settings: dict[str, Any]
+    given: list[Any]
+    """The user's parameters, of all layers."""
+    of_engine: list[Any]
+    """What the engine has in their place: those of this rank, or a flat tensor of them."""
+
+
+class TensorInfo(NamedTuple):
+    """What a receiver must know about a tensor that it is sent."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class LayersOfUser:
+    """The tensors of a pipeline's layers, in the form that the user has them in, and in the engine's.
+
+    Args:
+        pipeline: Its layers.
+    """
+
+    def __init__(self, pipeline: PipelineModule) -> None:
+        self._pipeline = pipeline
+        self._before: dict[int, Before] = {}
+        self._loans: list[Loan] = []
+        self._groups: list[Group] = []
+        self._fitting = False
+        self.are_with_engine = False
+        """Whether the tensors of this rank's layers are as an engine needs them."""
+
+    def hand_over(self, *, low: bool, fitting: bool) -> None:
+        """Before an engine starts: remember how the user has each tensor, of any layer.
+
+        Args:
+            low: Whether the engine works in half precision, and rounds what it is given.
+            fitting: Whether it trains, with fp32 master weights.
+        """
+        self._loans, self._groups, self.are_with_engine, self._fitting = [], [], True, fitting
+        # Each with the tensor itself, so that no other one gets its number.
+        self._before = {
+            id(tensor): Before(tensor, tensor.dtype, tensor.data if low and tensor.is_floating_point() else None)
+            for layer in self._layers().values()
+            for tensor in tensors_of(layer).values()
+        }
+
+    def refine_masters(self) -> None:
+        """When an engine has started: let its fp32 masters be what it has rounded. Collective on a stage."""
+        for tensor in self._own():
+            before = self._before.get(id(tensor))
+            if hasattr(tensor, "_hp_mapping") and before is not None and before.value is not None:
+                safe_set_full_fp32_param(tensor, before.value.float())
+        for key, before in self._before.items():
+            if self._fitting and before.tensor.requires_grad:  # whose values are the master weights from now on
+                self._before[key] = before._replace(value=None)
+
+    def remember_groups(self, given: Sequence[tuple[dict[str, Any], list[Any]]]) -> None:
+        """Keep the parameters in each group of the user's optimizer; the engine has those of this rank."""
+        self._groups = [Group(group, parameters, group["params"]) for group, parameters in given]
+
+    def take_back(self, *, has_masters: bool = True) -> None:
+        """Give this rank's tensors the user's form. Collective among the replicas of a stage.
+
+        Args:
+            has_masters: Whether the engine is still there, with its master weights.
+        """
+        if not self.are_with_engine:
+            return
+        for tensor in self._own():
+            attributes = {} if has_masters else _without_engines_attributes(tensor)
+            value = self._users_value(tensor)
+            attributes |= _without_engines_attributes(tensor)
+            if attributes or value is not None:
+                self._loans.append(Loan(tensor, tensor.data, attributes))
+            if value is not None:
+                tensor.data = value
+        for layer in self._layers().values():  # those that were here, and left
+            for tensor in tensors_of(layer).values():
+                _without_engines_attributes(tensor)
+        self._groups = [group._replace(of_engine=group.settings["params"]) for group in self._groups]
+        for group in self._groups:
+            group.settings["params"] = group.given
+        self.are_with_engine = False
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the engine have its tensors meanwhile, as the user has changed them. Collective on a stage."""
+        if self.are_with_engine:
+            yield
+            return
+        for group in self._groups:
+            group.settings["params"] = group.of_engine
+        loans, self._loans = self._loans, []
+        for tensor, data, attributes in loans:
+            users, tensor.data = tensor.data, data
+            vars(tensor).update(attributes)
+            if "_hp_mapping" in attributes:
+                # The master weights may be finer than what the user has.
+                masters = safe_get_full_fp32_param(tensor)
+                if not torch.equal(masters.to(users), users):
+                    safe_set_full_fp32_param(tensor, users.to(masters))
+            tensor.data.copy_(users)
+        self.are_with_engine = True
+        try:
+            yield
+        finally:
+            self.take_back()
+
+    def gather(self, place: str) -> str | None:
+        """Bring each layer from the rank that trains it to all others, or to rank 0 alone. Collective.
+
+        One tensor at a time is on its way.
+
+        Args:
+            place: ``"every_rank"`` or ``"rank_zero"``.
+
+        Returns:
+            None, or why nothing was brought: memory is short; alike on all ranks.
+        """
+        grid, allocation = self._pipeline.mpu(), allocation_of(self._pipeline)
+        stage, group = grid.get_stage_id(), grid.get_pipe_parallel_group()
+        layers = self._layers()
+        # What only a LayerSpec knows has no place on ranks that don't run it.
+        parts = [part for part in parts_of(self._pipeline) if _module_of(part.spec) is not None]
+        owners = {part.name: part.owners(allocation) for part in parts}
+        mine = {name: self._described(layers[name]) for name in owners if owners[name][0] == stage}
+        described = {name: info for theirs in gather_objects(mine, group) for name, info in theirs.items()}
+        receives = place == "every_rank" or dist.get_rank() == 0
+        arriving = {name: receives and stage not in owners[name] for name in owners}
+        reason = _why_no_room(self._bytes_to_allocate([name for name in owners if arriving[name]], described))
+        if reason is not None:
+            return reason
+        self.take_back()
+        for name in owners:
+            source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_of(layers[name])
+            for info in described[name]:
+                value = tensors[info.name] if dist.get_rank() == source else None
+                value = passed_on(value, info, source, group, place, arrives=arriving[name])
+                if arriving[name]:
+                    _lay_into(tensors[info.name], value, info)
+        return None
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """All layers that this rank knows, by their names in the pipeline, also those that others run."""
+        held = held_modules(self._pipeline)
+        # Not `or`: a container without layers is false.
+        known = {part.name: held.get(part.name, _module_of(part.spec)) for part in parts_of(self._pipeline)}
+        return {name: layer for name, layer in known.items() if layer is not None}
+
+    def _own(self) -> list[Tensor]:
+        found = {
+            id(tensor): tensor
+            for layer in held_modules(self._pipeline).values()
+            for tensor in tensors_of(layer).values()
+        }
+        return list(found.values())
+
+    def in_users_form(self, tensor: Tensor) -> Tensor:
+        """What the user is to have in the place of a tensor without master weights, such as a frozen one."""
+        value = self._users_value(tensor) if self.are_with_engine else None
+        return tensor if value is None else value
+
+    def type_of(self, tensor: Tensor) -> torch.dtype:
+        """The type that the user has ``tensor`` in."""
+        before = self._before.get(id(tensor))
+        return tensor.dtype if before is None else before.dtype
+
+    def _users_value(self, tensor: Tensor) -> Tensor | None:
+        """What the user is to have in the place of an engine's tensor; None where it stays."""
+        before = self._before.get(id(tensor))
+        dtype = tensor.dtype if before is None else before.dtype
+        if hasattr(tensor, "_hp_mapping"):
+            return _off_the_device(safe_get_full_fp32_param(tensor).to(dtype))
+        if tensor.dtype == dtype:
+            return None
+        rounded = None if before is None or before.value is None else before.value.to(tensor)
+        if rounded is not None and rounded.shape == tensor.shape and torch.equal(rounded, tensor):
+            assert before is not None
+            return before.value  # which nobody has changed
+        return _off_the_device(tensor.data.to(dtype))
+
+    def _described(self, layer: nn.Module) -> list[TensorInfo]:
+        """The tensors of a layer in the user's form."""
+        return [
+            TensorInfo(name, tensor.shape, self.type_of(tensor), tensor.requires_grad)
+            for name, tensor in tensors_of(layer).items()
+        ]
+
+    def _bytes_to_allocate(self, arriving: Sequence[str], described: dict[str, list[TensorInfo]]) -> int:
+        layers = self._layers()
+        needed = 0
+        for name in arriving:
+            tensors = tensors_of(layers[name])
+            if tensors.keys() != {info.name for info in described[name]}:
+                raise RuntimeError(
+                    f"layer {name!r} has other tensors on the rank that runs it than on this one: change layers "
+                    "before fit, and not in it"
+                )
+            needed += sum(_bytes_of(info) for info in described[name] if not _fits_into(tensors[info.name], info))
+        if self.are_with_engine:
+            for tensor in self._own():
+                if hasattr(tensor, "_hp_mapping") or tensor.dtype != self.type_of(tensor):
+                    needed += tensor.numel() * self.type_of(tensor).itemsize
+        return needed
+
+
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a layer, by their names there."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def can_be_whole(pipeline: PipelineModule) -> bool:
+    """Whether every rank knows every layer; nobody but its own rank knows what a ``LayerSpec`` builds."""
+    return all(_module_of(part.spec) is not None for part in parts_of(pipeline))
+
+
+def _module_of(spec: Any) -> nn.Module | None:
+    if isinstance(spec, TiedModule):
+        return spec.module
+    return spec if isinstance(spec, nn.Module) else None
+
+
+def _without_engines_attributes(tensor: Tensor) -> dict[str, Any]:
+    return {name: vars(tensor).pop(name) for name in OF_ENGINES if name in vars(tensor)}
+
+
+def _off_the_device(value: Tensor) -> Tensor:
+    """Lightning has the module on the CPU after a run, and the device has no room for a second copy."""
+    return value.to("cpu")
+
+
+def passed_on(
+    value: Tensor | None, info: TensorInfo, source: int, group: Any, place: str, *, arrives: bool
+) -> Tensor | None:
+    """``value`` of the rank ``source``, where it arrives. Collective in ``group`` for every rank."""
+    device = torch.device(get_accelerator().current_device_name())
+    if not info.shape.numel():
+        return torch.empty(info.shape, dtype=info.dtype)
+    if place == "every_rank":
+        # As bytes: not every backend knows every type.
+        sent = torch.empty(info.shape, dtype=info.dtype, device=device) if value is None else value.detach()
+        sent = sent.to(device).contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=source, group=group)
+        return sent
+    if dist.get_rank() == 0:
+        return receive_bytes(info.shape, info.dtype, device, source) if arrives else None
+    ranks = dist.get_process_group_ranks(group)
+    if value is not None and 0 in ranks and source != 0:
+        send_bytes(value.detach().to(device), 0)
+    return None
+
+
+def _lay_into(tensor: Tensor, value: Tensor | None, info: TensorInfo) -> None:
+    assert value is not None, "it arrives here"
+    if _fits_into(tensor, info):
+        tensor.data.copy_(value)
+    else:
+        tensor.data = value.to("cpu")
+    if isinstance(tensor, nn.Parameter):
+        tensor.requires_grad_(info.requires_grad)
+
+
+def _fits_into(tensor: Tensor, info: TensorInfo) -> bool:
+    return tensor.shape == info.shape and tensor.dtype == info.dtype and not tensor.is_meta
+
+
+def _bytes_of(info: TensorInfo) -> int:
+    return info.shape.numel() * info.dtype.itemsize
+
+
+def _why_no_room(needed: int) -> str | None:
+    """Why the machines cannot take what their ranks need; None if they can. Collective over the job."""
+    free = min(psutil.virtual_memory().available, machine_memory_bytes())
+    everyone = gather_objects((socket.gethostname(), needed, free))
+    for host in dict.fromkeys(name for name, _, _ in everyone):
+        more = sum(needs for name, needs, _ in everyone if name == host)
+        room = SHARE_OF_FREE_MEMORY * min(free for name, _, free in everyone if name == host)
+        if more > room:
+            return f"that takes {format_bytes(more)} more on {host}, which has {format_bytes(int(room))} to spare"
+    return None

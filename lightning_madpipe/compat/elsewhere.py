@@ -1,0 +1,307 @@
+"""Layers that run on other ranks: they keep their places in the user's module, and their tensors cannot be read.
+
+A LightningModule stays as its user wrote it while a pipeline trains it: ``self.net[3]`` is the fourth layer on
+every rank, under the name ``net.3``. Where another rank runs it, this rank has values of it that nobody trains. So
+these are left out of ``named_parameters()`` and ``state_dict()``, and to read one of them raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_partition.engine.repartition.layer_moves import held_modules, parts_of
+from lightning_madpipe.module import PIPELINE, TiedModule
+
+TABLES = ("_parameters", "_buffers")
+"""Where torch keeps the tensors of a module."""
+
+DURING_A_RUN = (
+    "{name} is asked for on a rank that does not run its layer, and whose values of it are not the trained ones: "
+    "self.named_parameters() has those of this rank, and trainer.strategy.lightning_module_state_dict(), called "
+    "on every rank, gives the whole model to rank 0"
+)
+"""What is said to whoever reads a tensor that another rank trains."""
+
+AFTER_A_RUN = (
+    "{name} is asked for on a rank that did not run its layer, and whose values of it are not the trained ones: "
+    "call trainer.strategy.gather_model() on every rank, or let whole_model='every_rank', the default of "
+    "MadPipeStrategy, bring all layers back when a run ends"
+)
+"""What is said where layers did not come back after a run."""
+
+AFTER_AN_EXCEPTION = (
+    "{name} is asked for on a rank that did not run its layer, after a run that an exception ended, so that "
+    "layers did not come back: call trainer.strategy.gather_model() on every rank, or load a checkpoint"
+)
+"""What is said after an exception."""
+
+ON_RANK_ZERO = (
+    "{name} is asked for on a rank that did not run its layer: whole_model='rank_zero' has brought all layers to "
+    "rank 0 only; read it there, or use whole_model='every_rank'"
+)
+"""What is said where rank 0 alone has the whole model."""
+
+
+class ElsewhereError(RuntimeError):
+    """A tensor of a layer is read, and another rank trains it."""
+
+
+class StandIn(Tensor):
+    """What can be read where another rank has the values: that there is a tensor, and its form.
+
+    ``layer.bias is not None``, ``layer.weight.shape`` and a ``repr`` of the module answer; all else raises.
+    """
+
+    _refusal: str
+    _form: Tensor
+    _place: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor, refusal: str) -> StandIn:
+        form = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        stand_in = torch.Tensor._make_subclass(StandIn, form.detach(), tensor.requires_grad)
+        vars(stand_in).update(_refusal=refusal, _form=form, _place=tensor.device)
+        return stand_in
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{tuple(self._form.shape)}, {self._form.dtype}, on another rank>"
+
+    def __deepcopy__(self, memo: Any) -> StandIn:
+        return self
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """torch asks this to tell parameters, as in ``get_parameter()``."""
+        raise ElsewhereError(self._refusal)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function == _DEVICE:
+            return arguments[0]._place
+        if function in _OF_THE_FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*(_form(value) for value in arguments), **(keywords or {}))
+        raise ElsewhereError(next(value._refusal for value in _flat(arguments, keywords)))
+
+
+_DEVICE = getattr(Tensor.device, "__get__")  # noqa: B009  of a property, which mypy takes for its value
+_PROPERTIES = ("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf")
+_METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__")
+_OF_THE_FORM = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
+)
+"""What is asked of a tensor without its values."""
+
+
+def _form(value: Any) -> Any:
+    return value._form if isinstance(value, StandIn) else value
+
+
+def _flat(*values: Any) -> Iterator[StandIn]:
+    for value in values:
+        if isinstance(value, StandIn):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _flat(*value.values())
+        elif isinstance(value, list | tuple):
+            yield from _flat(*value)
+
+
+class HiddenTensors(dict[str, Any]):
+    """The ``_parameters`` or ``_buffers`` of a module, without those that another rank has.
+
+    Whoever goes through them finds the others; whoever asks for one of these by its name gets a stand-in.
+    """
+
+    def __init__(self, whole: dict[str, Any], hidden: dict[str, str]) -> None:
+        super().__init__({name: value for name, value in whole.items() if name not in hidden})
+        self.whole = whole
+        """The dict that stood here."""
+        self.hidden = hidden
+        """The name of each tensor that is left out, with what is said to whoever reads it."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.hidden or super().__contains__(name)
+
+    def __missing__(self, name: str) -> StandIn:
+        if name in self.hidden:
+            return StandIn.of(self.whole[name], self.hidden[name])
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.hidden:
+            raise ElsewhereError(self.hidden[name])
+        super().__setitem__(name, value)
+        self.whole[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.hidden:
+            raise ElsewhereError(self.hidden[name])
+        super().__delitem__(name)
+        del self.whole[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            value = self[name]
+            del self[name]
+            return value
+        return super().pop(name, *default)
+
+    def __reduce__(self) -> Any:
+        # A copy is no longer followed when layers move: it hides what its original did.
+        return HiddenTensors, (self.whole, self.hidden)
+
+
+class Elsewhere:
+    """Hides what other ranks of a pipeline run, in the module that the user wrote.
+
+    Args:
+        module: The LightningModule, in which every layer still is where the user put it.
+        pipeline: Its layers.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: nn.Module) -> None:
+        self._module, self._pipeline = module, pipeline
+        self._modes_before: dict[nn.Module, bool] = {}
+        self._names = {part: name for name, part in module.named_modules()}
+        self._owners: dict[nn.Module, set[str]] = {}
+        self._paths: dict[nn.Module, str] = {}
+        self._unnamed: list[str] = []
+        of_tensors: dict[int, set[str]] = {}
+        in_tree = {id(tensor) for part in self._names for _, _, tensor in _tensors(part)}
+        for part in parts_of(pipeline):
+            layer = part.spec.module if isinstance(part.spec, TiedModule) else part.spec
+            own: set[int] = set()
+            for path, child in layer.named_modules() if isinstance(layer, nn.Module) else ():
+                self._owners.setdefault(child, set()).add(part.name)
+                self._paths.setdefault(child, self._names.get(child, ".".join(filter(None, (part.name, path)))))
+                own.update(id(tensor) for _, _, tensor in _tensors(child))
+            for tensor in own:
+                of_tensors.setdefault(tensor, set()).add(part.name)
+            if not isinstance(layer, nn.Module) or not own <= in_tree:
+                self._unnamed.append(part.name)
+        # Such as `self.head.weight = self.embed.weight` where the layers run `self.embed` twice.
+        self._aliases = [
+            (part, table, name, of_tensors[id(tensor)])
+            for part in self._names
+            if part not in self._owners
+            for table, name, tensor in _tensors(part)
+            if id(tensor) in of_tensors
+        ]
+        self.sentence = DURING_A_RUN
+        """What whoever reads a tensor of another rank is told, with ``{name}`` for its name."""
+
+    @property
+    def inside(self) -> Mapping[nn.Module, Any]:
+        """The modules that layers consist of; those that a ``LayerSpec`` builds are not among them."""
+        return self._owners
+
+    def take_over_modes(self, mode: bool = True) -> nn.Module:
+        """Stand for ``train()`` of the pipeline: layers of the user's module keep the modes that they have there.
+
+        DeepSpeed calls that before each batch, and would train what the user froze with ``eval()``. Layers that
+        the user's module does not know are in its mode. A batch that DeepSpeed evaluates while the user's module
+        trains, such as a trial, is evaluated by all layers; before the next one they have their modes again.
+        """
+        self._pipeline.training = mode
+        for part, was in self._modes_before.items():
+            part.training = was
+        self._modes_before = {}
+        for part in self.made_for_the_pipeline():
+            part.training = self._module.training
+        if not mode and self._module.training:
+            parts = {part for layer in held_modules(self._pipeline).values() for part in layer.modules()}
+            self._modes_before = {part: part.training for part in parts}
+            for part in parts:
+                part.training = False
+        return self._pipeline
+
+    def made_for_the_pipeline(self) -> Iterator[nn.Module]:
+        """The modules in the layers of this rank that the LightningModule does not know."""
+        for layer in held_modules(self._pipeline).values():
+            for part in layer.modules():
+                if part not in self._names:
+                    yield part
+
+    def hide(self) -> None:
+        """Hide what this rank does not run, and show what it runs, as the layers lie now."""
+        self._hide_but(held_modules(self._pipeline))
+
+    @contextmanager
+    def everything_hidden(self) -> Iterator[None]:
+        """Hide meanwhile what this rank runs, too, so that whoever uses a layer is told so on every rank."""
+        self._hide_but({})
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def _hide_but(self, held: Mapping[str, nn.Module]) -> None:
+        self.show()
+        hidden: dict[tuple[nn.Module, str], dict[str, str]] = {}
+        for part, owners in self._owners.items():
+            if owners.isdisjoint(held):
+                for table, name, _ in _tensors(part):
+                    hidden.setdefault((part, table), {})[name] = self._refusal(self._paths[part], name)
+        for part, table, name, owners in self._aliases:
+            if owners.isdisjoint(held):
+                hidden.setdefault((part, table), {})[name] = self._refusal(self._names[part], name)
+        for (part, table), names_there in hidden.items():
+            vars(part)[table] = HiddenTensors(vars(part)[table], names_there)
+        self._register_unnamed(held)
+
+    def show(self) -> None:
+        """Show everything, also what other ranks train."""
+        for part in {*self._owners, *(part for part, *_ in self._aliases)}:
+            for table in TABLES:
+                if isinstance(vars(part).get(table), HiddenTensors):
+                    vars(part)[table] = vars(part)[table].whole
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Show everything meanwhile, and hide afterwards what this rank does not run then."""
+        self.show()
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def _refusal(self, path: str, name: str) -> str:
+        return self.sentence.format(name=".".join(filter(None, (path, name))))
+
+    def _register_unnamed(self, held: Mapping[str, nn.Module]) -> None:
+        """Let the layers without a name of the user be parameters of the LightningModule all the same."""
+        self._module._modules.pop(PIPELINE, None)
+        here = {name: held[name] for name in self._unnamed if name in held}
+        if not here:
+            return
+        child = nn.Module()
+        tied = nn.ModuleDict()
+        for name, layer in here.items():
+            kind, _, key = name.rpartition(".")
+            (tied if kind else child).add_module(key, layer)
+        if tied:
+            child.add_module("tied_modules", tied)
+        self._module._modules[PIPELINE] = child
+
+
+def _tensors(part: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """A module's own tensors, each with its table and its name there."""
+    for table in TABLES:
+        # A scripted module has no such tables.
+        for name, tensor in vars(part).get(table, {}).items():
+            if isinstance(tensor, Tensor):
+                yield table, name, tensor

@@ -1,0 +1,277 @@
+"""A Lightning batch in micro-batches whose step runs once, on the outputs of all of them.
+
+What the step passes to ``forward`` for the whole batch is cut into pieces, which go through the pipeline; on the
+last stage their outputs are joined again. In training the gradients of the loss by the joined outputs are cut
+likewise, and the backward of each micro-batch begins with its piece. All forwards of a batch come before its
+first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_madpipe.steps.user_step import MicroBatch
+
+Tensors = tuple[Tensor, ...]
+Dims = tuple[int | None, ...]
+"""For each tensor the dimension that grows with the samples; None: all micro-batches share it."""
+
+WAY_OUT = "take the loss of each micro-batch with MadPipeStrategy(loss='mean')"
+
+
+class SamplesSelectedError(ValueError):
+    """What a step passes to ``forward`` is not in proportion to the samples."""
+
+
+def as_tuple(boundary: Any) -> tuple[Any, ...]:
+    return boundary if isinstance(boundary, tuple) else (boundary,)
+
+
+@dataclass(eq=False, slots=True)
+class BatchRun:
+    """One Lightning batch on its way through the pipeline."""
+
+    micro_batches: list[MicroBatch]
+    whole: MicroBatch
+    """The batch as one."""
+    runs_once: bool = False
+    """Whether the step runs on the whole batch; else on each micro-batch."""
+    asks: Callable[[BatchRun, bool], None] | None = None
+    """What to do with the outputs in the place of the step, where the loss is tried; whether they are tuples."""
+    inputs: list[Any] = field(default_factory=list)
+    """On the first stage, of each micro-batch that has not begun."""
+    outputs: list[Tensors] = field(default_factory=list)
+    """On the last stage, without their graphs, of the micro-batches that have come through."""
+    need_gradients: list[bool] = field(default_factory=list)
+    leaves: Tensors = ()
+    dims: Dims = ()
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each joined tensor, along its dimension, those of the pieces."""
+    loss: Tensor | None = None
+    """Of the whole batch, with its graph down to ``leaves``, until the first backward."""
+    gradients: list[tuple[Tensor | None, ...]] | None = None
+    """Of each micro-batch's outputs."""
+    scale: Tensor | None = None
+    fell_apart: bool = False
+    """Whether the step ran on each micro-batch after all, because outputs could not be joined."""
+
+    @property
+    def done(self) -> list[MicroBatch]:
+        """What has run the step: the whole batch, or each micro-batch."""
+        return [self.whole] if self.runs_once and not self.fell_apart else self.micro_batches
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return [micro_batch.size for micro_batch in self.micro_batches]
+
+    @property
+    def labels(self) -> list[Any]:
+        """What travels in the place of the labels of each micro-batch."""
+        if not self.runs_once:
+            return list(self.micro_batches)
+        return [Piece(self, place) for place in range(len(self.micro_batches))]
+
+    def begin(self) -> None:
+        """Forget what an earlier run of this batch left."""
+        self.outputs, self.need_gradients, self.lengths = [], [], []
+        self.fell_apart = False
+        self.leaves, self.dims = (), ()
+        self.loss = self.gradients = self.scale = None
+
+    def collect(self, outputs: Tensors) -> None:
+        """Keep what the last stage put out for one micro-batch."""
+        self.need_gradients = self.need_gradients or [tensor.requires_grad for tensor in outputs]
+        self.outputs.append(tuple(tensor.detach() for tensor in outputs))
+
+    def join(self, known: Dims | None, *, trains: bool) -> Tensors:
+        """All outputs as those of one forward, and in training as leaves. The pieces are let go.
+
+        Raises:
+            ValueError: they cannot be joined.
+        """
+        self.dims = dims_of_outputs(self.outputs, self.sizes, known)
+        joined = []
+        for place, dim in enumerate(self.dims):
+            same = [outputs[place] for outputs in self.outputs]
+            self.lengths.append(() if dim is None else tuple(tensor.shape[dim] for tensor in same))
+            if dim is None and self.need_gradients[place]:
+                raise ValueError(
+                    f"output {place} of forward(), of shape {tuple(same[0].shape)}, has no dimension that counts "
+                    f"the samples, and what it is for a whole batch cannot be told from micro-batches: {WAY_OUT}"
+                )
+            whole = same[0] if dim is None else torch.cat(same, dim)
+            joined.append(whole.requires_grad_(trains and self.need_gradients[place]))
+        self.outputs = []
+        self.leaves = tuple(joined)
+        return self.leaves
+
+    def cut(self, tensors: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
+        """Tensors of the shapes of the joined outputs, in pieces; nothing of one that all share."""
+        columns: list[Sequence[Tensor | None]] = []
+        for tensor, dim, lengths in zip(tensors, self.dims, self.lengths, strict=True):
+            none = [None] * len(self.micro_batches)
+            columns.append(none if tensor is None or dim is None else tensor.split(lengths, dim))
+        return list(zip(*columns, strict=True))
+
+    def gradients_of(self, place: int, scale: Tensor) -> tuple[Tensor | None, ...] | None:
+        """In the backward of a micro-batch: the gradients of its outputs, times ``scale``; None: there is no loss.
+
+        The first one runs the backward of the loss; in half precision the scale keeps what it finds from
+        vanishing."""
+        if self.loss is not None:
+            wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(self.loss, wanted, scale.to(self.loss.dtype), allow_unused=True))
+            self.gradients = self.cut([next(found) if leaf.requires_grad else None for leaf in self.leaves])
+            self.scale, self.loss, self.leaves = scale, None, ()
+        if self.gradients is None:
+            return None
+        gradients, self.gradients[place] = self.gradients[place], ()
+        return gradients
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """One micro-batch of a batch whose step runs once, in the place of its labels."""
+
+    run: BatchRun
+    place: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.place == len(self.run.micro_batches) - 1
+
+
+class Root(torch.autograd.Function):
+    """A number from which the backward of one micro-batch runs, with gradients that are asked for then."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Callable[[Tensor], Any], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.gradients(scales[0])
+        if gradients is None:  # the layers are measured, whose backwards run on zeros; or the step has raised
+            gradients = tuple(
+                torch.zeros(shape, dtype=dtype, device=device) if dtype.is_floating_point else None
+                for shape, dtype, device in ctx.like
+            )
+        return None, None, *gradients
+
+
+class _Writable(torch.autograd.Function):
+    """A leaf as a tensor that may be changed in place: the same memory, with a count of versions of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def writable(leaves: Tensors) -> Tensors:
+    """What a step gets in the place of the outputs, which it may change in place as one process lets it."""
+    return tuple(_Writable.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves)
+
+
+def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Tensors]:
+    """What a step passes to ``forward`` for a whole batch, as inputs of its micro-batches.
+
+    Args:
+        whole: For the batch.
+        piece: The shapes that the same step passes for the first micro-batch, by which the dimension of the
+            samples is known.
+        sizes: Samples of each micro-batch, several of them.
+
+    Raises:
+        ValueError: they cannot be cut.
+    """
+    if len(whole) != len(piece):
+        raise ValueError(
+            f"the step passes {len(whole)} tensors to forward() for a batch and {len(piece)} for a part of it, so "
+            f"the batch cannot be cut: {WAY_OUT}"
+        )
+    columns: list[Sequence[Tensor]] = []
+    for tensor, shape in zip(whole, piece, strict=True):
+        dim = _only_difference([tuple(tensor.shape), tuple(shape)])
+        if dim is None:
+            columns.append([tensor] * len(sizes))
+            continue
+        length, total = tensor.shape[dim] if dim >= 0 else 1, sum(sizes)
+        if dim >= 0 and (any(length * size % total for size in sizes) or shape[dim] * total != length * sizes[0]):
+            raise SamplesSelectedError(
+                f"the step passes {length} rows to forward() for a batch of {total} samples and {shape[dim]} for "
+                f"{sizes[0]} of them, so the mean over micro-batches would be another loss than the batch's: "
+                "select samples after the call, self(x)[mask] instead of self(x[mask]), or take that mean with "
+                "MadPipeStrategy(loss='mean')"
+            )
+        if dim < 0:
+            raise ValueError(
+                f"the step passes a tensor of shape {tuple(tensor.shape)} to forward() for a batch of {total} "
+                f"samples and one of shape {tuple(shape)} for {sizes[0]} of them: no dimension counts the "
+                f"samples, so the batch cannot be cut; {WAY_OUT}"
+            )
+        columns.append(tensor.split([length * size // total for size in sizes], dim))
+    return list(zip(*columns, strict=True))
+
+
+def rows_of_inputs(piece: Tensors, whole: Tensors, size: int) -> list[tuple[int, int] | None]:
+    """The dimension of each input that counts the samples of a micro-batch of this size, and how often."""
+    rows: list[tuple[int, int] | None] = []
+    for own, all_of_them in zip(piece, whole, strict=True):
+        dim = _only_difference([tuple(own.shape), tuple(all_of_them.shape)])
+        rows.append(None if dim is None else (dim, own.shape[dim] // size))
+    return rows
+
+
+def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dims | None) -> Dims:
+    """The dimension of each output that grows with the samples: where micro-batches differ, else as known.
+
+    Raises:
+        ValueError: outputs that differ otherwise.
+    """
+    dims: list[int | None] = []
+    if any(len(each) != len(outputs[0]) for each in outputs):
+        raise ValueError(f"forward() gives different numbers of tensors for micro-batches of one batch: {WAY_OUT}")
+    for place, same in enumerate(zip(*outputs, strict=True)):
+        shapes = [tuple(tensor.shape) for tensor in same]
+        dim = _only_difference(shapes)
+        if dim is not None and dim < 0:
+            raise ValueError(
+                f"output {place} of forward() has the shapes {', '.join(map(str, dict.fromkeys(shapes)))} for "
+                f"micro-batches of one batch, which cannot be joined: {WAY_OUT}"
+            )
+        if dim is None and len(sizes) > 1 and len(set(sizes)) == 1:
+            dim = known[place] if known is not None and place < len(known) else _likely(shapes[0], sizes[0])
+        if dim is None and len(sizes) == 1 and shapes[0]:
+            dim = 0
+        if dim is None and not all(torch.equal(same[0], tensor) for tensor in same[1:]):
+            raise ValueError(
+                f"output {place} of forward(), of shape {shapes[0]}, differs between micro-batches and has no "
+                f"dimension that counts the samples: {WAY_OUT}"
+            )
+        dims.append(dim)
+    return tuple(dims)
+
+
+def _only_difference(shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """The dimension in which shapes differ; None: in no one; -1: in several, or in their number."""
+    if len({len(shape) for shape in shapes}) > 1:
+        return -1
+    different = [dim for dim, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
+    return None if not different else different[0] if len(different) == 1 else -1
+
+
+def _likely(shape: tuple[int, ...], size: int) -> int | None:
+    """Where micro-batches of one size say nothing."""
+    return next((dim for dim, length in enumerate(shape) if length and length % size == 0), None)

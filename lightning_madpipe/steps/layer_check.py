@@ -1,0 +1,965 @@
+"""Whether ``pipeline_layers()`` is what ``forward()`` computes, found out on one micro-batch.
+
+The user's ``forward`` runs once, and is watched at its calls of the layers. What it hands from one layer to the
+next must be what the first returned, unchanged, in values and in the gradients that come back. So random layers
+need no care, for each of them runs once. Where ``forward`` does not call entries of the list as they stand there
+(``F.relu`` in the place of ``nn.ReLU()``, a tied weight in a function), these entries are run on what went in,
+with the same random numbers, and compared within the precision of the type. Then the list runs as a whole, and its
+output and the gradients of all parameters and inputs are compared with those of ``forward``.
+
+All of it takes place on copies of parameters and buffers; attributes, modes and random numbers are put back, and
+hooks of the user are not called. It costs two forwards and two backwards of one micro-batch through the whole
+model on one process, while the others wait, and room for its activations and three times its weights. Where that
+does not fit, one layer at a time is on the device, for one forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
+from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.layer_calls import needs_unpacking, unpacking
+from deepspeed_partition.profiling.isolation import stand_ins
+from lightning_madpipe.compat.unsupported import HOOKS
+from lightning_madpipe.module import PipelineCall, TiedModule
+from lightning_madpipe.steps.forward_reads import Read, noted_reads
+from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.what_layers_set import Left
+
+NUM_COPIES = 3
+"""Of all weights: the copies themselves, and the gradients by either way."""
+
+PLAIN = (bool, int, float, str, type(None))
+
+SUGGESTIONS = {
+    "relu": "nn.ReLU()", "relu_": "nn.ReLU()", "gelu": "nn.GELU()", "silu": "nn.SiLU()", "elu": "nn.ELU()",
+    "leaky_relu": "nn.LeakyReLU()", "tanh": "torch.tanh", "sigmoid": "torch.sigmoid", "dropout": "nn.Dropout(p)",
+    "max_pool2d": "nn.MaxPool2d(...)", "avg_pool2d": "nn.AvgPool2d(...)", "flatten": "nn.Flatten()",
+    "view": "`lambda x: x.view(...)`", "reshape": "`lambda x: x.reshape(...)`",
+    "permute": "`lambda x: x.permute(...)`", "mean": "`lambda x: x.mean(...)`",
+    "softmax": "nn.Softmax(dim)", "log_softmax": "nn.LogSoftmax(dim)", "squeeze": "`lambda x: x.squeeze(...)`",
+    "add": "one module whose forward() adds (it gets what the layer before it returns, also a tuple)",
+}  # fmt: skip
+"""What to write for what ``forward`` does between two layers."""
+
+
+ALWAYS_THE_SAME = frozenset((
+    "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
+    "view", "view_as", "reshape", "reshape_as", "flatten", "expand_as", "requires_grad_", "retain_grad",
+))  # fmt: skip
+"""What hands on the same values in every batch, where it does so in one."""
+
+
+READS_OF_VALUES = frozenset((
+    "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "item",
+    "is_nonzero", "numpy", "tolist",
+))  # fmt: skip
+"""What gives numbers of a tensor, which a branch may depend on."""
+
+
+class LayersDifferError(Exception):
+    """The list and ``forward`` compute different things; the message says where."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What rank 0 found out."""
+
+    difference: str | None = None
+    """Where the list is not what ``forward`` computes, and what to write; None where it is."""
+    statistics: tuple[str, ...] = ()
+    """The modules whose buffers change while they run, which they do once per micro-batch."""
+    notes: tuple[str, ...] = ()
+    """What was not checked, and what ``forward`` does besides that a pipeline does not do."""
+    reads: tuple[Read, ...] = ()
+    """What ``forward`` reads besides its input, outside of the layers."""
+    left: tuple[Left, ...] = ()
+    """What ``forward`` and the layers set on modules while they run."""
+
+
+def check_layers(
+    module: Any,
+    call: PipelineCall,
+    arguments: Sequence[Tensor],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    context: Callable[[], AbstractContextManager[Any]],
+    traces: Callable[[], Any],
+) -> Verdict:
+    """Compare the layers with ``type(module).forward`` on ``arguments``, in the module's mode.
+
+    Args:
+        call: The layers, all of which this process can run.
+        arguments: What the step gives ``forward``, for one micro-batch.
+        dtype: What the engine trains in; None for the parameters' own type.
+        context: In which steps run.
+        traces: Gives the module as it is now, to be compared and put back.
+    """
+    forward = getattr(type(module), "forward", None)
+    if forward is None or forward.__module__.startswith(("torch.", "lightning.", "pytorch_lightning.")):
+        return Verdict(notes=(f"{type(module).__name__} has no forward() to compare pipeline_layers() with",))
+    if any(isinstance(layer, LayerSpec) and not isinstance(layer, TiedModule) for layer in call.layers):
+        sentence = (
+            "pipeline_layers() has a LayerSpec, which is built where it runs: it is not compared with forward()"
+        )
+        return Verdict(notes=(sentence,))
+    check = _Check(module, call, tuple(arguments), device, dtype, context, traces)
+    restore = random_state()
+    try:
+        return check.verdict()
+    except LayersDifferError as difference:
+        return Verdict(difference=str(difference))
+    finally:
+        restore()
+
+
+@dataclass
+class _Passed:
+    """What stands between two layers: tensors, and the same as they were then, for they may change in place."""
+
+    tensors: list[Tensor]
+    values: list[Tensor]
+    is_plain: bool
+    """Whether it is a tensor, or a tuple or list of tensors, which is what a layer may be given."""
+    kind: str
+    num_hooks: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """How often each tensor had been changed in place."""
+    restore: Callable[[], None] | None = None
+    """Puts the random generators back to where they were then."""
+
+    @staticmethod
+    def of(value: Any, *, same_as: _Passed | None = None) -> _Passed:
+        tensors = [value] if isinstance(value, Tensor) else []
+        is_plain = isinstance(value, Tensor)
+        if type(value) in (list, tuple):
+            tensors = [each for each in value if isinstance(each, Tensor)]
+            is_plain = len(tensors) == len(value)
+        if same_as is not None and _are(tensors, same_as.tensors) and same_as.is_unchanged:
+            values = same_as.values
+        else:
+            values = [tensor.detach().clone() for tensor in tensors]
+        hooks = [len(tensor._backward_hooks or ()) for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
+        return _Passed(tensors, values, is_plain, type(value).__name__, hooks, versions, random_state())
+
+    @property
+    def is_unchanged(self) -> bool:
+        return all(map(_equal, self.tensors, self.values))
+
+
+@dataclass
+class _Call:
+    """One call of a layer in ``forward``."""
+
+    layer: nn.Module
+    given: _Passed
+    keywords: list[str]
+    state: tuple[Any, ...]
+    """Of gradients and autocast."""
+    num_given: int = 1
+    returned: _Passed | None = None
+    done_before: list[str] = field(default_factory=list)
+    """What ``forward`` did since the call before."""
+
+
+class _Watched(TorchFunctionMode):
+    """Runs ``forward`` and records its calls of the layers, and what else makes tensors outside of them."""
+
+    def __init__(self, anchors: Mapping[nn.Module, Any], given: _Passed, foreign: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self._anchors, self._foreign = anchors, foreign
+        self.calls: list[_Call] = []
+        self.done: list[str] = []
+        self._depth = 0
+        self._last = given
+        self.read_values: dict[str, None] = {}
+        """By what ``forward`` asked for the numbers in tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        name = getattr(function, "__name__", "")
+        if not self._depth and name not in ("__get__", "__set__") and _has_tensor(result):
+            self.done.append(name.removeprefix("__").removesuffix("__"))
+        if not self._depth and name in READS_OF_VALUES:
+            self.read_values[name.strip("_")] = None
+        return result
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for layer in self._anchors:
+                stack.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                handle = layer.register_forward_hook(self._leave, with_kwargs=True, always_call=False)
+                stack.callback(handle.remove)
+            for part in self._foreign:
+                stack.callback(part.register_forward_pre_hook(self._enter_foreign).remove)
+                stack.callback(part.register_forward_hook(self._leave_foreign).remove)
+            yield
+
+    def _enter(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        plain, named = _without_defaults(layer, arguments, keywords)
+        given = _Passed.of(plain[0] if len(plain) == 1 else plain, same_as=self._last)
+        self.calls.append(_Call(layer, given, named, _autograd_state(), len(plain), done_before=self.done))
+        self.done = []
+
+    def _leave(self, layer: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
+        if self._depth == 1:  # what this does to tensors itself is not to be recorded
+            self._last = self.calls[-1].returned = _Passed.of(outputs)
+        self._depth -= 1
+
+    def _enter_foreign(self, part: nn.Module, arguments: Any) -> None:
+        if not self._depth:
+            self.done.append(f"self.{self._foreign[part]} ({type(part).__name__})")
+        self._depth += 1
+
+    def _leave_foreign(self, part: nn.Module, arguments: Any, outputs: Any) -> None:
+        self._depth -= 1
+
+
+class _Check:
+    """One comparison. See the module's docstring."""
+
+    def __init__(
+        self,
+        module: Any,
+        call: PipelineCall,
+        arguments: tuple[Tensor, ...],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        context: Callable[[], AbstractContextManager[Any]],
+        traces: Callable[[], Any],
+    ) -> None:
+        self._module, self._layers, self._arguments = module, call.layers, arguments
+        self._device, self._dtype, self._context, self._traces = device, dtype, context, traces
+        self._forward = type(module).forward
+        self._name = type(module).__name__
+        self._with_gradients = module.training and torch.is_grad_enabled()
+        # What the engine calls. Before hooks are silenced, which tell whether a layer unpacks by itself.
+        self._functions = [unpacking(layer) for layer in self._layers]
+        self._existing = [layer for _, layer in call.existing_modules()]
+        self._notes: list[str] = []
+        self._in_segment = False
+        self._statistics: tuple[str, ...] = ()
+        self._reads: dict[Read, None] = {}
+        self._left: dict[Left, None] = {}
+        self._unclear: str | None = None
+        """Where gradients may end, which the comparison of all of them has to show."""
+
+    def verdict(self) -> Verdict:
+        known = set(self._module.modules())
+        strange = [part for layer in self._existing for part in layer.modules() if part not in known]
+        with _silenced([self._module, *self._existing]), _modes(dict.fromkeys(strange, self._module.training)):
+            whole = self._fits()
+            if whole:
+                try:
+                    self._compare(whole=True)
+                except OUT_OF_MEMORY:
+                    whole = False
+                    self._notes.clear()
+            if not whole:
+                gc.collect()
+                self._compare(whole=False)
+                self._notes.append(
+                    f"the whole {self._name} does not fit into {self._device} beside what is there: "
+                    "pipeline_layers() was compared with forward() layer by layer, and the gradients of its "
+                    "weights were not"
+                )
+        return Verdict(
+            statistics=self._statistics,
+            notes=tuple(self._notes),
+            reads=tuple(self._reads),
+            left=tuple(self._left),
+        )
+
+    def _note_reads(self, of_values: Sequence[str]) -> None:
+        asked = [str(read) for read in self._reads if read.is_of_the_trainer]
+        if asked:
+            self._notes.append(
+                f"forward() of {self._name} reads {_some(asked)}, and is not run in a pipeline, which runs "
+                "the layers alone: pipeline_layers() is compared with it before the first step, and again at the "
+                "start of each epoch; what shall change in training belongs into a layer"
+            )
+        if of_values:
+            self._notes.append(
+                f"forward() of {self._name} asks for the numbers in tensors ({_some(of_values)}) outside of its "
+                "layers: what it does for those of the first micro-batch is compared with pipeline_layers(), and "
+                "nothing else; what shall depend on them belongs into a layer"
+            )
+
+    def _changed(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, ...]:
+        """The modules of the LightningModule's layers whose buffers are not what they were."""
+        changed = {id(buffer) for buffer, value in buffers if not _equal(buffer, value)}
+        names = {part: f"self.{name} ({type(part).__name__})" for name, part in self._module.named_modules()}
+        owners = dict.fromkeys(part for layer in self._existing for part in layer.modules())
+        return tuple(
+            names[part]
+            for part in owners
+            if part in names and any(id(buffer) in changed for buffer in part._buffers.values())
+        )
+
+    def _fits(self) -> bool:
+        weights = {id(w): w for part in (self._module, *self._existing) for w in part.parameters()}
+        size = (torch.finfo(self._dtype).bits // 8) if self._dtype is not None else None
+        needed = NUM_COPIES * sum(w.numel() * (size or w.element_size()) for w in weights.values())
+        if self._device.type == "cuda":
+            return needed < torch.cuda.mem_get_info(self._device)[0]
+        return needed < psutil.virtual_memory().available
+
+    # The two ways to run
+
+    def _compare(self, *, whole: bool) -> None:
+        inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
+        restore = random_state()
+        with ExitStack() as stack:
+            if whole:
+                stack.enter_context(self._copies([self._module, *self._existing]))
+            else:
+                for layer in self._anchors():
+                    stack.enter_context(self._alone(layer))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self._with_gradients))
+            buffers = _buffer_values([self._module, *self._existing])
+            passed = [tensor.clone() for tensor in inputs]  # which may be changed in place
+            given = _Passed.of(tuple(passed))
+            watched = _Watched(self._anchors(), given, self._foreign())
+            start = _autograd_state()
+            try:
+                outputs = self._run_forward(passed, watched, stack)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as flaw:
+                self._notes.append(
+                    f"pipeline_layers() could not be compared with forward() of {self._name}, which raises "
+                    f"{type(flaw).__name__} here: {flaw}"
+                )
+                return
+            self._statistics = self._changed(buffers)
+            returned = _Passed.of(outputs)
+            after = _random_numbers()
+            self._compare_calls(watched, given, returned, start, whole=whole)
+            if whole:
+                drew = self._compare_whole(inputs, outputs, buffers, restore, after)
+                if drew:
+                    self._compare_without_chance(buffers)
+
+    def _run_forward(self, inputs: Sequence[Tensor], watched: _Watched, stack: ExitStack) -> Any:
+        before, within = self._traces(), Leftovers(nn.ModuleList(self._existing), vars(nn.Module()), undoable=True)
+        stack.callback(within.undo)
+        stack.callback(before.undo)
+        told: list[str] = []
+        silent = {
+            name: lambda *_, _name=name, **__: told.append(f"calls self.{_name}()") for name in ("log", "log_dict")
+        }
+        for name, stand_in in silent.items():
+            object.__setattr__(self._module, name, stand_in)
+        try:
+            with (
+                self._context(),
+                watched.hooked(),
+                noted_reads(self._outside(), before.ignored) as reads,
+                watched,
+            ):
+                return self._forward(self._module, *inputs)
+        finally:
+            for name in silent:
+                object.__delattr__(self._module, name)
+            self._reads.update(reads)
+            self._left.update(dict.fromkeys(self._left_by(before, within)))
+            self._note_reads(list(watched.read_values))
+            changed = [str(change.place) for change in before.changes()]
+            told += [f"sets {place}" for place in changed]
+            if told:
+                kinds = list(dict.fromkeys(told))
+                self._notes.append(
+                    f"forward() of {self._name} also {_some(kinds)}, and is not run in a pipeline, which runs the "
+                    "layers alone: do that in the steps"
+                )
+
+    def _run_layers(self, first: int, last: int, passed: Any) -> Any:
+        for layer, function in zip(self._layers[first:last], self._functions[first:last], strict=True):
+            if not isinstance(layer, TiedModule):
+                passed = function(passed)
+            elif layer.forward_fn is None:
+                passed = layer.module(passed)
+            else:
+                passed = layer.forward_fn(layer.module, passed)
+        return passed
+
+    # Between two calls
+
+    def _compare_calls(
+        self, watched: _Watched, given: _Passed, returned: _Passed, start: tuple[Any, ...], *, whole: bool
+    ) -> None:
+        place, last = -1, given
+        done: list[str] = []
+        names = {part: name for name, part in self._module.named_modules()}
+        for number, call in enumerate(watched.calls):
+            done += call.done_before
+            later = {following.layer for following in watched.calls[number + 1 :]}
+            found = self._next_place(call, place, later)
+            if found is None:
+                done.append(f"self.{names.get(call.layer, '')} ({type(call.layer).__name__})")
+                continue
+            self._compare_call(call, found, start)
+            self._compare_link(place, last, found, call.given, done, whole)
+            if call.returned is None:
+                return  # forward() caught what the layer raised, and the whole will show it
+            if not whole and call.num_given > 1 and not needs_unpacking(call.layer):
+                # In a pipeline it gets one tuple. The whole shows what that gives.
+                what = f"calls {self._described(found)} with {call.num_given} arguments"
+                with torch.no_grad():
+                    self._compare_segment(found - 1, call.given, found + 1, call.returned, what, whole)
+            place, last, done = found, call.returned, []
+        self._compare_link(place, last, len(self._layers), returned, [*done, *watched.done], whole)
+
+    def _next_place(self, call: _Call, place: int, later: Collection[nn.Module]) -> int | None:
+        """Where in the list this call stands; None if it comes before one that the list has before it."""
+        places = [index for index, layer in enumerate(self._layers) if _callable_module(layer) is call.layer]
+        found = next((index for index in places if index > place), None)
+        if found is not None:
+            skipped = map(_callable_module, self._layers[place + 1 : found])
+            return None if any(part in later for part in skipped) else found
+        here = self._described(places[-1])
+        if place in places:
+            what = f"calls {here} a second time, and it stands in the list {_times(len(places))}"
+        else:
+            what = f"calls {here} after {self._described(place)}, and in the list it stands before that"
+        raise self._differs(what, "name the layers in the order in which forward() calls them, each as often")
+
+    def _compare_call(self, call: _Call, place: int, start: tuple[Any, ...]) -> None:
+        here = self._described(place)
+        if call.keywords:
+            raise self._differs(
+                f"calls {here} with {_some(call.keywords)}, and in a pipeline it gets only what the layer before "
+                "it returns",
+                "let the layers hand on all that later ones need, as a tuple of tensors, or make it an attribute "
+                "of the layer",
+            )
+        if not call.given.is_plain:
+            raise self._differs(
+                f"calls {here} with a {call.given.kind}, and in a pipeline it gets tensors that the layer before "
+                "it returns",
+                "let the layers hand on tensors, or tuples of tensors",
+            )
+        if call.state != start:
+            if call.state[1:] != start[1:]:
+                raise self._differs(f"calls {here} under another autocast", "set that within the layer")
+            # torch.no_grad(), or a checkpoint, which runs it so and again later.
+            self._unclear = self._unclear or f"calls {here} without gradients (torch.no_grad)"
+
+    def _compare_link(
+        self, before: int, left: _Passed, after: int, right: _Passed, done: Sequence[str], whole: bool
+    ) -> None:
+        """Compare what one layer returned, or the input, with what the next got, or what ``forward`` returns."""
+        skipped = self._layers[before + 1 : after]
+        between = self._between(before, after)
+        what = (
+            f"calls {_some(list(dict.fromkeys(done)))} {between}"
+            if done
+            else f"changes what is handed on {between}"
+        )
+        if not right.is_plain:
+            raise self._differs(
+                f"returns a {right.kind}", "let the last layer return what forward() returns, as tensors"
+            )
+        if skipped:
+            self._compare_segment(before, left, after, right, what, whole)
+            return
+        same = len(left.values) == len(right.values) and all(map(_equal, left.values, right.values))
+        if not same:
+            raise self._differs(what, self._advice(done))
+        is_untouched = _are(left.tensors, right.tensors) and left.versions == right.versions
+        if not is_untouched and not ALWAYS_THE_SAME.issuperset(done):
+            raise self._differs(
+                f"{what}, which changes nothing in the first micro-batch, and would not run in a later one that "
+                "it changes",
+                self._advice(done),
+            )
+        if not self._with_gradients:
+            return
+        for was, now, had, has in zip(left.tensors, right.tensors, left.num_hooks, right.num_hooks, strict=True):
+            if now is was:
+                if has != had:
+                    raise self._differs(f"hangs a hook on the gradient {between}", "hang it on within the layer")
+            elif was.requires_grad:
+                [gradient], direction = _gradients_of([now], [was])
+                if gradient is None or not _equal(gradient, direction[0]):
+                    raise self._differs(f"{what}, which changes gradients", self._advice(done))
+
+    def _compare_segment(
+        self, before: int, left: _Passed, after: int, right: _Passed, what: str, whole: bool
+    ) -> None:
+        """Compare entries of the list that ``forward`` does not call as they stand there with what it does."""
+        skipped = self._layers[before + 1 : after]
+        names = _some([self._described(index) for index in range(before + 1, after)])
+        inputs = [
+            _leaf(value, tensor.requires_grad) for value, tensor in zip(left.values, left.tensors, strict=True)
+        ]
+        gradients = self._passed_back(right, left.tensors)
+        assert left.restore is not None
+        left.restore()
+        modules = [m for m in map(_module_of, skipped) if m is not None]
+        numbers = _random_numbers()
+        with ExitStack() as stack:
+            if not whole:
+                stack.enter_context(self._copies(modules))
+            stack.enter_context(_restored(_buffer_values(modules)))
+            self._in_segment = True
+            try:
+                outputs = self._run_layers(before + 1, after, _as_passed(inputs))
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as flaw:
+                raise self._differs(
+                    f"does not call {names}, which cannot run on what it gets ({type(flaw).__name__}: {flaw})",
+                    "name what forward() runs, in order",
+                ) from flaw
+            finally:
+                self._in_segment = False
+            found = _Passed.of(outputs)
+            drew = numbers != _random_numbers()
+            if not found.is_plain:
+                raise self._differs(
+                    f"{what}, where the list has {names}, which returns a {found.kind}",
+                    "a layer of a pipeline returns a tensor or a tuple of tensors",
+                )
+            if len(found.values) != len(right.values):
+                raise self._differs(f"{what}, where the list has {names}", "name what forward() runs, in order")
+            for ours, theirs in zip(found.values, right.values, strict=True):
+                if not _close(ours, theirs):
+                    raise self._differs(
+                        f"{what}, where the list has {names}, which computes something else ({_gap(ours, theirs)})"
+                        + " from the same random numbers" * drew,
+                        "name what forward() runs, in order",
+                    )
+            again = self._passed_back(found, inputs)
+            if gradients is not None and again is not None and _first_difference(gradients, again) is not None:
+                raise self._differs(
+                    f"{what}, where the list has {names}, whose gradients differ",
+                    "name what forward() runs, in order",
+                )
+
+    def _passed_back(self, end: _Passed, start: Sequence[Tensor]) -> list[Tensor | None] | None:
+        """The gradients of ``start``; None where they cannot be told without those of all before."""
+        if not self._with_gradients or not torch.is_grad_enabled():
+            return None
+        try:
+            return _gradients_of(end.tensors, start)[0]
+        except RuntimeError as flaw:
+            if "use_reentrant" not in str(flaw):
+                raise
+            return None
+
+    # All of it
+
+    def _compare_whole(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Any,
+        buffers: Sequence[tuple[Tensor, Tensor]],
+        restore: Callable[[], None],
+        after: Any,
+    ) -> bool:
+        """Compare outputs and gradients of ``forward`` with those of the list.
+
+        Returns:
+            Whether they differ, and so do the random numbers that were drawn: then nothing is said.
+
+        Raises:
+            LayersDifferError: they differ otherwise.
+        """
+        theirs = _Passed.of(outputs)
+        named = self._named_weights()
+        weights = list(named)
+        # Before the list runs: batch normalization changes what its backward may ask for.
+        of_theirs = self._all_gradients(theirs, [*inputs, *weights])
+        _restore_buffers(buffers)
+        restore()
+        again = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
+        try:
+            sequence = self._run_layers(0, len(self._layers), _as_passed(again))
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as flaw:
+            raise self._differs(
+                f"runs, and the list does not ({type(flaw).__name__}: {flaw})",
+                "name what forward() runs, in order",
+            ) from flaw
+        ours = _Passed.of(sequence)
+        other_numbers = after != _random_numbers()
+        same = len(theirs.values) == len(ours.values) and all(map(_close, ours.values, theirs.values))
+        if not same:
+            if other_numbers:
+                return True
+            gap = (
+                _gap(ours.values[0], theirs.values[0]) if ours.values and theirs.values else "nothing is returned"
+            )
+            raise self._differs(
+                f"returns something else than the list ({gap})", "name what forward() runs, in order"
+            )
+        found = _first_difference(of_theirs, self._all_gradients(ours, [*again, *weights]))
+        if found is not None:
+            what = f"input {found}" if found < len(inputs) else named[weights[found - len(inputs)]]
+            where = self._unclear or f"gives {what} another gradient than the list"
+            raise self._differs(where, "let the layers do that, or leave it out")
+        return False
+
+    def _all_gradients(self, end: _Passed, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """What a backward leaves in each of ``leaves``. By backward(), which every checkpoint allows."""
+        if not self._with_gradients:
+            return []
+        ends = [(t, d) for t, d in zip(end.tensors, _directions(end.tensors), strict=True) if t.requires_grad]
+        if ends:
+            torch.autograd.backward([t for t, _ in ends], [d for _, d in ends])
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return gradients
+
+    def _compare_without_chance(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compare again in the mode of evaluation, in which dropout does nothing."""
+        parts = [part for owner in (self._module, *self._existing) for part in owner.modules()]
+        with _modes(dict.fromkeys(parts, False)):
+            _restore_buffers(buffers)
+            restore = random_state()
+            inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
+            with self._context():
+                outputs = self._forward(self._module, *(tensor.clone() for tensor in inputs))
+            # Random numbers that are drawn even then are those of the same beginning.
+            if self._compare_whole(inputs, outputs, buffers, restore, _random_numbers()):
+                raise self._differs("returns something else than the list", "name what forward() runs, in order")
+        self._notes.append(
+            f"forward() of {self._name} draws its random numbers in another order than its layers in sequence: "
+            "the two were compared layer by layer, and as a whole in eval() alone"
+        )
+
+    # Words
+
+    def _differs(self, what: str, advice: str) -> LayersDifferError:
+        return LayersDifferError(
+            f"pipeline_layers() of {self._name} is not what forward() computes: forward() {what}: {advice}; "
+            "MadPipeStrategy(check_layers=False) trains the list as it is"
+        )
+
+    def _advice(self, done: Sequence[str]) -> str:
+        for name in done:
+            if name.startswith("self."):
+                return f"list {name.partition(' ')[0]} there"
+            if name in SUGGESTIONS:
+                return f"list {SUGGESTIONS[name]} there"
+        return "list that there, as a module or a function: functions are layers, too"
+
+    def _described(self, place: int) -> str:
+        layer = self._layers[place]
+        part = _module_of(layer)
+        name = type(part).__name__ if part is not None else getattr(layer, "__name__", type(layer).__name__)
+        return f"layer {place} ({name})"
+
+    def _between(self, before: int, after: int) -> str:
+        if before < 0 and after >= len(self._layers):
+            return "from its input to its output"
+        if before < 0:
+            return f"before {self._described(after)}"
+        if after >= len(self._layers):
+            return f"after {self._described(before)}"
+        return f"between {self._described(before)} and {self._described(after)}"
+
+    # Modules
+
+    def _anchors(self) -> dict[nn.Module, None]:
+        """The layers whose calls in ``forward`` can be seen."""
+        return {m: None for m in map(_callable_module, self._layers) if m is not None}
+
+    def _foreign(self) -> dict[nn.Module, str]:
+        """The modules that are not in the list, neither around nor within a layer, with their names."""
+        inside = {part for layer in self._existing for part in layer.modules()}
+        return {
+            part: name for name, part in self._module.named_modules() if name and inside.isdisjoint(part.modules())
+        }
+
+    def _outside(self) -> dict[str, nn.Module]:
+        """The modules around the layers and beside them, whose attributes ``forward`` may read, by name."""
+        inside = {part for layer in self._existing for part in layer.modules()}
+        return {path: part for path, part in self._module.named_modules() if part not in inside}
+
+    def _left_by(self, before: Leftovers, within: Leftovers) -> Iterator[Left]:
+        """What ``forward`` and the layers have set; a buffer that changes is a statistic."""
+        for place in (change.place for change in before.changes()):
+            if not place.is_buffer:
+                yield Left(None, place.owner, place.name)
+        for place in (change.place for change in within.changes()):
+            layer, _, path = place.owner.partition(".")
+            if not place.is_buffer and layer:
+                yield Left(int(layer), path, place.name)
+
+    def _named_weights(self) -> dict[Tensor, str]:
+        named = {w: f"self.{name}" for name, w in self._module.named_parameters() if w.requires_grad}
+        for index, layer in enumerate(self._layers):
+            part = _module_of(layer)
+            for name, w in part.named_parameters() if part is not None else ():
+                if w.requires_grad:
+                    named.setdefault(w, f"{name} of layer {index}")
+        return named
+
+    def _copies(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        return stand_ins(modules, self._device, dtype=self._dtype, trains=False)
+
+    @contextmanager
+    def _alone(self, layer: nn.Module) -> Iterator[None]:
+        """Let ``layer`` run on copies that are on the device for one call, and end gradients there."""
+        run, had = layer.forward, "forward" in vars(layer)
+
+        @functools.wraps(run)
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            if self._in_segment:
+                return run(*arguments, **keywords)
+            with self._copies([layer]), torch.no_grad():
+                outputs = run(*arguments, **keywords)
+            # Copies of leaves: what follows may change them in place.
+            if isinstance(outputs, Tensor):
+                return _leaf(outputs, self._with_gradients).clone()
+            if type(outputs) in (list, tuple):
+                ends = (_leaf(o, self._with_gradients).clone() if isinstance(o, Tensor) else o for o in outputs)
+                return type(outputs)(ends)
+            return outputs
+
+        object.__setattr__(layer, "forward", forward)
+        try:
+            yield
+        finally:
+            if had:
+                object.__setattr__(layer, "forward", run)
+            else:
+                object.__delattr__(layer, "forward")
+
+
+def _module_of(layer: Any) -> nn.Module | None:
+    if isinstance(layer, TiedModule):
+        return layer.module
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def _callable_module(layer: Any) -> nn.Module | None:
+    """The module whose call in ``forward`` is a run of ``layer``; None for functions."""
+    if isinstance(layer, TiedModule):
+        return layer.module if layer.forward_fn is None else None
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def _without_defaults(
+    layer: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], list[str]]:
+    """The arguments of a call but for those that the layer's ``forward`` would take anyway."""
+    try:
+        known = inspect.signature(layer.forward).parameters
+    except (TypeError, ValueError):
+        return arguments, list(keywords)
+    defaults = [
+        parameter.default for parameter in known.values() if parameter.kind < inspect.Parameter.VAR_POSITIONAL
+    ]
+    while len(arguments) > 1 and len(arguments) <= len(defaults):
+        value = arguments[-1]
+        if not isinstance(value, PLAIN) or value != defaults[len(arguments) - 1]:
+            break
+        arguments = arguments[:-1]
+    named = [
+        name
+        for name, value in keywords.items()
+        if not (isinstance(value, PLAIN) and name in known and known[name].default == value)
+    ]
+    return arguments, named
+
+
+def _autograd_state() -> tuple[Any, ...]:
+    kinds = ("cpu", "cuda")
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
+    return (torch.is_grad_enabled(), *autocast)
+
+
+def _random_numbers() -> tuple[Any, ...]:
+    """What tells whether random numbers have been drawn."""
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return tuple(bytes(state.numpy().tobytes()) for state in (torch.get_rng_state(), *devices))
+
+
+def _directions(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """A gradient for each tensor, drawn at random, always alike."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(output.shape, generator=generator).to(device=output.device, dtype=output.dtype)
+        for output in outputs
+    ]
+
+
+def _gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+    """The gradients of ``inputs`` where those of ``outputs`` are random; and these."""
+    directions = _directions(outputs)
+    ends = [(o, d) for o, d in zip(outputs, directions, strict=True) if o.requires_grad]
+    asked = [tensor for tensor in inputs if tensor.requires_grad]
+    found: dict[int, Tensor | None] = {}
+    if ends and asked:
+        gradients = torch.autograd.grad(
+            [o for o, _ in ends], asked, [d for _, d in ends], retain_graph=True, allow_unused=True
+        )
+        found = {id(tensor): gradient for tensor, gradient in zip(asked, gradients, strict=True)}
+    return [found.get(id(tensor)) for tensor in inputs], directions
+
+
+def _first_difference(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> int | None:
+    """Which gradients are not the same; None if all are."""
+    dense = [(_dense(one, other), _dense(other, one)) for one, other in zip(left, right, strict=True)]
+    largest = max((float(one.abs().max()) for one, _ in dense if one is not None and one.numel()), default=0.0)
+    for index, (one, other) in enumerate(dense):
+        if one is not None and other is not None and not _close(one, other, FLOOR * largest):
+            return index
+    return None
+
+
+def _dense(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """No gradient is one of zeros."""
+    if gradient is None and other is not None:
+        return torch.zeros_like(other.to_dense() if other.is_sparse else other)
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _as_passed(leaves: Sequence[Tensor]) -> Any:
+    """What a layer is given: one tensor, or a tuple of them; which it may change in place, as no leaf may be."""
+    copies = tuple(leaf.clone() for leaf in leaves)
+    return copies[0] if len(copies) == 1 else copies
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    leaf = tensor.detach().clone()
+    return leaf.requires_grad_(requires_grad and (leaf.is_floating_point() or leaf.is_complex()))
+
+
+def _are(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    left, right = left.detach(), right.detach()
+    if left.is_sparse or right.is_sparse:
+        left, right = left.to_dense(), right.to_dense()
+    if left.is_floating_point() or left.is_complex():
+        return bool(((left == right) | (left.isnan() & right.isnan())).all())
+    return torch.equal(left, right)
+
+
+def _close(left: Tensor, right: Tensor, least: float = 0.0) -> bool:
+    """Equal but for the rounding of the type, in proportion to the largest value, or to ``least``."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not left.is_floating_point():
+        return _equal(left, right)
+    if left.numel() == 0 or _equal(left, right):
+        return True
+    tolerance = TOLERANCES.get(left.dtype, 1e-1)
+    left, right = left.detach().double(), right.detach().double()
+    finite = left.isfinite() & right.isfinite()
+    if not bool((finite | (left == right) | (left.isnan() & right.isnan())).all()):
+        return False
+    left, right = left[finite], right[finite]
+    if not left.numel():
+        return True
+    return float((left - right).abs().max()) <= tolerance * max(float(right.abs().max()), least)
+
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far rounding may bring two tensors apart, in proportion to their largest value."""
+
+FLOOR = 1e-3
+"""A gradient is compared in proportion to this share of the largest one at least: some are rounding alone, such as
+that of a bias before batch normalization."""
+
+
+def _gap(left: Tensor, right: Tensor) -> str:
+    if left.shape != right.shape:
+        return f"of shape {tuple(right.shape)}, and by the list {tuple(left.shape)}"
+    if left.dtype != right.dtype:
+        return f"{right.dtype}, and by the list {left.dtype}"
+    most = (left.double() - right.double()).abs().max()
+    return f"by {float(most):.3g} at most, of values up to {float(right.double().abs().max()):.3g}"
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    buffers = {id(b): b for module in modules for b in module.buffers()}
+    return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+
+
+def _restore_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in buffers:
+        buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer
+
+
+@contextmanager
+def _restored(buffers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _restore_buffers(buffers)
+
+
+@contextmanager
+def _modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Let modules be in these modes meanwhile."""
+    before = {part: part.training for part in modes}
+    try:
+        for part, mode in modes.items():
+            part.training = mode
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
+
+
+@contextmanager
+def _silenced(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave out the hooks of the user, but for torch's own, such as those of ``weight_norm``."""
+    before = []
+    try:
+        for part in dict.fromkeys(part for module in modules for part in module.modules()):
+            for table in HOOKS:
+                hooks = vars(part).get(table)
+                if hooks:
+                    before.append((part, table, hooks))
+                    torchs = {
+                        key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.")
+                    }
+                    vars(part)[table] = type(hooks)(torchs)
+        yield
+    finally:
+        for part, table, hooks in before:
+            vars(part)[table] = hooks

@@ -1,0 +1,324 @@
+"""Whether the loss of a batch is that of its micro-batches, weighted, or computed once on all of its outputs.
+
+``loss="auto"`` tries it before the first step: the batch goes forward once, without gradients, and on the last
+stage the step runs on all outputs and on those of each micro-batch. Then micro-batches have a loss each where
+that gives the loss of the batch. It is tried again
+
+- before a step whose batch could tell two explanations apart that were alike so far, such as the first one with
+  padding, or with classes that had always been spread evenly (``losses.py``);
+- in a step whose loss has operations that no loss which was tried had, such as a term that begins: the batch is
+  given up in all pipelines, tried, and trained anew (``loss_signs.py``);
+- before a step for which an attribute of the module, or the epoch, has changed, and before the first one of an
+  epoch if the last trial is 64 steps ago;
+- before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
+
+A trial costs a forward of the batch, and the loss on it three times. What is looked at in every step are counts of
+the values of labels and masks, the operations of the loss, and numbers on the module. So a loss that turns out to
+be another one is trained as such from the very step on that shows it; where a regular trial shows what nothing
+else has, the sentence says since when it may have been wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch.distributed as dist
+
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.pipeline.plan_engine import LossCost
+from deepspeed_partition.engine.runtime.collectives import gather_objects, reduced
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.planner.units import counted
+from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.loss_signs import STEPS_BEFORE_AN_EPOCH, Attributes
+from lightning_madpipe.steps.losses import (
+    SAMPLES,
+    Finding,
+    Tracked,
+    View,
+    Weight,
+    best_of,
+    class_weights_of,
+    error_in_words,
+    features_of,
+    in_words,
+    normalized,
+    still_fits,
+    values_of,
+    views_of,
+    weights_of,
+)
+from lightning_madpipe.steps.trials import try_batch
+from lightning_madpipe.steps.what_steps_leave import said
+
+LOSSES = ("auto", "mean", "batch")
+MOST_STEPS_BETWEEN = 128
+SAME = 1e-7
+"""Relative difference of the factors that two explanations give."""
+
+
+@dataclass(kw_only=True)
+class LossOfBatches:
+    """Decides how the batches of training steps get their loss, alike on all ranks.
+
+    Args:
+        option: ``auto``, ``mean`` or ``batch``.
+        num_micro_batches: Pieces of a Lightning batch; 1: nothing is to be decided.
+        forward: Takes a batch through the pipeline without gradients and without traces; what a layer raised.
+        again: The same batch in micro-batches that are not all of one size.
+        refusal: The host's exception with a sentence.
+    """
+
+    option: str
+    num_micro_batches: int
+    module: Any
+    pipeline: PipelineModule
+    engine: MadPipeEngine
+    steps: Any
+    forward: Callable[[BatchRun], str | None]
+    again: Callable[[BatchRun], BatchRun]
+    refusal: Callable[[str], Exception]
+    once: bool = False
+    """Whether the step runs once for each batch."""
+    weight: Weight = SAMPLES
+    log_rules: dict[str, str] = field(default_factory=dict)
+    _fitting: frozenset[Weight] | None = None
+    """All weights that have explained every batch that was tried."""
+    _considered: frozenset[Weight] = frozenset()
+    _tracked: Tracked = field(default_factory=Tracked)
+    _num_steps: int = 0
+    _last_trial: int = 0
+    _is_sure: bool = True
+    """Whether no step before the trial can have had the loss that it finds."""
+    _looked_at: tuple[BatchRun, list[View]] | None = None
+    _attributes: Attributes | None = None
+    _epoch: int = 0
+    _found: Finding | None = None
+    _told: set[str] = field(default_factory=set)
+
+    def prepare(self, window: Sequence[BatchRun]) -> None:
+        """Before a step: say of each of its batches how it gets its loss. Collective over the job."""
+        self._num_steps += 1
+        flushes = _flushes_of(window)
+        if self.num_micro_batches > 1 and self.option != "mean":
+            if not self.once:
+                self._try_where_needed(window, flushes)
+            self._give_losses(window)
+        self.engine.flushes = flushes if self.once else None
+        self._watch()
+
+    def look_again(self, window: Sequence[BatchRun]) -> None:
+        """After a step was given up for a sign of another loss: try its batches. Collective over the job."""
+        flushes, self._is_sure = _flushes_of(window), True
+        wanted = [any(micro_batch.is_untried for micro_batch in run.micro_batches) for run in window]
+        for micro_batch in (each for run in window for each in run.micro_batches):
+            micro_batch.is_untried = False
+        self._try_those(window, flushes, self._on_any(wanted))
+        self._give_losses(window)
+        self.engine.flushes = flushes if self.once else None
+        self._watch()
+
+    def _watch(self) -> None:
+        # Where DeepSpeed's own schedule runs, a batch that has begun cannot be given up.
+        may_be_tried = self.option == "auto" and self.num_micro_batches > 1 and not self.once
+        self.steps.watches = may_be_tried and self.engine.runs_lists
+
+    def _give_losses(self, window: Sequence[BatchRun]) -> None:
+        for run in window:
+            self._give_loss(run)
+        self._looked_at = None  # it holds a batch
+
+    def _give_loss(self, run: BatchRun) -> None:
+        run.runs_once = self.once
+        if self.once or self.weight == SAMPLES or not self.engine.is_last_stage():
+            return
+        values = values_of(self.weight, self._weights(run))
+        factors = None if values is None else normalized(values, self.weight)
+        for place, micro_batch in enumerate(run.micro_batches):
+            # A batch without anything that counts has no loss in one process either: NaN.
+            micro_batch.share = None if factors is None else float(factors[place])
+
+    # Trials
+
+    def _try_where_needed(self, window: Sequence[BatchRun], flushes: tuple[int, ...]) -> None:
+        if self.option == "batch":
+            self._try(window[0], compares=False)
+            self._switch(flushes, "")
+            return
+        differing = [self._may_differ(run) for run in window]
+        has_changed = self._module_has_changed()
+        due = [has_changed or self._is_due(), *[False] * (len(window) - 1)]
+        found = self._on_any([*differing, *due])
+        self._is_sure = not found[len(window)]
+        wanted = [any(both) for both in zip(found[: len(window)], found[len(window) :], strict=True)]
+        self._try_those(window, flushes, wanted)
+
+    def _try_those(self, window: Sequence[BatchRun], flushes: tuple[int, ...], wanted: Sequence[bool]) -> None:
+        for run, wants in zip(window, wanted, strict=True):
+            if wants and not self.once:
+                self._decide(flushes, self._try(run, compares=True))
+                self._last_trial = self._num_steps
+
+    def _is_due(self) -> bool:
+        number = self._num_steps
+        return number & (number - 1) == 0 if number < MOST_STEPS_BETWEEN else number % MOST_STEPS_BETWEEN == 0
+
+    def _module_has_changed(self) -> bool:
+        if self._attributes is None:
+            self._attributes, self._epoch = self.steps.attributes(), self.module.current_epoch
+        is_long_ago = self._num_steps - self._last_trial >= STEPS_BEFORE_AN_EPOCH
+        begins, self._epoch = self.module.current_epoch != self._epoch, self.module.current_epoch
+        return self._attributes.have_changed() or (begins and is_long_ago)
+
+    def _may_differ(self, run: BatchRun) -> bool:
+        """Whether this batch could tell apart what was alike so far. Only the last stage looks."""
+        if not self.engine.is_last_stage() or self._fitting is None or len(run.micro_batches) == 1:
+            return False
+        weights = self._weights(run)
+        own = values_of(self.weight, weights)
+        if own is None:  # a batch of another kind
+            return True
+        factors = normalized(own, self.weight)
+        if factors is None:
+            return False
+        for other in self._fitting:
+            given = values_of(other, weights)
+            theirs = None if given is None else normalized(given, other)
+            if theirs is None or numpy.any(numpy.abs(theirs - factors) > SAME * numpy.abs(factors).max()):
+                return True
+        return self._tracked.is_new(self._features(run), own)
+
+    def _weights(self, run: BatchRun) -> dict[Weight, Any]:
+        return weights_of(self._views(run), run.sizes, class_weights_of(outside_pipeline(self.module)))
+
+    def _features(self, run: BatchRun) -> dict[Weight, Any]:
+        return features_of(self._views(run), run.sizes)
+
+    def _views(self, run: BatchRun) -> list[View]:
+        if self._looked_at is None or self._looked_at[0] is not run:
+            self._looked_at = run, views_of([micro_batch.data for micro_batch in run.micro_batches])
+        return self._looked_at[1]
+
+    def _try(self, run: BatchRun, *, compares: bool) -> list[Finding]:
+        """What the last stage of each pipeline finds, on all ranks."""
+        trial = self.again(run)
+        trial.runs_once = True
+        self._found = None
+
+        def ask(tried: BatchRun, is_tuple: bool) -> None:
+            self._found = try_batch(self.steps, self.module, tried, is_tuple, compares=compares)
+
+        trial.asks = ask
+        flaw = self.forward(trial)
+        if flaw is not None:
+            return [Finding(why_unknown=flaw)]
+        if self._found is not None:
+            self._keep(trial, self._found)
+        findings = self._from_every_pipeline(self._found)
+        self.engine.loss_cost = LossCost(
+            forward_seconds=findings[0].loss_seconds[0],
+            backward_seconds=findings[0].loss_seconds[1],
+            peak_bytes=findings[0].loss_bytes,
+        )
+        return findings
+
+    def _keep(self, trial: BatchRun, finding: Finding) -> None:
+        """On the last stage: what the batch has shown."""
+        weight = self.weight if self.weight in finding.fitting else best_of(finding.fitting)
+        if weight is not None:
+            self._tracked.add(self._features(trial), self._weights(trial)[weight])
+
+    def _decide(self, flushes: tuple[int, ...], findings: Sequence[Finding]) -> None:
+        """Collective; the same on every rank."""
+        error = max(
+            (finding.relative_error for finding in findings if finding.relative_error is not None), default=None
+        )
+        why_not = next((finding.why_not for finding in findings if finding.why_not), None)
+        unknown = next((finding.why_unknown for finding in findings if finding.why_unknown), None)
+        if why_not is not None:
+            off = "" if error is None else f"the mean over its micro-batches is {error_in_words(error)}: "
+            self._switch(flushes, off + why_not)
+            return
+        explained = [finding for finding in findings if finding.factors is not None]
+        if not explained:
+            if unknown is not None:
+                self._tell(
+                    "what the loss of a batch has to do with those of its micro-batches could not be found out "
+                    f"({unknown}): their mean is taken, weighted by samples, until a batch shows it"
+                )
+            return
+        fitting = self._explaining_all(explained)
+        weight = best_of(fitting)
+        if weight is None:
+            self._switch(flushes, "no weight of micro-batches explains all batches so far")
+            return
+        since = f" from step {self._num_steps} on" if self._fitting is not None else ""
+        if weight != self.weight and not (self._fitting is None and weight == SAMPLES):
+            self._tell(
+                f"the loss of training_step is no mean over samples (that is {error_in_words(error)}): "
+                f"micro-batches are {in_words(weight)}{since}"
+            )
+        self._fitting, self.weight = fitting, weight
+        for finding in findings:
+            if finding.traces:
+                self._tell(said(finding.traces), key="traces")
+            self.log_rules.update(finding.log_rules)
+            for name, merged, whole, rule in finding.wrong_logs:
+                self._tell(
+                    f"training_step logs {name!r}, which is {whole:.6g} for the first batch and {merged:.6g} as "
+                    f"the {rule} of its micro-batches, which is what you will see: MadPipeStrategy(loss='batch') "
+                    "runs the step once per batch",
+                    key=name,
+                )
+
+    def _explaining_all(self, findings: Sequence[Finding]) -> frozenset[Weight]:
+        """The weights that explain these batches and all before."""
+        every = frozenset[Weight]().union(self._fitting or (), *(finding.fitting for finding in findings))
+        for finding in findings:
+            every = frozenset(
+                weight for weight in every if still_fits(weight, finding.fitting, finding.considered)
+            )
+        if self._fitting is not None:
+            every = frozenset(weight for weight in every if still_fits(weight, self._fitting, self._considered))
+        self._considered = self._considered.union(*(finding.considered for finding in findings))
+        return every
+
+    def _switch(self, flushes: tuple[int, ...], why: str) -> None:
+        """From now on the step runs once per batch."""
+        self.once = True
+        since = ""
+        if why and self._num_steps > 1:
+            before = "" if self._is_sure else f"; steps since {self._last_trial} may have had another loss"
+            since = f" from step {self._num_steps} on{before}"
+        try:
+            self.engine.take_losses_of_batches(flushes)
+        except ValueError as flaw:
+            raise self.refusal(f"the loss of training_step is to be computed once per batch: {flaw}") from None
+        if why:
+            announce(
+                f"the loss of training_step is no mean over samples ({why}), so it is computed once on all "
+                f"outputs of each batch{since}: the {counted(self.num_micro_batches, 'forward')} of a batch come "
+                "before its first backward, and plans count on that; loss='mean' takes the mean instead"
+            )
+
+    def _tell(self, sentence: str, key: str | None = None) -> None:
+        if (key or sentence) not in self._told:
+            self._told.add(key or sentence)
+            announce(sentence)
+
+    # Between ranks
+
+    def _on_any(self, wanted: Sequence[bool]) -> list[bool]:
+        """What holds on any rank."""
+        return [bool(flag) for flag in reduced([int(each) for each in wanted], dist.ReduceOp.MAX)]
+
+    def _from_every_pipeline(self, found: Finding | None) -> list[Finding]:
+        return [finding for finding in gather_objects(found) if finding is not None]
+
+
+def _flushes_of(window: Sequence[BatchRun]) -> tuple[int, ...]:
+    return tuple(len(run.micro_batches) for run in window)

@@ -1,0 +1,430 @@
+"""How the loss of a batch comes from the losses of its micro-batches: found by trying, and watched.
+
+On real outputs of one batch the step runs on all of it and on each micro-batch. Where the loss of the batch is a
+sum of theirs with some factors, its gradient by the outputs of a micro-batch is that of the micro-batch's own
+loss times its factor: so the factors are found, and whether there are any, from gradients and values together. A
+*weight* is a guess at what they are proportional to: the number of samples, of labels that are not ignored, and
+so on. All weights that fit are kept, and a batch for which two of them differ is tried, too, before it trains.
+
+Whether a weight that fitted could fail on another batch is told by *features*, shares of label values, of masks
+and the like, in which any such weight is linear: what is tried holds for every batch whose micro-batches differ
+only in directions in which they differed when it was tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_madpipe.steps.batches import named_tensors_of
+
+Weight = tuple[Hashable, ...]
+Vector = NDArray[numpy.float64]
+
+SAMPLES: Weight = ("samples",)
+SUM: Weight = ("sum",)
+"""Each micro-batch with the factor 1: the loss is a sum over the batch."""
+
+MOST_VALUES = 64
+"""Of an integer tensor with more different values in a micro-batch only special ones are counted."""
+WIDEST_RANGE = 4096
+MOST_ELEMENTS = 1 << 24
+"""Of a tensor that is looked at in every step."""
+MOST_EXTREMES = 8
+"""How many different extremes of one floating tensor make a batch worth trying."""
+NOT_A_NUMBER = "NaN"
+COUNTED = ("labels", "rows")
+"""Kinds of weights that count what is not some value."""
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What trying one batch has shown."""
+
+    factors: Vector | None = None
+    """Of each micro-batch in the loss of the batch; None: there are none, or they are not known."""
+    why_not: str | None = None
+    """Why the loss of the batch is no sum of those of micro-batches."""
+    why_unknown: str | None = None
+    """Why that could not be found out."""
+    fitting: frozenset[Weight] = frozenset()
+    considered: frozenset[Weight] = frozenset()
+    """All weights that were guessed."""
+    relative_error: float | None = None
+    """Of the mean over samples as the loss of the batch."""
+    log_rules: Mapping[str, str] = field(default_factory=dict)
+    """How logged numbers are merged that are no means over samples: weighted as the ``loss``, or their ``sum``."""
+    wrong_logs: tuple[tuple[str, float, float, str], ...] = ()
+    """Names that are logged with another value than that of the whole batch: name, merged, whole, how merged."""
+    traces: tuple[str, ...] = ()
+    """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
+    loss_seconds: tuple[float, float] = (0.0, 0.0)
+    """Forward and backward of the step on the whole batch."""
+    loss_bytes: int = 0
+    """Kept and made by it at its peak, the joined outputs included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A step on real outputs, with the gradients of its loss by them."""
+
+    loss: float
+    gradients: tuple[Tensor | None, ...]
+    passed: tuple[Any, ...]
+    """What the step passed to ``forward``."""
+    log_calls: list[dict[str, Any]]
+    seconds: tuple[float, float]
+    """Forward and backward."""
+
+
+def factors_of(
+    whole: Tried, pieces: Sequence[Tried], cut: Sequence[Sequence[Tensor | None]], tolerance: float
+) -> Vector | None:
+    """The factors with which the losses of micro-batches, and their gradients, make those of the batch.
+
+    Args:
+        cut: The gradients of the whole, by micro-batch.
+        tolerance: Relative.
+
+    Returns:
+        None where there are none; NaN of a micro-batch without any gradient.
+    """
+    factors, residual, norm = [], 0.0, 0.0
+    for piece, wanted in zip(pieces, cut, strict=True):
+        both = [
+            (theirs.detach().double().flatten(), own.detach().double().flatten())
+            for theirs, own in zip(wanted, piece.gradients, strict=True)
+            if theirs is not None and own is not None
+        ]
+        square = float(sum(theirs @ theirs for theirs, _ in both))
+        norm += square
+        own_square = float(sum(own @ own for _, own in both))
+        if square == 0.0 and not (own_square > 0.0 and numpy.isfinite(own_square)):
+            factors.append(numpy.nan)  # nothing in it counts, or nothing can be told
+            continue
+        factor = float(sum(theirs @ own for theirs, own in both)) / own_square if own_square > 0 else numpy.nan
+        factors.append(factor)
+        residual += float(sum(((theirs - factor * own) ** 2).sum() for theirs, own in both))
+    if not norm > 0.0 or not numpy.isfinite(residual) or residual > (tolerance**2) * norm:
+        return None
+    return numpy.array(factors)
+
+
+def fits(factors: Vector, losses: Vector, loss: float, weights: Vector, weight: Weight, tolerance: float) -> bool:
+    """Whether weights give the factors of micro-batches, and with them the loss of the batch.
+
+    Args:
+        factors: As far as gradients tell them.
+        losses: Of micro-batches.
+        loss: Of the batch.
+    """
+    expected = normalized(weights, weight)
+    if expected is None:
+        return False
+    known = ~numpy.isnan(factors)
+    if numpy.any(
+        numpy.abs(factors - expected)[known] > tolerance * numpy.maximum(numpy.abs(expected), 1e-4)[known]
+    ):
+        return False
+    parts = expected * losses
+    parts[expected == 0] = 0.0  # nothing in it counts, and a mean over nothing is NaN
+    return bool(abs(loss - parts.sum()) <= tolerance * (abs(loss) + numpy.abs(parts).sum()))
+
+
+def normalized(weights: Vector, weight: Weight) -> Vector | None:
+    """The factors of micro-batches by their weights; None where all weights are 0."""
+    if weight == SUM:
+        return numpy.ones(len(weights))
+    total = weights.sum()
+    return weights / total if total > 0 and numpy.all(numpy.isfinite(weights)) else None
+
+
+def weights_of(
+    views: Sequence[View], sizes: Sequence[int], class_weights: Mapping[str, Tensor]
+) -> dict[Weight, Vector]:
+    """All guesses, for the micro-batches of one batch."""
+    weights: dict[Weight, Vector] = {
+        SAMPLES: numpy.array(sizes, dtype=float),
+        SUM: numpy.ones(len(sizes)),
+    }
+    for view in views:
+        weights.update(_weights_of_view(view, class_weights))
+    return weights
+
+
+def _weights_of_view(view: View, class_weights: Mapping[str, Tensor]) -> Iterator[tuple[Weight, Vector]]:
+    place = view.path, view.shift
+    for kind, numbers, counts in [] if view.is_floating and view.shift else view.counted:
+        yield (kind, *place, None), numbers
+        for value, count in counts.items():
+            yield (kind, *place, value), numbers - count
+    for name, per_class in () if view.is_floating else class_weights.items():
+        given = _sum_of_classes(view.tensors, per_class)
+        if given is not None:
+            yield ("class weights", *place, name), given
+    if _is_weight(view.tensors):
+        yield ("sum of", *place), view.sums
+
+
+def values_of(weight: Weight, weights: Mapping[Weight, Vector]) -> Vector | None:
+    """A weight of each micro-batch; None where the batch has no such tensor."""
+    if weight in weights or weight[0] not in COUNTED:
+        return weights.get(weight)
+    return weights.get((*weight[:3], None))  # the value does not occur
+
+
+def still_fits(weight: Weight, fitting: frozenset[Weight], considered: frozenset[Weight]) -> bool:
+    """Whether a weight explains a batch: a value that does not occur there is as good as no value."""
+    if weight in considered or weight[0] not in COUNTED:
+        return weight in fitting
+    return (*weight[:3], None) in fitting
+
+
+def best_of(fitting: frozenset[Weight]) -> Weight | None:
+    """The most likely explanation."""
+
+    def order(weight: Weight) -> tuple[Any, ...]:
+        kind = weight[0]
+        if weight in (SAMPLES, SUM):
+            return (0 if weight == SAMPLES else 1, "")
+        if kind in COUNTED:
+            value = weight[3]
+            is_special = value == NOT_A_NUMBER or (value is not None and value < 0)  # type: ignore[operator]
+            return (2 if is_special else 5, repr(weight))
+        return (3 if kind == "class weights" else 4, repr(weight))
+
+    return min(fitting, key=order, default=None)
+
+
+def error_in_words(error: float | None) -> str:
+    """How far the mean over micro-batches is off; a micro-batch in which nothing counts has no number."""
+    return f"{error or 0:.2%} off" if error is None or math.isfinite(error) else "not a number"
+
+
+def in_words(weight: Weight) -> str:
+    """What micro-batches are weighted by."""
+    if weight == SUM:
+        return "summed"
+    if weight == SAMPLES:
+        return "weighted by samples"
+    kind, path, *rest = weight
+    if kind in COUNTED:
+        ignored = "" if rest[1] is None else f" that are not {rest[1]}"
+        return f"weighted by the {'elements' if kind == 'labels' else kind} of {path}{rest[0]}{ignored}"
+    if kind == "class weights":
+        return f"weighted by the sum of {rest[1]} over {path}{rest[0]}"
+    return f"weighted by the sum of {path}{rest[0]}"
+
+
+def features_of(views: Sequence[View], sizes: Sequence[int]) -> dict[Weight, Vector]:
+    """Numbers by name, per micro-batch, in which every guess is linear."""
+    features: dict[Weight, Vector] = {SAMPLES: numpy.array(sizes, dtype=float)}
+    for view in views:
+        place = view.path, view.shift
+        if view.is_floating and view.shift:
+            continue
+        if view.is_floating:
+            features[("sum of", *place)] = numpy.nan_to_num(view.sums, posinf=0.0, neginf=0.0)
+        for kind, _, counts in view.counted:
+            for value, count in counts.items():
+                if not view.shift or len(counts) <= 4 or value <= 0:
+                    features[(kind, *place, value)] = count
+    return features
+
+
+class Tracked:
+    """In which directions the micro-batches of batches differed that were tried."""
+
+    def __init__(self) -> None:
+        self._names: dict[Weight, int] = {}
+        self._scales: list[float] = []
+        self._basis: list[Vector] = []
+
+    def is_new(self, features: Mapping[Weight, Vector], weights: Vector) -> bool:
+        """Whether micro-batches, with factors in these proportions, differ in another direction."""
+        return any(True for _ in self._beyond(features, weights))
+
+    def add(self, features: Mapping[Weight, Vector], weights: Vector) -> None:
+        for direction in self._beyond(features, weights):
+            rest = self._rest(direction)
+            length = float(numpy.linalg.norm(rest))
+            if length > 1e-9:
+                self._basis.append(rest / length)
+
+    def _beyond(self, features: Mapping[Weight, Vector], weights: Vector) -> Iterator[Vector]:
+        counts = weights > 0
+        if counts.sum() < 2:
+            return
+        rows = {name: values[counts] / weights[counts] for name, values in features.items()}
+        for name, row in rows.items():
+            if name not in self._names and self._is_worth_it(name):
+                size = float(numpy.abs(row).max())
+                self._names[name] = len(self._names)
+                self._scales.append(size if size > 0 and numpy.isfinite(size) else 1.0)
+        table = numpy.zeros((len(self._names), int(counts.sum())))
+        for name in rows.keys() & self._names.keys():
+            place = self._names[name]
+            table[place] = rows[name] / self._scales[place]
+        table -= table.mean(axis=1, keepdims=True)
+        table[~(numpy.abs(table) > 1e-9)] = 0.0
+        for direction in table.T:
+            length = float(numpy.linalg.norm(direction))
+            if length > 0 and float(numpy.linalg.norm(self._rest(direction))) > 1e-6 * length:
+                yield direction
+
+    def _is_worth_it(self, name: Weight) -> bool:
+        """Whether to track this, too: where each batch has an extreme of its own, that is no sign of anything."""
+        if not isinstance(name[-1], float):
+            return True
+        same = sum(isinstance(known[-1], float) and known[:-1] == name[:-1] for known in self._names)
+        return same <= MOST_EXTREMES  # 0 is one of them
+
+    def _rest(self, direction: Vector) -> Vector:
+        rest = direction.copy()
+        for known in self._basis:
+            rest[: len(known)] -= (rest[: len(known)] @ known) * known
+        return rest
+
+
+def class_weights_of(modules: Iterator[tuple[str, nn.Module]]) -> dict[str, Tensor]:
+    """One-dimensional floating tensors of a module outside its pipeline, which may be the weights of classes."""
+    found = {}
+    for path, owner in modules:
+        for name, value in (*vars(owner).items(), *owner._buffers.items()):
+            is_vector = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 1
+            if is_vector and 2 <= value.numel() <= WIDEST_RANGE:
+                found[".".join(filter(None, ("self", path, name)))] = value.detach()
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A tensor of each micro-batch that labels or masks may be, whole or shifted as for the next token."""
+
+    path: str
+    shift: str
+    tensors: list[Tensor]
+
+    @property
+    def is_floating(self) -> bool:
+        return self.tensors[0].is_floating_point()
+
+    @cached_property
+    def sums(self) -> Vector:
+        return _sums(self.tensors)
+
+    @cached_property
+    def counted(self) -> list[tuple[str, Vector, dict[Any, Vector]]]:
+        """Kinds of things that a loss may leave out: how many there are in each, and how many of each value."""
+        return list(_counted(self.tensors))
+
+
+def views_of(pieces: Sequence[Any]) -> list[View]:
+    """What labels and masks of micro-batches may be."""
+    return list(_views(pieces))
+
+
+def _views(pieces: Sequence[Any]) -> Iterator[View]:
+    for same in zip(*map(named_tensors_of, pieces), strict=True):
+        path, tensors = same[0][0], [tensor for _, tensor in same]
+        if tensors[0].ndim == 0 or sum(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
+            continue
+        if tensors[0].is_complex() or tensors[0].layout is not torch.strided:
+            continue
+        yield View(path, "", tensors)
+        if tensors[0].ndim >= 2 and tensors[0].shape[1] > 1:
+            yield View(path, "[:, 1:]", [tensor[:, 1:] for tensor in tensors])
+            yield View(path, "[:, :-1]", [tensor[:, :-1] for tensor in tensors])
+
+
+def _counted(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Vector, dict[Any, Vector]]]:
+    numbers = numpy.array([tensor.numel() for tensor in tensors], dtype=float)
+    if not tensors[0].is_floating_point():
+        yield "labels", numbers, dict(_counts(tensors))
+        return
+    values = _float_counts(tensors)
+    yield "labels", numbers, values
+    # Whole rows are left out by masks such as x.abs().sum(-1) > 0, or isnan().any(-1).
+    length = tensors[0].shape[-1]
+    if tensors[0].ndim < 2 or length < 2:
+        return
+    rows: dict[Any, Vector] = {}
+    if 0.0 in values:
+        rows[0.0] = _vector((tensor == 0).all(-1).sum() for tensor in tensors)
+    if NOT_A_NUMBER in values:
+        rows[NOT_A_NUMBER] = _vector(tensor.isnan().any(-1).sum() for tensor in tensors)
+    yield "rows", numbers / length, rows
+
+
+def _float_counts(tensors: Sequence[Tensor]) -> dict[Any, Vector]:
+    """How often NaN, 0 and extremes that are no coincidence stand in each tensor: targets that are missing."""
+    counts: dict[Any, Vector] = {
+        NOT_A_NUMBER: _vector(tensor.isnan().sum() for tensor in tensors),
+        0.0: _vector(tensor.numel() - tensor.count_nonzero() for tensor in tensors),
+    }
+    ends = [end for tensor in tensors if tensor.numel() for end in tensor.aminmax()]
+    known = [end for end in (torch.stack(ends).tolist() if ends else []) if end == end]
+    for value in {min(known), max(known)} - {0.0} if known else ():
+        counts[value] = _vector((tensor == value).sum() for tensor in tensors)
+    return {value: count for value, count in counts.items() if count.sum() > (value not in (0.0, NOT_A_NUMBER))}
+
+
+def _vector(numbers: Iterable[Tensor]) -> Vector:
+    return torch.stack(list(numbers)).cpu().double().numpy()
+
+
+def _counts(tensors: Sequence[Tensor]) -> dict[int, Vector]:
+    """How often each value stands in each tensor; of many values only of those that may be special."""
+    low = min(int(tensor.min()) for tensor in tensors if tensor.numel()) if any(t.numel() for t in tensors) else 0
+    high = max((int(tensor.max()) for tensor in tensors if tensor.numel()), default=0)
+    if high - low < WIDEST_RANGE:
+        table = torch.stack(
+            [torch.bincount(tensor.reshape(-1).long() - low, minlength=high - low + 1) for tensor in tensors]
+        ).cpu()
+        present = table.any(dim=0).nonzero().flatten().tolist()
+        if len(present) <= MOST_VALUES:
+            return {low + place: table[:, place].double().numpy() for place in present}
+    special = {value for value in (0, -1, -100) if low <= value <= high}
+    for tensor in tensors:
+        negative = tensor[tensor < 0]
+        if negative.numel():
+            special.update(negative.unique()[:MOST_VALUES].tolist())
+        if tensor.ndim >= 2 and tensor.shape[-1] >= 2:
+            for first, second in ((0, 1), (-1, -2)):  # what stands there twice may fill up short rows
+                repeated = tensor[..., first][tensor[..., first] == tensor[..., second]]
+                if repeated.numel():
+                    special.update(repeated.unique()[:MOST_VALUES].tolist())
+    return {
+        value: numpy.array([int((tensor == value).sum()) for tensor in tensors], dtype=float)
+        for value in sorted(special)
+    }
+
+
+def _sum_of_classes(tensors: Sequence[Tensor], per_class: Tensor) -> Vector | None:
+    if any(not tensor.numel() or int(tensor.max()) >= max(len(per_class), 256) for tensor in tensors):
+        return None
+    if any(tensor.dtype == torch.bool for tensor in tensors):
+        return None
+    sums = []
+    for tensor in tensors:
+        labels = tensor.reshape(-1).long()
+        labels = labels[(labels >= 0) & (labels < len(per_class))]
+        sums.append(float(per_class.to(labels.device).double()[labels].sum()))
+    return numpy.array(sums)
+
+
+def _is_weight(tensors: Sequence[Tensor]) -> bool:
+    return all(bool((tensor >= 0).all()) for tensor in tensors if tensor.numel())
+
+
+def _sums(tensors: Sequence[Tensor]) -> Vector:
+    return torch.stack([tensor.double().sum() for tensor in tensors]).cpu().numpy()

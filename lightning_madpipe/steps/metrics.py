@@ -1,0 +1,121 @@
+"""torchmetrics metrics of a LightningModule on a pipeline.
+
+A step updates them on the last stage, and their states travel to the other ranks with what else it leaves behind
+(see ``leftovers``). So every rank of a pipeline holds the same state, ``compute`` needs no other rank of it, and
+between pipelines it gathers as torchmetrics does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.batches import tensors_of
+
+
+class MetricValue(NamedTuple):
+    """A metric as the value of a ``self.log`` call, on its way to other ranks."""
+
+    path: str
+    """Its name in the LightningModule."""
+    batch_value: Any
+    """What it is for this batch alone, ``on_step``; None where its forward was not called."""
+
+
+def metrics_of(module: nn.Module) -> dict[str, Metric]:
+    """The metrics of a LightningModule, by their names."""
+    return {name: child for name, child in outside_pipeline(module) if isinstance(child, Metric)}
+
+
+def gather_between_pipelines(module: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> Callable[[], None]:
+    """Let the metrics of ``module`` gather their states with ``gather``.
+
+    A metric that was given a process group or a function of its own keeps it.
+
+    Returns:
+        What ends that.
+    """
+    changed = []
+    for metric in metrics_of(module).values():
+        if metric.process_group is None and metric.dist_sync_fn is None:
+            # Not the process group itself, which cannot be copied, and a MetricTracker copies its metric.
+            metric.dist_sync_fn = lambda tensor, group=None: gather(tensor)
+            changed.append(metric)
+
+    def end() -> None:
+        for metric in changed:
+            metric.dist_sync_fn = None
+
+    return end
+
+
+def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
+    """``tensor`` of each rank of ``group``; sizes may differ."""
+    return gather_all_tensors(tensor, group)
+
+
+def copied(metric: Metric) -> Metric:
+    """A copy of ``metric``, whose states may hold the graph that they came from; no copy can have that."""
+    values = [value for part in metric.modules() for value in (*vars(part).values(), *part._buffers.values())]
+    memo = {id(t): t.detach().clone() for t in tensors_of(values) if t.grad_fn is not None}
+    return copy.deepcopy(metric, memo)
+
+
+class BatchMetrics:
+    """What metrics are for one Lightning batch alone, whose micro-batches they see one after the other.
+
+    torchmetrics knows this value, which ``self.log(..., on_step=True)`` shows, for each call of a metric, that is,
+    for a micro-batch. Here a copy of the metric sees all calls of the batch.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Metric, Metric]] = {}
+        self._called: set[int] = set()
+
+    def begin(self) -> None:
+        """Forget the batch before."""
+        self._called.clear()
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """While a step runs, follow the calls of its metrics."""
+
+        # A function and no method: who copies a metric would copy the object of a method with it.
+        def follow(metric: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], _: Any) -> None:
+            self._copy_of(metric).update(*arguments, **keywords)
+
+        metrics = metrics_of(module).values()
+        handles = [metric.register_forward_hook(follow, with_kwargs=True) for metric in metrics]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def value_of(self, metric: Metric) -> Any:
+        """Of the calls since :meth:`begin`; None where there were none."""
+        if id(metric) not in self._called:
+            return None
+        own = self._copy_of(metric)
+        # As torchmetrics does for the value of a call, which is each rank's own unless the metric says otherwise.
+        own._to_sync = metric.dist_sync_on_step
+        return own.compute()
+
+    def _copy_of(self, metric: Metric) -> Metric:
+        if id(metric) not in self._copies:
+            own = copied(metric)
+            for part in own.modules():
+                part._forward_hooks.clear()
+            self._copies[id(metric)] = metric, own
+        _, own = self._copies[id(metric)]
+        if id(metric) not in self._called:
+            self._called.add(id(metric))
+            own.reset()
+        return own

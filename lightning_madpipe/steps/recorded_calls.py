@@ -1,0 +1,78 @@
+"""What a step says to the outside: its calls of loggers and of ``self.print``, kept to be made on rank 0.
+
+A logger's experiment lives on rank 0 only, and a step runs on the last stage, so that
+``self.logger.experiment.add_image(...)`` would reach nobody there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_madpipe.steps.serialization import packed, unpacked
+
+Step = tuple[str, Any]
+"""``("attribute", name)`` or ``("item", key)``: how to come from an object to a part of it."""
+
+
+class Call(NamedTuple):
+    """A call that was not made yet."""
+
+    logger: int | None
+    """The logger's place among the Trainer's; None for the LightningModule."""
+    path: tuple[Step, ...]
+    arguments: Any
+    keywords: Any
+
+    def __str__(self) -> str:
+        names = [f".{key}" if kind == "attribute" else f"[{key!r}]" for kind, key in self.path]
+        return f"{'self' if self.logger is None else 'self.logger'}{''.join(names)}()"
+
+
+def make(call: Call, module: Any, device: torch.device) -> None:
+    """Make the call that another rank's step recorded."""
+    target = module if call.logger is None else module.loggers[call.logger]
+    for kind, key in call.path:
+        target = getattr(target, key) if kind == "attribute" else target[key]
+    target(*unpacked(call.arguments, device), **unpacked(call.keywords, device))
+
+
+class Recorder:
+    """Stands for an object; its methods, and those of its parts, are recorded and return None."""
+
+    def __init__(self, logger: int | None, path: tuple[Step, ...], record: Callable[[Call], None]) -> None:
+        self._logger, self._path, self._record = logger, path, record
+
+    def __getattr__(self, name: str) -> Recorder:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Recorder(self._logger, (*self._path, ("attribute", name)), self._record)
+
+    def __getitem__(self, key: Any) -> Recorder:
+        return Recorder(self._logger, (*self._path, ("item", key)), self._record)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        # As they are now: the step may change a tensor that it has shown.
+        self._record(Call(self._logger, self._path, packed(arguments), packed(keywords)))
+
+
+class RecordedLogger:
+    """A logger as a step sees it: what it is told is recorded, and what it is asked for it still answers."""
+
+    def __init__(self, logger: Any, place: int, record: Callable[[Call], None]) -> None:
+        self._madpipe_logger, self._madpipe_recorder = logger, Recorder(place, (), record)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment" or (name.startswith("log_") and name != "log_dir"):
+            return getattr(self._madpipe_recorder, name)
+        return getattr(self._madpipe_logger, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # steps ask isinstance(self.logger, TensorBoardLogger)
+        return type(self._madpipe_logger)
+
+
+def recorded_loggers(loggers: Sequence[Any], record: Callable[[Call], None]) -> list[Any]:
+    return [RecordedLogger(logger, place, record) for place, logger in enumerate(loggers)]

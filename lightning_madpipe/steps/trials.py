@@ -1,0 +1,275 @@
+"""The step of one batch, tried on all of its outputs and on those of each micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
+from deepspeed_partition.profiling import LiveBytes
+from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.batch_runs import BatchRun, cut_inputs
+from lightning_madpipe.steps.losses import (
+    TOLERANCE,
+    Finding,
+    Tried,
+    best_of,
+    class_weights_of,
+    factors_of,
+    fits,
+    normalized,
+    views_of,
+    weights_of,
+)
+from lightning_madpipe.steps.user_step import NoLossError, UserSteps, merged_logs, rule_of
+from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, compares: bool) -> Finding:
+    """Find out how the loss of a batch comes from those of its micro-batches, on the last stage in a rehearsal.
+
+    Args:
+        run: Whose outputs have come through.
+        compares: Whether to do that; else only the cost of the loss is measured.
+    """
+    try:
+        joined = steps.join(run, trains=False)
+    except ValueError as flaw:
+        return Finding(why_unknown=str(flaw))
+    floating = [tensor for tensor in joined if tensor.is_floating_point()]
+    low = any(tensor.dtype in LOW_PRECISION for tensor in floating)
+    try:
+        if low and compares:
+            # Rounded gradients would hide what differs by less than a percent.
+            wide = tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in joined)
+            finding = _compared(steps, module, run, wide, is_tuple, TOLERANCE)
+            if finding.why_unknown is None and finding.why_not is None:
+                return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
+        tolerance = 2 * max(torch.finfo(tensor.dtype).eps for tensor in floating) if low else TOLERANCE
+        finding = Finding() if not compares else _compared(steps, module, run, joined, is_tuple, tolerance)
+        return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
+    except OUT_OF_MEMORY as flaw:
+        return Finding(why_unknown=f"there is no memory for all outputs of a batch at once ({flaw})")
+    except NoLossError:
+        return Finding(why_unknown="it returns no loss")
+    except Exception as flaw:  # the user's, which comes again where the step runs for good
+        return Finding(why_unknown=f"it raises {type(flaw).__name__}: {flaw}")
+
+
+def _compared(
+    steps: UserSteps, module: Any, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool, tolerance: float
+) -> Finding:
+    draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
+    with draws:
+        whole = steps.try_once(run.whole, joined, is_tuple)
+    left_by_whole = traces.taken()
+    if not numpy.isfinite(whole.loss):
+        return Finding(why_unknown=f"it is {whole.loss}")
+    if len(run.micro_batches) == 1:
+        return Finding()
+    outputs = [
+        tuple(own if piece is None else piece for own, piece in zip(joined, pieces, strict=True))
+        for pieces in run.cut(joined)
+    ]
+    # The micro-batches draw what the whole batch has drawn, each its rows.
+    alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.micro_batches]
+    pieces: list[Tried] = []
+    begin, total = 0, sum(run.sizes)
+    for micro_batch, own in zip(alike, outputs, strict=True):
+        try:
+            with draws.replayed(begin, micro_batch.size, total):
+                pieces.append(steps.try_once(micro_batch, own, is_tuple))
+            traces.note(micro_batch.size)
+        except OUT_OF_MEMORY:
+            raise
+        except NoLossError:
+            return Finding(why_not="it returns a loss for the batch and none for a part of it")
+        except Exception as flaw:
+            return Finding(why_not=f"for a part of it, it raises {type(flaw).__name__}: {flaw}")
+        begin += micro_batch.size
+    left_by_pieces = traces.taken()
+    if draws.are_seeded:
+        return Finding(
+            why_not="it seeds the random numbers that it draws for each sample, and every micro-batch would draw "
+            "the same ones"
+        )
+    if not _passes_rows(whole, pieces, run.sizes):
+        return Finding(
+            why_not="what it passes to forward() for a batch is not what it passes for its parts together"
+        )
+    mean = float(sum(piece.loss * size for piece, size in zip(pieces, run.sizes, strict=True)) / total)
+    off = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
+    error = off if numpy.isfinite(off) else None  # a mean over labels that are all missing in a micro-batch
+    if not any(gradient is not None and bool(gradient.any()) for gradient in whole.gradients):
+        return Finding(why_unknown="it has no gradient", relative_error=error)
+    factors = factors_of(whole, pieces, run.cut(whole.gradients), tolerance)
+    if factors is None:
+        return Finding(why_not="it compares samples, or is weighted by more than one thing", relative_error=error)
+    views = views_of([micro_batch.data for micro_batch in run.micro_batches])
+    weights = weights_of(views, run.sizes, class_weights_of(outside_pipeline(module)))
+    losses = numpy.array([piece.loss for piece in pieces])
+    fitting = frozenset(
+        key for key, values in weights.items() if fits(factors, losses, whole.loss, values, key, tolerance)
+    )
+    if not fitting:
+        return Finding(
+            why_not="its micro-batches count otherwise than by their samples or anything that was tried",
+            relative_error=error,
+        )
+    best = best_of(fitting)
+    assert best is not None
+    shares = normalized(weights[best], best)
+    assert shares is not None, "it fits"
+    for each, piece, share in zip(alike, pieces, shares, strict=True):
+        each.log_calls, each.share = piece.log_calls, float(share)
+    run.whole.log_calls = whole.log_calls
+    return Finding(
+        factors=factors,
+        fitting=fitting,
+        considered=frozenset(weights),
+        relative_error=error,
+        traces=tuple(differences(traces, left_by_whole, left_by_pieces, total % len(run.sizes) == 0)),
+        **_logs(run, alike, tolerance),
+    )
+
+
+def _passes_rows(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> bool:
+    """Whether the inputs of the batch are those of its micro-batches, one after the other."""
+    tensors = [*whole.passed, *(tensor for piece in pieces for tensor in piece.passed)]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        return False
+    try:
+        rows = cut_inputs(whole.passed, [tuple(tensor.shape) for tensor in pieces[0].passed], sizes)
+    except ValueError:
+        return False
+    return all(
+        len(own) == len(piece.passed)
+        and all(
+            mine.shape == theirs.shape and torch.equal(mine, theirs)
+            for mine, theirs in zip(own, piece.passed, strict=True)
+        )
+        for own, piece in zip(rows, pieces, strict=True)
+    )
+
+
+def _logs(run: BatchRun, alike: Sequence[Any], tolerance: float) -> dict[str, Any]:
+    """How each logged number of the micro-batches gives that of the batch, and those that none does."""
+    expected = dict(_numbers(merged_logs([run.whole])))
+    found: dict[str, Mapping[tuple[str, int], float]] = {
+        rule: dict(_numbers(merged_logs(alike, rule))) for rule in ("samples", "loss", "sum")
+    }
+    names = {call["name"]: rule_of(call) for call in run.whole.log_calls}
+    rules, wrong = {}, []
+    for key, value in expected.items():
+        limit = max(tolerance, 1e-5) * max(abs(value), 1e-6)
+        fitting = [rule for rule, values in found.items() if key in values and abs(values[key] - value) <= limit]
+        if not fitting:
+            wrong.append((key[0], found["samples"].get(key, numpy.nan), value, names[key[0]]))
+        elif fitting[0] != "samples":
+            rules[key[0]] = fitting[0]
+    return {"log_rules": rules, "wrong_logs": tuple(wrong)}
+
+
+def _numbers(log_calls: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[str, int], float]]:
+    seen: dict[str, int] = {}
+    numbers = []
+    for call in log_calls:
+        seen[call["name"]] = seen.get(call["name"], -1) + 1
+        if isinstance(call["value"], float):
+            numbers.append(((call["name"], seen[call["name"]]), call["value"]))
+    return numbers
+
+
+def _cost(steps: UserSteps, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool) -> dict[str, Any]:
+    """Seconds and bytes of the step on the whole batch; the joined outputs are in them."""
+    device = joined[0].device
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        seconds = steps.try_once(run.whole, joined, is_tuple).seconds
+        made = torch.cuda.max_memory_allocated(device) - before
+    else:
+        seconds = steps.try_once(run.whole, joined, is_tuple).seconds
+        live = LiveBytes()
+        with live:
+            steps.try_once(run.whole, joined, is_tuple)
+        made = live.peak_bytes
+    return {"loss_seconds": seconds, "loss_bytes": made}  # with a copy of the outputs, as large as the joined ones
+
+
+class _Draws(TorchDispatchMode):
+    """Random numbers of a step on a batch, which its micro-batches draw again, each the rows of its samples.
+
+    Args:
+        seed: The one that a step begins with; where torch has another one, the step has set it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._drawn: list[tuple[Tensor, ...]] = []
+        self._begun: list[bytes | None] = []
+        """For each draw, the state of a generator of the user's before it."""
+        self._rows: tuple[int, int, int] | None = None
+        self._place = 0
+        self.are_seeded = False
+        """Whether micro-batches draw alike for different samples, because the step seeds what it draws from."""
+
+    def replayed(self, begin: int, size: int, total: int) -> _Draws:
+        self._rows, self._place = (begin, size, total), 0
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or "randperm" in str(func):
+            return func(*args, **(kwargs or {}))
+        begun = _state_of((kwargs or {}).get("generator"))
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple) else (result,)
+        if self._rows is None:
+            self._drawn.append(tuple(tensor.detach().clone() for tensor in made))
+            self._begun.append(begun)
+        elif self._place < len(self._drawn):
+            self._draw_again(made, begun)
+        self._place += 1
+        return result
+
+    def _draw_again(self, made: tuple[Tensor, ...], begun: bytes | None) -> None:
+        drawn = self._drawn[self._place]
+        if self._is_seeded(made[0], begun):
+            self.are_seeded |= any(own.shape != whole.shape for own, whole in zip(made, drawn, strict=False))
+            return
+        for own, whole in zip(made, drawn, strict=False):
+            self._take(own, whole)
+
+    def _is_seeded(self, own: Tensor, begun: bytes | None) -> bool:
+        if begun is not None:  # a generator that is not seeded anew goes on from batch to batch
+            return begun == self._begun[self._place]
+        on_cpu = own.device.type == "cpu"
+        return (torch if on_cpu else get_accelerator()).initial_seed() != self._seed
+
+    def _take(self, own: Tensor, whole: Tensor) -> None:
+        assert self._rows is not None
+        begin, size, total = self._rows
+        if own.shape == whole.shape:
+            own.copy_(whole)
+            return
+        for dim, (length, all_of_them) in enumerate(zip(own.shape, whole.shape, strict=False)):
+            rest = [
+                (a, b) for place, (a, b) in enumerate(zip(own.shape, whole.shape, strict=False)) if place != dim
+            ]
+            if length * total == all_of_them * size and own.ndim == whole.ndim and all(a == b for a, b in rest):
+                own.copy_(whole.narrow(dim, all_of_them * begin // total, length))
+                return
+
+
+def _state_of(generator: torch.Generator | None) -> bytes | None:
+    return None if generator is None else generator.get_state().numpy().tobytes()

@@ -1,0 +1,790 @@
+"""The user's ``*_step`` on a pipeline: its input is taken on the first stage, all else on the last."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import random
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from lightning_madpipe.compat.elsewhere import ElsewhereError
+from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.steps.batch_runs import (
+    BatchRun,
+    Dims,
+    Piece,
+    Root,
+    SamplesSelectedError,
+    as_tuple,
+    cut_inputs,
+    rows_of_inputs,
+    writable,
+)
+from lightning_madpipe.steps.batches import join_pieces, map_children, shapes_of, tensors_of
+from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLossError, operations_of
+from lightning_madpipe.steps.losses import Tried
+from lightning_madpipe.steps.metrics import BatchMetrics, MetricValue, metrics_of
+from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
+from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.what_layers_set import LayerTraces
+
+SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
+
+LogCall = dict[str, Any]
+"""The arguments of one ``self.log`` call, by name."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class MicroBatch:
+    """A part of a Lightning batch on its way through the pipeline, in the place of the labels.
+
+    DeepSpeed converts tensors and tuples that it is given as labels and hands on any other object, so
+    the last stage finds here what the user's step needs. Each run of the step overwrites what the one
+    before left: a profiler may repeat it.
+    """
+
+    step: str
+    """``training_step``, ``validation_step``, ``test_step`` or ``predict_step``."""
+    data: Any
+    size: int
+    """Samples."""
+    arguments: tuple[Any, ...]
+    """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
+    seed: int
+    """For the step's own random numbers, which both ends of the pipeline must draw alike."""
+    place: int = 0
+    """Its number in the Lightning batch."""
+    is_last: bool = True
+    """Whether the Lightning batch ends with it."""
+    keeps_returned: bool = False
+    """Whether somebody will read what the step returns."""
+    loss_scale: float = 1.0
+    """Its share in the loss of the optimizer step, times the number that DeepSpeed divides by."""
+    share: float | None = None
+    """Its factor in the loss of the Lightning batch, where micro-batches have a loss each; None: its samples."""
+    is_untried: bool = False
+    """Whether its loss shows a sign of being another one than those that were tried."""
+    loss: Tensor | None = None
+    """What the step returned, unscaled; None where it returned no loss."""
+    returned: Any = None
+    """What the step returned, where somebody reads it."""
+    log_calls: list[LogCall] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    """Of loggers and of ``self.print``."""
+
+
+class StepResult(NamedTuple):
+    """What the last stage tells the other ranks about one Lightning batch."""
+
+    loss: float | None
+    log_calls: list[LogCall]
+    returned: Any
+
+
+class NoLossError(Exception):
+    """A training step that is tried returns no loss that depends on the outputs."""
+
+
+class _InputTaken(BaseException):
+    """Ends a step at the pipeline's call; no ``except Exception`` of the user's may stop it."""
+
+
+class UserSteps:
+    """Runs ``training_step`` and its kin with the pipeline in the place of the layers' call.
+
+    Args:
+        module: The LightningModule.
+        attribute: The attribute whose call runs all layers, see ``PipelineCall``.
+        context: A context for each step, such as the precision's.
+        error: The host's exception for a step that cannot run on a pipeline.
+        ignored: Attributes of the module that its user does not set.
+        is_cut: Whether other ranks have some of the layers.
+        may_run_again: Whether the engine may undo the batch that runs and run it again, for want of memory.
+        traces: What layers set on themselves, which a step may not read; None: it may.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        attribute: str,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+        error: type[Exception] = ValueError,
+        ignored: Collection[str] = (),
+        is_cut: bool = False,
+        may_run_again: Callable[[], bool] = lambda: False,
+        traces: LayerTraces | None = None,
+    ) -> None:
+        self._module = module
+        self._is_cut = is_cut
+        self._may_run_again = may_run_again
+        self._traces = traces
+        self._attribute = attribute
+        self._context = context
+        self._error = error
+        self._ignored = ignored
+        self._log_signature = inspect.signature(type(module).log)
+        self._metrics = BatchMetrics()
+        self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
+        self._dims: dict[str, Dims] = {}
+        self._told: set[str] = set()
+        self.running: str | None = None
+        """The name of the step that runs."""
+        self.watches = False
+        """Whether a training step that shows a sign of a loss that was not tried gives its batch up."""
+        self._tried: set[tuple[str, str]] = set()
+        """Operations in losses that were tried."""
+        self._rows: list[tuple[int, int] | None] | None = None
+        """The dimension of the samples, and its length for each, in every tensor that a training step passes to
+        ``forward``; None where all micro-batches pass the same."""
+        self.rehearsing = False
+        """Whether what runs is to leave no trace, and the other pipelines may not run it."""
+
+    def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
+        """The module as it is now, to tell later what a step left behind."""
+        return Leftovers(self._module, self._ignored, undoable=undoable, may_be_undone=may_be_undone)
+
+    def attributes(self) -> Attributes:
+        """What of the module may change its loss, as it is now."""
+        return Attributes(self._module, self._ignored)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Steps that run meanwhile leave nothing behind."""
+        before, rehearsed_already = self.leftovers(undoable=True), self.rehearsing
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing = rehearsed_already
+            before.undo()
+
+    def inputs(self, micro_batch: MicroBatch, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
+        """What the step passes to the pipeline; it ends there, and what it did until then is undone.
+
+        Args:
+            is_last_stage: Whether this rank runs all of the step, too. Otherwise tensors that it changed in place
+                stay so until the last stage's arrive.
+        """
+        try:
+            taken = self._taken(micro_batch, is_last_stage)
+        except ElsewhereError as flaw:
+            with pipeline_of(self._module).elsewhere.lifted():
+                taken = self._taken(micro_batch, is_last_stage)
+            if taken is not None:
+                raise self._error(
+                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {flaw}"
+                ) from None
+        if taken is None:
+            raise self._error(
+                f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
+            )
+        if not taken or not all(isinstance(value, Tensor) for value in taken):
+            kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
+            raise self._error(
+                f"{micro_batch.step} calls {self._called} with {kinds}: only tensors can be sent to a pipeline"
+            )
+        return taken[0] if len(taken) == 1 else taken
+
+    def _taken(self, micro_batch: MicroBatch, is_last_stage: bool) -> tuple[Any, ...] | None:
+        """What the step calls the layers with; None if it does not."""
+        taken: tuple[Any, ...] | None = None
+
+        def take(*arguments: Any, **keywords: Any) -> None:
+            nonlocal taken
+            if keywords:
+                raise self._error(
+                    f"{micro_batch.step} calls {self._called} with the keyword arguments "
+                    f"{', '.join(keywords)}: only positional tensors can be sent to a pipeline"
+                )
+            taken = arguments
+            raise _InputTaken
+
+        before = self.leftovers(undoable=is_last_stage)
+        try:
+            with torch.no_grad():
+                self._run(micro_batch, take, log=lambda *_, **__: None, record=lambda _: None, again=True)
+        except _InputTaken:
+            pass
+        finally:
+            before.undo()
+        return taken
+
+    def inputs_of(self, label: MicroBatch | Piece, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
+        """The inputs of a micro-batch: what its own step passes to the pipeline, or its piece of the batch's."""
+        if isinstance(label, MicroBatch):
+            inputs = self.inputs(label, is_last_stage=is_last_stage)
+            if self._is_watched(label):
+                self._check_rows(label, as_tuple(inputs))
+            return inputs
+        run = label.run
+        if label.place == 0:
+            run.inputs = list(self._inputs_of_pieces(run, is_last_stage=is_last_stage))
+        tensors, run.inputs[label.place] = run.inputs[label.place], None
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def _inputs_of_pieces(self, run: BatchRun, *, is_last_stage: bool) -> list[tuple[Tensor, ...]]:
+        whole = as_tuple(self.inputs(run.whole, is_last_stage=is_last_stage))
+        if len(run.micro_batches) == 1:
+            return [whole]
+        first = run.micro_batches[0]
+        key = first.step, shapes_of(first.data), shapes_of(run.whole.data)
+        was_known = key in self._shapes_of_pieces
+        if not was_known:
+            self._look_at_piece(first, key)
+        try:
+            cut = cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
+        except ValueError as flaw:
+            if was_known:  # it may pass on other shapes now
+                del self._shapes_of_pieces[key]
+                return self._inputs_of_pieces(run, is_last_stage=is_last_stage)
+            if isinstance(flaw, SamplesSelectedError) and self.rehearsing:
+                raise
+            raise self._error(f"{first.step}: {flaw}") from None
+        if first.step == "training_step":
+            self._rows = rows_of_inputs(cut[0], whole, first.size)
+        return cut
+
+    def _look_at_piece(self, first: MicroBatch, key: Any) -> None:
+        if len(self._shapes_of_pieces) > 1000:  # of sequences of all lengths
+            self._shapes_of_pieces.clear()
+        with self.rehearsal():
+            pieces = as_tuple(self.inputs(first))
+        self._shapes_of_pieces[key] = [tuple(tensor.shape) for tensor in pieces]
+
+    def _check_rows(self, micro_batch: MicroBatch, inputs: tuple[Tensor, ...]) -> None:
+        """Give the batch up if a micro-batch passes on more or less for each sample than when it was tried."""
+        for tensor, known in zip(inputs, self._rows or (), strict=False):
+            if known is not None and (
+                tensor.ndim <= known[0] or tensor.shape[known[0]] != known[1] * micro_batch.size
+            ):
+                self._rows = None
+                self._give_up(micro_batch)
+
+    def _check_operations(self, micro_batch: MicroBatch, operations: Operations) -> None:
+        if not operations <= self._tried:
+            self._tried |= operations  # tried once, even if the trial fails
+            self._give_up(micro_batch)
+
+    def _give_up(self, micro_batch: MicroBatch) -> None:
+        micro_batch.is_untried = True
+        raise UntriedLossError(f"the loss of {micro_batch.step} is not the one that was tried")
+
+    def loss(self, outputs: Any, label: MicroBatch | Piece) -> Tensor:
+        """Run the step on the pipeline's ``outputs``; what comes of it is left in its micro-batch or batch.
+
+        Returns:
+            The loss times ``loss_scale``; zero where the step returns no loss, as validation may. Where the step
+            runs once for a batch, zero for all micro-batches but the last one; the backward of each gives its
+            outputs the gradients of the batch's loss.
+
+        Raises:
+            Exception: what the step raises, unless it is only measured: when it is trained on, it raises that
+                again, and every rank hears of it.
+        """
+        if isinstance(label, MicroBatch):
+            return self._loss_or_error(outputs, label)
+        run, tensors = label.run, as_tuple(outputs)
+        trains = torch.is_grad_enabled()
+        if label.place == 0:
+            run.begin()
+        run.collect(tensors)
+        value = torch.zeros((), device=self._module.device)
+        if label.is_last and run.asks is not None:
+            run.asks(run, isinstance(outputs, tuple))
+        elif label.is_last:
+            loss = self._loss_of_batch(run, isinstance(outputs, tuple), trains)
+            run.loss = loss if trains and loss.requires_grad else None
+            value = loss.detach()
+        if not trains:
+            return value
+        return Root.apply(value, functools.partial(run.gradients_of, label.place), *tensors)
+
+    def _loss_of_batch(self, run: BatchRun, is_tuple: bool, trains: bool) -> Tensor:
+        step, pieces = run.whole.step, run.outputs
+        try:
+            joined = self.join(run, trains=trains)
+        except ValueError as flaw:
+            if trains:
+                raise self._error(f"{step}: {flaw}") from None
+            # Nothing is trained by it: as micro-batches, each with its own step.
+            self._say(f"{step} runs once per micro-batch, and not once per batch, because {flaw}")
+            run.fell_apart = True
+            for outputs, micro_batch in zip(pieces, run.micro_batches, strict=True):
+                value = self._loss_or_error(outputs if is_tuple else outputs[0], micro_batch)
+            return value
+        given = writable(joined)
+        loss = self._loss_or_error(given if is_tuple else given[0], run.whole)
+        if trains and not loss.requires_grad:
+            raise self._error(
+                f"the loss of {step} needs no gradient: it does not depend on what {self._called} returns"
+            )
+        return loss
+
+    def join(self, run: BatchRun, *, trains: bool) -> tuple[Tensor, ...]:
+        """The outputs of a batch as of one forward.
+
+        Raises:
+            ValueError: they cannot be joined.
+        """
+        step = run.micro_batches[0].step
+        joined = run.join(self._dims.get(step), trains=trains)
+        if len(set(run.sizes)) > 1:
+            self._dims[step] = run.dims  # seen, where micro-batches of one size show nothing
+        return joined
+
+    def try_once(self, micro_batch: MicroBatch, outputs: tuple[Tensor, ...], is_tuple: bool) -> Tried:
+        """Run the step on copies of ``outputs``, to know its loss, their gradients and what it logs.
+
+        Within a rehearsal.
+
+        Raises:
+            Exception: whatever the step raises.
+            NoLossError: it returns none.
+        """
+        # Copies, for a step may change them in place, and others are tried on the same outputs.
+        copies = (tensor.detach().clone() for tensor in outputs)
+        leaves = tuple(copy.requires_grad_() if copy.is_floating_point() else copy for copy in copies)
+        with torch.enable_grad():
+            given = writable(leaves)
+        ends = _graph_of(given)
+        passed: list[tuple[Any, ...]] = []
+        logged: list[LogCall] = []
+
+        def answer(*arguments: Any, **_: Any) -> Any:
+            passed.append(arguments)
+            return self._cut_off(given if is_tuple else given[0], arguments)
+
+        def log(*arguments: Any, **keywords: Any) -> None:
+            bound = self._log_signature.bind(self._module, *arguments, **keywords)
+            logged.append(self._checked(micro_batch, bound.arguments))
+
+        with torch.enable_grad():
+            start = _now(self._module.device)
+            returned = self._run(micro_batch, answer, log, lambda _: None, again=True)
+            middle = _now(self._module.device)
+            loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
+                raise NoLossError
+            self._tried |= operations_of(loss, ends)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True))
+            gradients = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+            end = _now(self._module.device)
+        return Tried(
+            loss=float(loss.detach()),
+            gradients=gradients,
+            passed=passed[0],
+            log_calls=logged,
+            seconds=(middle - start, end - middle),
+        )
+
+    def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+        try:
+            return self._loss(outputs, micro_batch)
+        except Exception as flaw:
+            if not self.rehearsing:
+                if isinstance(flaw, ElsewhereError):
+                    raise self._other_weights(micro_batch, flaw) from None
+                raise
+            return _nothing_of(outputs)
+
+    def _loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+        micro_batch.log_calls, micro_batch.calls = [], []
+        micro_batch.loss = micro_batch.returned = None
+        if micro_batch.place == 0:
+            self._metrics.begin()
+        num_calls = 0
+
+        def answer(*arguments: Any, **_: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                raise self._error(
+                    f"{micro_batch.step} calls {self._called} a second time: a pipeline runs once per "
+                    "micro-batch; make one call, on inputs joined along dimension 0"
+                )
+            return self._cut_off(outputs, arguments)
+
+        def log(*arguments: Any, **keywords: Any) -> None:
+            bound = self._log_signature.bind(self._module, *arguments, **keywords)
+            micro_batch.log_calls.append(self._checked(micro_batch, bound.arguments))
+
+        ends = _graph_of(outputs)
+        with self._metrics.watching(self._module):
+            again = self.rehearsing or self._may_run_again()
+            returned = self._run(micro_batch, answer, log, micro_batch.calls.append, again=again)
+        if micro_batch.keeps_returned:
+            micro_batch.returned = _detached(returned)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            micro_batch.loss = loss.detach().reshape(())
+            if self._is_watched(micro_batch):
+                self._check_operations(micro_batch, operations_of(loss, ends))
+            if micro_batch.share == 0.0:
+                return _nothing_of(outputs)
+            if micro_batch.place == 0 and self._is_cut and self._has_other_weights(loss, ends):
+                raise self._other_weights(micro_batch)
+            return loss.reshape(()) * micro_batch.loss_scale
+        if micro_batch.step == "training_step":
+            raise self._error(
+                f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one "
+                "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
+            )
+        return torch.zeros((), device=self._module.device)
+
+    def _is_watched(self, micro_batch: MicroBatch) -> bool:
+        return self.watches and not self.rehearsing and micro_batch.step == "training_step"
+
+    def _cut_off(self, outputs: Any, arguments: Sequence[Any]) -> Any:
+        """``outputs``, whose gradients by ``arguments`` a step may not ask for: it would find none."""
+        asked = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        if not asked or not torch.is_grad_enabled():
+            return outputs
+
+        def refuse() -> None:
+            if self.running is not None:
+                raise self._error(
+                    f"{self.running} asks for gradients by what it passes to {self._called}, such as for a "
+                    "gradient penalty, and in a pipeline these go back through the stages only when the step has "
+                    "ended: let the layers compute what needs them, or train with a strategy that has the whole "
+                    "model on each device, such as 'ddp'"
+                )
+
+        cut = [
+            _CutOff.apply(refuse, tensor, *asked) if tensor.is_floating_point() else tensor
+            for tensor in as_tuple(outputs)
+        ]
+        return tuple(cut) if isinstance(outputs, tuple) else cut[0]
+
+    def _other_weights(self, micro_batch: MicroBatch, flaw: Exception | None = None) -> Exception:
+        return self._error(
+            f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
+            "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
+            "optimizer's weight_decay, or let the layers return what the loss needs"
+            + (f" ({flaw})" if flaw is not None else "")
+        )
+
+    def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
+        """Whether gradients of ``loss`` reach weights other than through the graph of the outputs, ``ends``."""
+        of_metrics = {weight for metric in metrics_of(self._module).values() for weight in metric.parameters()}
+        todo, seen = [loss.grad_fn], set(ends)
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                leaf = getattr(node, "variable", None)
+                if isinstance(leaf, nn.Parameter) and leaf not in of_metrics:
+                    return True
+                todo.extend(following for following, _ in node.next_functions)
+        return False
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(f"madpipe: {sentence}", stacklevel=2)
+
+    @property
+    def _called(self) -> str:
+        return f"self.{self._attribute}()"
+
+    def _run(
+        self,
+        micro_batch: MicroBatch,
+        call: Callable[..., Any],
+        log: Callable[..., None],
+        record: Callable[[Call], None],
+        *,
+        again: bool,
+    ) -> Any:
+        """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``.
+
+        Args:
+            again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
+        """
+        data = _copied(micro_batch.data) if again else micro_batch.data
+        layers = call
+        if self._attribute != "forward":
+            sequential = getattr(self._module, self._attribute)
+            layers = _SequentialStandIn(sequential, call, self._called, self._error)
+
+        def show(*values: Any, **keywords: Any) -> None:
+            record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
+
+        with (
+            self._context(),
+            _seeded(micro_batch.seed),
+            self._as_running(micro_batch.step),
+            _replaced(self._module, self._attribute, layers),
+            _replaced(self._module, "log", log),
+            _replaced(self._module, "print", show),
+            _recorded(self._module, record),
+            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
+        ):
+            return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+
+    @contextmanager
+    def _as_running(self, step: str) -> Iterator[None]:
+        self.running = step
+        try:
+            yield
+        finally:
+            self.running = None
+
+    def _checked(self, micro_batch: MicroBatch, arguments: Mapping[str, Any]) -> LogCall:
+        log_call = {name: value for name, value in arguments.items() if name != "self"}
+        key, value, step = log_call["name"], log_call["value"], micro_batch.step
+        if isinstance(value, Metric):
+            log_call["value"] = self._metric_value(value, log_call, micro_batch)
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            log_call["value"] = value.detach().reshape(())
+        elif not isinstance(value, numbers.Real):
+            raise self._error(
+                f"{step} logs {key!r}, a {type(value).__name__}: with a pipeline self.log takes numbers, "
+                "tensors of one element and torchmetrics metrics"
+            )
+        if log_call.get("sync_dist_group") is not None:
+            raise self._error(
+                f"{step} logs {key!r} with a sync_dist_group, which the strategy itself sets: leave it out"
+            )
+        return log_call
+
+    def _metric_value(self, metric: Metric, log_call: LogCall, micro_batch: MicroBatch) -> MetricValue:
+        path = next((path for path, child in metrics_of(self._module).items() if child is metric), None)
+        if path is None:
+            raise self._error(
+                f"{micro_batch.step} logs {log_call['name']!r}, a {type(metric).__name__} that is no attribute of "
+                f"the {type(self._module).__name__}: set it as one, so that the other ranks have it, too"
+            )
+        on_step = log_call.get("on_step")
+        shown = micro_batch.step == "training_step" if on_step is None else on_step
+        return MetricValue(path, self._metrics.value_of(metric) if shown and micro_batch.is_last else None)
+
+
+class _CutOff(torch.autograd.Function):
+    """Hands on an output of the layers, and calls ``refuse`` where a gradient is to go back to their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, refuse: Callable[[], None], output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.refuse, ctx.num_inputs = refuse, len(inputs)
+        return output.clone()  # and no view, which the step could not change in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.refuse()
+        return None, gradient, *[None] * ctx.num_inputs
+
+
+class _SequentialStandIn:
+    """What ``self.net`` is while a step runs: it can be called as a whole, and nothing else."""
+
+    def __init__(
+        self, sequential: nn.Module, call: Callable[..., Any], called: str, error: type[Exception]
+    ) -> None:
+        self._sequential, self._call = sequential, call
+        self._refusal = error(
+            f"the step, or forward(), uses parts of {called.removesuffix('()')}, whose layers run on other ranks "
+            "and leave there what they set on themselves: call it as a whole, let it return all that the step "
+            "needs, or name the layers in pipeline_layers()"
+        )
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        with _replaced(self._sequential, "forward", self._call):
+            return self._sequential(*arguments, **keywords)  # with its hooks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._refusal
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refusal
+
+
+def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] | None = None) -> StepResult:
+    """The loss, the logs and the output of a Lightning batch from those of its micro-batches.
+
+    Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
+    ``reduce_fx`` is sum, min or max, that is applied.
+
+    Args:
+        log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`.
+
+    Raises:
+        ValueError: somebody reads what the step returns, and it cannot be joined.
+    """
+    with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
+    losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
+    loss = _weighted_sum(losses, _shares_of(with_loss)) if losses else None
+    return StepResult(loss, merged_logs(micro_batches, log_rules or {}), _joined_output(micro_batches))
+
+
+def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
+    first = micro_batches[0]
+    if not first.keeps_returned:
+        return None
+    if len(micro_batches) == 1:
+        return first.returned
+    pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
+    return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
+
+
+def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, str] = "samples") -> list[LogCall]:
+    """The log calls of a batch from those of its micro-batches.
+
+    Args:
+        rules: How means are merged, one for all or by name: weighted by ``samples``, which is the default, or as
+            the ``loss`` is; or as a ``sum``.
+    """
+    # The k-th call with a name is merged with the k-th call of the other micro-batches.
+    same: dict[tuple[str, int], list[tuple[LogCall, int]]] = defaultdict(list)
+    shares = _shares_of(micro_batches)
+    for micro_batch in micro_batches:
+        seen: Counter[str] = Counter()
+        for log_call in micro_batch.log_calls:
+            same[log_call["name"], seen[log_call["name"]]].append((log_call, micro_batch.size))
+            seen[log_call["name"]] += 1
+    plain = [calls for calls in same.values() if not isinstance(calls[0][0]["value"], MetricValue)]
+    floats = iter(_as_floats([log_call["value"] for calls in plain for log_call, _ in calls]))
+    merged = []
+    for calls in same.values():
+        if isinstance(calls[0][0]["value"], MetricValue):
+            merged.append(calls[-1][0])  # the last micro-batch's knows the value of the batch
+            continue
+        weights = [log_call.get("batch_size") or size for log_call, size in calls]
+        values = [next(floats) for _ in calls]
+        first = calls[0][0]
+        rule = rules if isinstance(rules, str) else rules.get(first["name"], "samples")
+        if len(calls) == len(shares) and rule != "samples" and _is_mean(first):
+            value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
+        else:
+            value = _reduced(first, values, weights)
+        merged.append({**first, "value": value, "batch_size": sum(weights)})
+    return merged
+
+
+def _is_mean(log_call: LogCall) -> bool:
+    return rule_of(log_call) == "mean"
+
+
+def rule_of(log_call: LogCall) -> str:
+    """How values of micro-batches are merged if nothing else is found: ``mean``, ``sum``, ``min`` or ``max``."""
+    reduce_fx = log_call.get("reduce_fx", "mean")
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    # What Lightning doesn't know, it refuses when the merged value is logged.
+    return name if name in ("sum", "min", "max") else "mean"
+
+
+def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
+    plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
+    rule = rule_of(log_call)
+    return plain[rule](values) if rule in plain else _weighted_mean(values, weights)
+
+
+def _shares_of(micro_batches: Sequence[MicroBatch]) -> list[float]:
+    """What the loss of each counts in that of the batch."""
+    total = sum(micro_batch.size for micro_batch in micro_batches)
+    return [each.size / total if each.share is None else each.share for each in micro_batches]
+
+
+def _weighted_sum(values: Sequence[float], shares: Sequence[float]) -> float:
+    # A micro-batch in which no label counts has no loss: a mean over nothing is NaN.
+    return sum(value * share for value, share in zip(values, shares, strict=True) if share)
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _as_floats(values: Sequence[Any]) -> list[float]:
+    """Tensors and numbers as floats, in one copy from the device."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    floats = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _nothing_of(outputs: Any) -> Tensor:
+    """A loss of 0 that depends on ``outputs``."""
+    floating = [t for t in as_tuple(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.stack([t.sum() * 0.0 for t in floating]).sum() if floating else torch.zeros(())
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _graph_of(outputs: Any) -> list[Any]:
+    """Where the graph of what a stage put out ends, before a step changes it in place."""
+    return [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else map_children(value, _copied)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else map_children(value, _detached)
+
+
+@contextmanager
+def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
+    """Let ``self.logger`` record what it is told."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    loggers = trainer.loggers
+    trainer.loggers = recorded_loggers(loggers, record)
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+@contextmanager
+def _replaced(module: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Put ``value`` in the instance dictionary, where it is found before methods and child modules."""
+    missing = object()
+    before = vars(module).get(attribute, missing)
+    object.__setattr__(module, attribute, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            object.__delattr__(module, attribute)
+        else:
+            object.__setattr__(module, attribute, before)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's random numbers, and restore them afterwards.
+
+    The first and the last stage run the same step on the same micro-batch: what it draws, such as the
+    shares of a mix-up of inputs and labels, must be the same on both.
+    """
+    with preserved_random_state():
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.random.default_generator.manual_seed(seed)
+        if get_accelerator().device_name() != "cpu":
+            get_accelerator().manual_seed(seed)
+        yield

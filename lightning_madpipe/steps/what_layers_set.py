@@ -1,0 +1,133 @@
+"""What layers set on themselves while they run, such as an auxiliary loss, and a step may not read.
+
+A layer runs on the rank that has it, once per micro-batch, and the step on the last stage. What the layer has set
+on itself is missing there, or is that of another micro-batch, and no gradient comes through it. To read it in a
+step raises. What is set is seen where ``forward()`` is compared with the layers, and else read from the code of
+the layers' classes.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.steps.forward_reads import of_class, subclass_of
+from lightning_madpipe.steps.step_side_effects import LIBRARIES
+
+
+class Left(NamedTuple):
+    """An attribute that ``forward()`` or a layer sets while it runs."""
+
+    layer: int | None
+    """The place of the layer among those that need no building; None: it stands outside of the layers."""
+    path: str
+    """Of the module that has the attribute, within the layer or the LightningModule."""
+    name: str
+
+
+def left_by_code(call: PipelineCall) -> list[Left]:
+    """The attributes that the code of the layers' classes sets in ``forward()``, and in methods that it calls."""
+    return [
+        Left(place, path, name)
+        for place, (_, layer) in enumerate(call.existing_modules())
+        for path, part in layer.named_modules()
+        for name in _set_by_forward(part.__class__)
+    ]
+
+
+@cache
+def _set_by_forward(kind: Any) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    todo, seen = ["forward"], set[str]()
+    while todo:
+        name = todo.pop()
+        function = inspect.getattr_static(kind, name, None)
+        own = isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in LIBRARIES
+        if name not in seen and own:
+            todo.extend(function.__code__.co_names)
+            found.update(dict.fromkeys(_set_on_self(function)))
+        seen.add(name)
+    return tuple(found)
+
+
+def _set_on_self(function: FunctionType) -> Iterator[str]:
+    owner = next(iter(function.__code__.co_varnames), None)
+    before: Any = None
+    for instruction in dis.get_instructions(function):
+        # Newer versions of Python (3.13) load two names at once.
+        loaded = before[-1] if isinstance(before, tuple) else before
+        if instruction.opname == "STORE_ATTR" and loaded == owner:
+            yield instruction.argval
+        before = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
+
+
+class LayerTraces:
+    """Lets steps not read what layers set.
+
+    Args:
+        module: The LightningModule.
+        call: Its layers.
+        error: The host's exception with a sentence.
+    """
+
+    def __init__(self, module: nn.Module, call: PipelineCall, error: Callable[[str], Exception]) -> None:
+        self._module, self._error = module, error
+        self._called = f"self.{call.attribute}()"
+        self._layers = [layer for _, layer in call.existing_modules()]
+        self._names = {part: f"self.{name}" for name, part in module.named_modules() if name}
+        self._hidden: dict[nn.Module, dict[str, Left]] = defaultdict(dict)
+        self._kinds: dict[tuple[nn.Module, str], type] = {}
+
+    def add(self, left: Collection[Left]) -> None:
+        """Keep steps from reading these, too."""
+        for each in left:
+            root = self._module if each.layer is None else self._layers[each.layer]
+            owner = root.get_submodule(each.path)
+            if not isinstance(owner, Metric):  # which changes itself, and travels as a whole
+                self._hidden[owner][each.name] = each
+        self._kinds.clear()
+
+    @contextmanager
+    def hidden(self, step: str) -> Iterator[None]:
+        """While a step runs, let it raise where it reads what a layer sets."""
+        with ExitStack() as stack:
+            for owner in self._hidden:
+                stack.enter_context(of_class(owner, self._refusing_class(owner, step)))
+            yield
+
+    def _refusing_class(self, owner: nn.Module, step: str) -> type:
+        kind = self._kinds.get((owner, step))
+        if kind is None or kind.__bases__[0] is not type(owner):  # which a parametrization changes
+            names = self._hidden[owner].items()
+            members = {name: self._refusing(owner, each, step) for name, each in names}
+            kind = self._kinds[owner, step] = subclass_of(type(owner), members)
+        return kind
+
+    def _refusing(self, owner: nn.Module, left: Left, step: str) -> property:
+        def read(_: Any) -> Any:
+            raise self._error(self._sentence(owner, left, step))
+
+        return property(read, lambda it, value: vars(it).__setitem__(left.name, value))
+
+    def _sentence(self, owner: nn.Module, left: Left, step: str) -> str:
+        place = f"self.{left.name}" if owner is self._module else f"{self._name_of(owner, left)}.{left.name}"
+        setter = f"{self._called} or a layer" if left.layer is None else "a layer"
+        return (
+            f"{step} reads {place}, which {setter} sets while it runs: in a pipeline a layer runs on the rank "
+            "that has it, once per micro-batch, and the step on the last stage, where neither the value nor its "
+            "gradient comes: let the layers hand it on with the activations, `return x, aux`, and the last one "
+            "return it"
+        )
+
+    def _name_of(self, owner: nn.Module, left: Left) -> str:
+        return self._names.get(owner, f"{left.path or type(owner).__name__} of layer {left.layer}")

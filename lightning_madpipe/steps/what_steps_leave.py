@@ -1,0 +1,161 @@
+"""What a step leaves on its module when it runs once for a batch, beside what its micro-batches leave together.
+
+Entries of a list are one for each run of the step, and so is what a metric is told of a loss. Where the batch and
+its micro-batches leave the same, as predictions that are joined do, nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+from lightning_madpipe.steps.metrics import metrics_of
+
+CLOSE = 1e-4
+MOST_NAMED = 4
+
+Numbers = dict[str, Tensor]
+"""The numbers in a value, one after the other, by the keys that lead to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one attribute has become, or what a list has gained."""
+
+    num_entries: int | None
+    """Entries that a list has gained; None for anything else."""
+    numbers: Numbers
+
+
+class StepTraces:
+    """Within a rehearsal: the traces of the steps that run from now on.
+
+    Args:
+        steps: Runs the user's steps.
+        module: The LightningModule.
+    """
+
+    def __init__(self, steps: Any, module: nn.Module) -> None:
+        self._steps, self._metrics = steps, metrics_of(module)
+        # One that has been told something before would dilute what this batch tells it.
+        self._fresh = {name for name, metric in self._metrics.items() if not metric.update_called}
+        self._before = steps.leftovers(undoable=True)
+        self._means: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def taken(self) -> dict[str, Trace]:
+        """The traces since the beginning, which are then undone."""
+        found = {}
+        for change in self._before.changes():
+            if change.place.owner not in self._metrics and change.kind != "delete":
+                gained = len(change.value) if change.kind in ("extend", "continues") else None
+                found[str(change.place)] = Trace(gained, numbers_of(change.value))
+        for name, metric in self._metrics.items():
+            if name in self._fresh and metric.update_called:
+                found[_named(name, metric)] = Trace(None, numbers_of(_value_of(metric)))
+        self._before.undo()
+        return found
+
+    def note(self, size: int) -> None:
+        """After the step of a micro-batch of so many samples."""
+        for name, metric in self._metrics.items():
+            if isinstance(metric, MeanMetric) and name in self._fresh and metric.update_called:
+                self._means[_named(name, metric)].append((size, float(metric.mean_value.sum())))
+
+    def is_mean_over(self, name: str, whole: Trace) -> bool:
+        """Whether a mean of numbers of micro-batches of one size would be that of the batch."""
+        sizes, sums = zip(*self._means.get(name, [(1, math.nan)]), strict=True)
+        mean = numpy.average(numpy.diff(sums, prepend=0.0), weights=sizes)
+        return bool(numpy.allclose(mean, float(whole.numbers.get("", torch.tensor([math.nan]))[0]), rtol=CLOSE))
+
+
+def differences(
+    traces: StepTraces, whole: Mapping[str, Trace], pieces: Mapping[str, Trace], even: bool
+) -> list[str]:
+    """What is left otherwise by micro-batches, in words.
+
+    Args:
+        even: The batch is cut into micro-batches of one size when it trains.
+    """
+    return [
+        _in_words(name, trace, pieces[name])
+        for name, trace in whole.items()
+        if name in pieces
+        and not _are_same(trace, pieces[name])
+        and not (even and traces.is_mean_over(name, trace))
+    ]
+
+
+def said(differing: Sequence[str]) -> str:
+    """The sentence for these differences."""
+    more = f"; and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return (
+        f"training_step runs once per micro-batch, so that for the first batch {'; '.join(differing[:MOST_NAMED])}"
+        f"{more}: MadPipeStrategy(loss='batch') runs it once per batch"
+    )
+
+
+def _named(name: str, metric: Metric) -> str:
+    return f"self.{name} ({type(metric).__name__})"
+
+
+def _in_words(name: str, whole: Trace, pieces: Trace) -> str:
+    if whole.num_entries != pieces.num_entries:
+        return f"{name} gets {pieces.num_entries} entries instead of {whole.num_entries}"
+    own, theirs = (list(trace.numbers.values()) for trace in (whole, pieces))
+    if len(own) == len(theirs) == 1 and own[0].numel() == theirs[0].numel() == 1:
+        return f"{name} is {float(theirs[0]):.6g} instead of {float(own[0]):.6g}"
+    return f"{name} differs"
+
+
+def _are_same(whole: Trace, pieces: Trace) -> bool:
+    return whole.numbers.keys() == pieces.numbers.keys() and all(
+        own.shape == theirs.shape and torch.allclose(own, theirs, rtol=CLOSE, atol=1e-6, equal_nan=True)
+        for own, theirs in zip(whole.numbers.values(), pieces.numbers.values(), strict=True)
+    )
+
+
+def numbers_of(value: Any) -> Numbers:
+    """The numbers in nested lists, dicts and dataclasses of tensors; strings count as one each."""
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    _collect(value, "", parts)
+    return {key: torch.cat(parts[key]) for key in sorted(parts)}
+
+
+def _collect(value: Any, key: str, parts: dict[str, list[Tensor]]) -> None:
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        if not value.is_complex() and value.layout is torch.strided:
+            parts[key].append(value.detach().cpu().double().reshape(-1))
+    elif isinstance(value, numbers.Real):
+        parts[key].append(torch.tensor([float(value)], dtype=torch.float64))
+    elif isinstance(value, str):
+        parts[key].append(torch.zeros(1, dtype=torch.float64))
+    elif isinstance(value, Mapping):
+        for name, child in value.items():
+            _collect(child, f"{key}[{name!r}]", parts)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            _collect(child, key, parts)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            _collect(getattr(value, each.name), f"{key}.{each.name}", parts)
+
+
+def _value_of(metric: Metric) -> Any:
+    """The value for what this rank has told a metric; None where there is none for so little."""
+    copy = metric.clone()
+    copy._to_sync = False
+    try:
+        return copy.compute()
+    except Exception:  # whatever a class says of too few samples, it says it again where it is asked for good
+        return None
