@@ -1,26 +1,40 @@
-"""What the README quotes is what is said, and the commands that it shows exist."""
+"""What the documents quote is what is said; the commands, options, names and links that they show exist."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import pytorch_lightning
 import torch
+from click.testing import CliRunner
 from torch import nn
 
-from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
+import deepspeed_partition
+from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan
 from deepspeed_partition.cli import cli
 from deepspeed_partition.engine.pipeline.module import check_boundaries, check_same_model
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.solvers import interface
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.strategy import PipelineStrategy
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+PLANNER = (ROOT / "deepspeed_partition" / "planner" / "README.md").read_text()
+ENGINE = (ROOT / "deepspeed_partition" / "engine" / "README.md").read_text()
+LIGHTNING = (ROOT / "lightning_madpipe" / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+SAID = LIGHTNING + ENGINE
+"""The documents with tables of what is said when something is wrong."""
+FOLDERS = [ROOT / name for name in ("deepspeed_partition", "lightning_madpipe", "examples", "tests")]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in folder.rglob("*.md"))])
 
 
 class Bare(pytorch_lightning.LightningModule):
@@ -67,7 +81,7 @@ TOLD: dict[str, Callable[[], object]] = {
 
 
 def test_every_row_is_checked() -> None:
-    rows = re.findall(r"^\| ((?:Lightning|DeepSpeed), .*?) \| ", README, re.MULTILINE)
+    rows = re.findall(r"^\| ((?:Lightning|DeepSpeed), .*?) \| ", SAID, re.MULTILINE)
     assert len(rows) == len(TOLD)
 
 
@@ -75,15 +89,108 @@ def test_every_row_is_checked() -> None:
 def test_what_is_wrong_is_told_in_these_words(written: str) -> None:
     with pytest.raises(ValueError) as told:
         TOLD[written]()
-    [row] = [line for line in README.splitlines() if line.startswith("| ") and written in line.split(" | ")[0]]
+    [row] = [line for line in SAID.splitlines() if line.startswith("| ") and written in line.split(" | ")[0]]
     said, quoted = str(told.value), row.removesuffix(" |").partition(" | ")[2]
     beginning, abbreviated, _ = quoted.partition("...")
     assert said.startswith(beginning) if abbreviated else said == quoted
 
 
 def test_commands_and_options_exist() -> None:
-    shown = re.findall(r"(?:^\$ |`)madpipe (\w+)([^`\n]*)", README, re.MULTILINE)
+    shown = re.findall(r"(?:^\$ |`)madpipe (\w+)([^`\n]*)", README + PLANNER, re.MULTILINE)
     assert {"plan", "compare", "frontier", "convert", "profile", "check", "show"} <= {name for name, _ in shown}
     for name, arguments in shown:
         known = {option for each in cli.commands[name].params for option in each.opts}
         assert set(re.findall(r"--[\w-]+", arguments)) <= known, name
+
+
+def test_every_option_of_a_run_has_a_row() -> None:
+    table = ENGINE.partition("## Options")[2].partition("### ")[0]
+    named = {
+        name
+        for cell in re.findall(r"^\| (`.*?) \| ", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert named == {*(field.name for field in fields(Options)), "check_layers"}
+
+
+def test_the_plan_in_the_picture_is_what_the_command_makes() -> None:
+    [command] = re.findall(r"^\$ madpipe (plan examples/.*) -o plan.json$", README, re.MULTILINE)
+    done = CliRunner().invoke(
+        cli, [str(ROOT / each) if "/" in each and "GB" not in each else each for each in command.split()]
+    )
+    [promise] = re.findall(r"^madpipe: period .*$", README, re.MULTILINE)
+    assert promise in done.output
+
+
+def test_a_chain_by_hand_is_read_and_planned() -> None:
+    [text] = re.findall(r"```json\n(\{\"format\".*?)```", PLANNER, re.DOTALL)
+    chain = Chain.from_dict(json.loads(text))
+    assert make_plan(chain, Platform(num_devices=2, memory_bytes=4e9, bandwidth=12e9)).proved
+
+
+def test_the_solver_that_contributors_are_shown_plans() -> None:
+    [code] = re.findall(r"```python\n(@dataclass.*?)```", (ROOT / "tests" / "README.md").read_text(), re.DOTALL)
+    names = {"dataclass": dataclass} | vars(interface)
+    exec("from __future__ import annotations\n" + code, names)
+    chain = Chain.load(ROOT / "examples/benchmarks/digits_cuts/results/digits_chain_202611.json")
+    plan = make_plan(chain, Platform(num_devices=3, memory_bytes=2e9, bandwidth=1e9), names["Halves"]())
+    assert plan.boundaries == [0, 4, 8, 12] and plan.algorithm == "halves"
+    with pytest.raises(InfeasibleError):
+        make_plan(chain, Platform(num_devices=3, memory_bytes=2e6, bandwidth=1e9), names["Halves"]())
+
+
+# The glossary
+
+TERMS = (
+    "stage", "virtual stage", "boundary", "partition", "allocation", "micro-batch", "in flight", "fill",
+    "steady state", "drain", "bubble", "period", "step", "activation", "stash", "peak memory", "1F1B", r"1F1B\*",
+    "interleaved", "recompute", "special device",
+)  # fmt: skip
+
+
+def test_the_glossary_has_each_term_once_and_its_names_exist() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) ?\|$", PLANNER.partition("## Glossary")[2], re.MULTILINE)
+    terms = [row[0] for row in rows[1:]]
+    assert set(TERMS) <= set(terms) and len(set(terms)) == len(terms)
+    for term, _, name in rows[1:]:
+        found: Any = deepspeed_partition
+        for part in name.strip("`").split(".") if name else ():
+            found = getattr(found, part, None)
+            assert found is not None, f"{term}: {name}"
+
+
+# Links
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), target
+
+
+SOURCES = [*FOLDERS, Path(deepspeed.__file__).parent]
+MODULES = [str(path) for folder in SOURCES for path in folder.rglob("*.py")]
+PLACEHOLDERS = {"models.py", "my_solver.py", "test_my_solver.py", "script.py"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_that_are_named_exist(document: Path) -> None:
+    """Those between backticks, of the project or of DeepSpeed; with their folder where that is written."""
+    for name in set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.py)\b", document.read_text())):
+        if Path(name).name not in PLACEHOLDERS and not name.startswith("tests/unit/"):  # DeepSpeed's own tests
+            assert any(module.endswith(f"/{name}") for module in MODULES), name
