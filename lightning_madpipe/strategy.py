@@ -486,12 +486,19 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
         pipeline.elsewhere.hide()
         pipeline.is_whole = False
-        copies = self._copies_of_weights(pipeline)
-        pipeline.when_layers_moved = lambda: copies.follow(pipeline.mpu().get_pipe_parallel_group())
+        self._copies_of_weights(pipeline)
+        pipeline.when_layers_moved = self._follow_layers
         pipeline.when_layers_moved()
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         if module.example_input_array is not None:
             pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def _follow_layers(self) -> None:
+        """Let what a rank has of its layers, or knows of them, be where they are now. Collective."""
+        group = self.pipeline.mpu().get_pipe_parallel_group()
+        self._copies.follow(group)
+        if self._runner is not None:
+            self._runner.steps.share_dims(group)
 
     def _copies_of_weights(self, pipeline: PipelineModule) -> WeightCopies:
         module, base = self._module, self._lightning("core.module").LightningModule

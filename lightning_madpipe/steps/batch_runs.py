@@ -252,7 +252,7 @@ def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dim
                 f"micro-batches of one batch, which cannot be joined: {WAY_OUT}"
             )
         if dim is None and len(sizes) > 1 and len(set(sizes)) == 1:
-            dim = known[place] if known is not None and place < len(known) else _likely(shapes[0], sizes[0])
+            dim = known[place] if known is not None and place < len(known) else _likely(place, shapes[0], sizes[0])
         if dim is None and len(sizes) == 1 and shapes[0]:
             dim = 0
         if dim is None and not all(torch.equal(same[0], tensor) for tensor in same[1:]):
@@ -272,6 +272,17 @@ def _only_difference(shapes: Sequence[tuple[int, ...]]) -> int | None:
     return None if not different else different[0] if len(different) == 1 else -1
 
 
-def _likely(shape: tuple[int, ...], size: int) -> int | None:
-    """Where micro-batches of one size say nothing."""
-    return next((dim for dim, length in enumerate(shape) if length and length % size == 0), None)
+def _likely(place: int, shape: tuple[int, ...], size: int) -> int | None:
+    """The dimension of the samples where micro-batches of one size show none: the first one that may be it.
+
+    Raises:
+        ValueError: another one may be it as well.
+    """
+    exact = [dim for dim, length in enumerate(shape) if length == size]
+    found = exact or [dim for dim, length in enumerate(shape) if length and length % size == 0]
+    if len(found) > 1 and found[0] > 0:
+        raise ValueError(
+            f"output {place} of forward(), of shape {shape} for {size} samples, may have them in dimension "
+            f"{' or '.join(map(str, found))}, which micro-batches of one size do not show: {WAY_OUT}"
+        )
+    return found[0] if found else None

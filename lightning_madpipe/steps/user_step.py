@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import pipeline_of
@@ -345,6 +347,14 @@ class UserSteps:
         if len(set(run.sizes)) > 1:
             self._dims[step] = run.dims  # seen, where micro-batches of one size show nothing
         return joined
+
+    def share_dims(self, group: dist.ProcessGroup) -> None:
+        """Let every rank know how outputs grow with the samples: layers have moved, and the last stage with them.
+
+        Collective over the pipeline ``group``.
+        """
+        for dims in gather_objects(self._dims, group):
+            self._dims.update(dims)
 
     def try_once(self, micro_batch: MicroBatch, outputs: tuple[Tensor, ...], is_tuple: bool) -> Tried:
         """Run the step on copies of ``outputs``, to know its loss, their gradients and what it logs.

@@ -181,10 +181,10 @@ class Everything(pl.LightningModule):
 
 
 class Moves(Callback):
-    """Notes the cut of each epoch; at the end of the second one and of the third layers move to other plans."""
+    """Notes the cut of each epoch; at the end of the second one and of the next ones layers move to other plans."""
 
-    def __init__(self, plans: list[Any]) -> None:
-        self.plans = dict(enumerate(plans, start=1))
+    def __init__(self, plans: list[Any], first: int = 1) -> None:
+        self.plans = dict(enumerate(plans, start=first))
         self.cuts: list[Any] = []
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning_cases as cases
+import map_cases
 import pytorch_lightning as pl
 import torch
+from epoch_cases import Moves
 from lightning_cases import Host
 from loop_cases import pipeline_index, refused, seeded
 from torch import nn
@@ -176,6 +178,13 @@ class TimeFirst(LanguageModel):
         logits = self(batch["input_ids"].t()).transpose(0, 1)
         z = F.normalize(logits.mean(1), dim=-1)
         return F.cross_entropy(z @ z.t(), torch.arange(len(z)))
+
+
+class EightFirst(TimeFirst):
+    """As many tokens in dimension 0 of what the network gives as two micro-batches have samples."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        return super().loss_of({"input_ids": F.pad(batch["input_ids"], (0, 1), value=PAD)})
 
 
 class Changing(Layers):
@@ -416,7 +425,13 @@ def weights_of(host: Host, trainer: Any, module: Any) -> dict[str, Any]:
 
 
 def fitted(
-    host: Host, build: Callable[[], Any], data: Any, validation: Any = None, batch_size: int = 16, **arguments: Any
+    host: Host,
+    build: Callable[[], Any],
+    data: Any,
+    validation: Any = None,
+    batch_size: int = 16,
+    callbacks: Sequence[Any] = (),
+    **arguments: Any,
 ) -> dict[str, Any]:
     """The steps' losses, what was logged, the weights in the end, and how the loss was taken."""
     module, recorder = seeded(build), cases.Recorder()
@@ -426,7 +441,7 @@ def fitted(
     if validation is not None:
         validation = DataLoader(validation, batch_size=batch_size)
     with listening() as said:
-        trainer = host.trainer(recorder, strategy=strategy, **arguments)
+        trainer = host.trainer(recorder, *callbacks, strategy=strategy, **arguments)
         trainer.fit(module, data, validation)
     record = cases.fit_record(trainer, module, recorder.rows)
     if host.pipelined:
@@ -487,6 +502,7 @@ def losses(host: Host) -> dict[str, Any]:
         "divided": fitted(host, Divided, labelled(54), labelled(21, 3)),
         "statistics": fitted(host, Statistics, labelled(54), labelled(22, 3)),
         "time first": fitted(host, TimeFirst, texts(54), texts(22, seed=2)),
+        "time first, moved": moved(host),
         "accumulated": fitted(host, Contrastive, labelled(54), accumulate_grad_batches=3),
         "accumulated padded": fitted(host, LanguageModel, texts(54), accumulate_grad_batches=3),
         "asked for": fitted(host, Roots, labelled(54), strategy={"loss": "batch"}),
@@ -507,6 +523,15 @@ def losses(host: Host) -> dict[str, Any]:
         "own generator": fitted(host, OwnGenerator, labelled(54)),
         "clipped": fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
+
+
+def moved(host: Host) -> dict[str, Any]:
+    """After an epoch the last stage is on another rank, which has joined no outputs yet."""
+    plans, devices = map_cases.plans, (0, 1, 0)
+    orders = plans.gpipe(devices, map_cases.NUM_MICRO_BATCHES)
+    plan = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 3, 6, 8], devices, orders=orders)
+    moves = [Moves([plan], first=0)] if host.pipelined else []
+    return fitted(host, EightFirst, texts(64), texts(32, seed=2), callbacks=moves)
 
 
 def given_up(host: Host) -> dict[str, Any]:

@@ -48,6 +48,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "divided": (False, ["samples"]),
     "statistics": (True, ["samples"]),
     "time first": (True, ["samples"]),
+    "time first, moved": (True, ["samples"]),
     "accumulated": (True, ["samples"]),
     "accumulated padded": (False, LABELS),
     "asked for": (True, ["samples"]),
@@ -262,3 +263,7 @@ def test_outputs_are_joined_where_micro_batches_differ() -> None:
     assert dims_of_outputs(even, [4, 4], (1, None)) == (1, None)
     with pytest.raises(ValueError, match="no dimension"):
         dims_of_outputs([(torch.zeros(()),), (torch.ones(()),)], [2, 1], None)
+    of_one_size = [(torch.zeros(8, 4, 3), torch.zeros(4, 8))] * 2
+    assert dims_of_outputs(of_one_size, [4, 4], None) == (1, 0), "the length that is just theirs"
+    with pytest.raises(ValueError, match="dimension 1 or 2, which"):
+        dims_of_outputs([(torch.zeros(3, 4, 4),)] * 2, [4, 4], None)
