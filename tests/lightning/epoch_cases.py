@@ -181,7 +181,7 @@ class Everything(pl.LightningModule):
 
 
 class Moves(Callback):
-    """Notes the cut of each epoch; at the end of the second one and of the next ones layers move to other plans."""
+    """Notes the cut of each epoch; at the end of the second one and the next ones layers move to other plans."""
 
     def __init__(self, plans: list[Any], first: int = 1) -> None:
         self.plans = dict(enumerate(plans, start=first))
