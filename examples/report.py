@@ -19,7 +19,7 @@ class Measured:
     """What one rank saw."""
 
     step_seconds: tuple[float, ...]
-    """Of whole optimizer steps, the first ones left out."""
+    """Seconds of whole optimizer steps, the first ones left out."""
     peak_bytes: int = 0
     """The most that live tensors took at once during one step: parameters, gradients, optimizer states,
     activations, messages."""
@@ -30,7 +30,7 @@ class Measured:
 
 
 def gathered(mine: Measured) -> list[Measured]:
-    """From all ranks, on every rank."""
+    """Gather what each rank measured, on every rank."""
     everyone: list[Measured | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return [each for each in everyone if each is not None]
@@ -45,7 +45,7 @@ def tensors_that_stay(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
 
 
 def print_report(plan: Plan, ranks: list[Measured]) -> None:
-    """The promises of the plan beside what the run did. ``ranks`` in the order of the plan's devices."""
+    """Print the promises of the plan beside what the run did. ``ranks`` in the order of the plan's devices."""
     table = Table(title="planned against measured")
     for name in ("", "planned", "measured", "measured / planned"):
         table.add_column(name, justify="left" if not name else "right")

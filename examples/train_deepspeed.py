@@ -80,7 +80,7 @@ def layers() -> list[LayerSpec]:
 
 
 def tokens_of_the_standard_library() -> Tensor:
-    """Its source text as numbers of words, names and signs: the most common ones, 0 for all others."""
+    """Read the library's source text as numbers of words, names and signs: the most common, 0 for all others."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))
     words = re.findall(r"\w+|[^\w\s]|\s+", text)

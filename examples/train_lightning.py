@@ -73,7 +73,7 @@ class Digits(pl.LightningModule):
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Four fifths for training, the rest for the test; the same on every rank."""
+    """Make the loaders: four fifths of the digits for training, the rest for the test; the same on every rank."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     images = F.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
@@ -110,12 +110,12 @@ class Meter(pl.Callback):
         return Measured(tuple(self.on_trial[2:]))
 
     def after(self) -> Measured:
-        """Without the step that planned and moved, and the counted one."""
+        """Return what was measured as planned, without the step that planned and moved, and the counted one."""
         assert self.live is not None
         return Measured(tuple(self.as_planned[2:]), self.live.peak_bytes)
 
     def pause_seconds(self) -> float:
-        """Of planning and moving: what the step in which it was done takes longer than others."""
+        """Seconds of planning and moving: what the step in which it was done takes longer than others."""
         return self.as_planned[0] - self.after().median_seconds
 
 

@@ -73,7 +73,7 @@ class PipelineGroups(DeepSpeedStrategy):
         return box[0]
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader without a length ends on all ranks at once; workers of one pipeline draw alike."""
+        """Let a loader without a length end on all ranks at once, and workers of one pipeline draw alike."""
         dataloader = super().process_dataloader(dataloader)
         # Lightning, which comes next, would seed them by the number of the rank.
         of_pipeline = self.distributed_sampler_kwargs["rank"]
@@ -84,7 +84,7 @@ class PipelineGroups(DeepSpeedStrategy):
         return EvenLoader(dataloader, announce)
 
     def leave_out_needless_advice(self) -> None:
-        """Lightning advises ``sync_dist=True`` for any value of an epoch; one pipeline has nothing to reduce."""
+        """Silence Lightning's advice of ``sync_dist=True``, where one pipeline has nothing to reduce."""
         if self._num_pipelines() == 1:
             category = self._lightning("utilities.warnings").PossibleUserWarning
             start, end = map(re.escape, ("It is recommended to use `self.log(", "sync_dist=True)`"))

@@ -26,11 +26,11 @@ class WarmUpOfFit:
 
     @property
     def length(self) -> str:
-        """In words."""
+        """The length of the warm-up in words."""
         return counted(self._num_epochs, "epoch") if self._num_epochs else counted(self._num_steps, "step")
 
     def is_over(self) -> bool:
-        """Before an optimizer step, alike on all ranks. Collective when it is asked first."""
+        """Whether the warm-up is over, alike on all ranks, before a step. Collective when it is asked first."""
         if self._is_left_out is None:
             # Ranks may have loaders of other lengths.
             reason = from_rank_0(lambda: why_left_out(self._trainer, self._num_epochs, self._num_steps))
@@ -40,7 +40,7 @@ class WarmUpOfFit:
         return self._is_left_out or _is_over(self._trainer, self._num_epochs, self._num_steps)
 
     def say_that_no_plan_was_made(self) -> None:
-        """At the end of a fit that was still warming up."""
+        """Say, at the end of a fit that was still warming up, that no plan was made."""
         announce(
             f"the run has ended within its warm-up of {self.length}, and no plan was made: train longer, or plan "
             "sooner, with warmup_steps=20 or, before the first step, with warmup_epochs=0"
@@ -95,7 +95,7 @@ def note_on_resuming(trainer: Any, first_batch: int) -> str | None:
 
 
 def folder_of_logs(trainer: Any) -> str | None:
-    """This rank's directory of this run's logs by its first logger, as ``ModelCheckpoint`` has it."""
+    """Return this rank's directory of the run's logs by its first logger, as ``ModelCheckpoint`` has it."""
     if not trainer.loggers:
         return None
     logger = trainer.loggers[0]

@@ -77,7 +77,7 @@ from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
 
 MICRO_BATCHES_PER_STAGE = 4
-"""The default: with 4 P micro-batches each of P equal stages works 4 P / (5 P - 1) of a step, over 80 %."""
+"""Micro-batches per stage by default: P equal stages then work 4 P / (5 P - 1) of a step, over 80 %."""
 
 
 class PipelineStrategy(PipelineGroups, Checkpointing):
@@ -255,13 +255,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Every rank of a pipeline reads the same data; the pipelines share it among themselves."""
+        """Arguments of the data's sampler: ranks of one pipeline read the same data, pipelines share it."""
         grid = self.pipeline.mpu()
         return {"num_replicas": grid.get_data_parallel_world_size(), "rank": grid.get_data_parallel_rank()}
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning says when a window of batches is full, the short last one of an epoch included."""
+        """Whether the strategy accumulates gradients by itself. It does not: Lightning says when a window of
+        batches is full, the short last one of an epoch included."""
         return False
 
     @property
@@ -674,19 +675,19 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     # Steps
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:
-        """Run ``batch`` with those of its optimizer step; its loss, with what else was returned if it is read."""
+        """Run ``batch`` with those of its optimizer step; return its loss, and other results if they are read."""
         return self._batches.train(batch, arguments)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
-        """Run ``batch`` through the pipeline; what the user's step returned if a hook reads it, else its loss."""
+        """Run ``batch`` through the pipeline; return the step's results if a hook reads them, else its loss."""
         return self._batches.evaluate("validation_step", batch, arguments)
 
     def test_step(self, batch: Any, *arguments: Any) -> Any:
-        """Run ``batch`` through the pipeline; what the user's step returned if a hook reads it, else its loss."""
+        """Run ``batch`` through the pipeline; return the step's results if a hook reads them, else its loss."""
         return self._batches.evaluate("test_step", batch, arguments)
 
     def predict_step(self, batch: Any, *arguments: Any) -> Any:
-        """Run ``batch`` through the pipeline; the predictions, if somebody takes them."""
+        """Run ``batch`` through the pipeline; return the predictions, if somebody takes them."""
         return self._batches.evaluate("predict_step", batch, arguments)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
@@ -816,7 +817,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         return self._runner
 
     def _call_hooks_before_step(self) -> None:
-        """Lightning's hooks, on every rank, when the gradients of the whole step are there."""
+        """Call Lightning's hooks, on every rank, when the gradients of the whole step are there."""
         call, trainer = self._lightning("trainer.call"), self._module.trainer
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
             call._call_callback_hooks(trainer, hook, *arguments)

@@ -78,14 +78,15 @@ class MadPipeEngine(ResumingEngine):
     chain: Chain | None = None
     """The measurements that this run planned with."""
     before_optimizer_step: Callable[[], object] | None = None
-    """Called on every rank once per step, with the gradients, right before they are clipped and applied."""
+    """Function called on every rank once per step, with the gradients, before they are clipped and applied."""
     when_given_up: Callable[[], object] | None = None
-    """Called where a rank ran out of memory in a step of the warm-up, which runs again as if it had not begun."""
+    """Function called where a rank ran out of memory in a step of the warm-up: the step runs again, as if it had
+    not begun."""
     around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered on every rank while the layers and the loss function run to be measured."""
+    """Context that every rank enters while the layers and the loss function run to be measured."""
     folder_of_logs: str | None = None
-    """Where the plan is saved if ``save_plan`` names no place. None: in the folder of DeepSpeed's monitors, if one
-    writes files."""
+    """The folder where the plan is saved if ``save_plan`` names no place. None: the folder of DeepSpeed's
+    monitors, if one writes files."""
     options: Options
 
     def __init__(self, **kwargs: Any) -> None:
@@ -112,7 +113,7 @@ class MadPipeEngine(ResumingEngine):
         self._tell_how_gradients_are_clipped()
 
     def _tell_how_gradients_are_clipped(self) -> None:
-        """Say it where it differs from plain DeepSpeed, or from what the program wrote: fp32 without ZeRO."""
+        """Say how gradients are clipped where plain DeepSpeed, or the program, does otherwise: fp32, no ZeRO."""
         in_fp32_without_zero = self.optimizer is not None and self.optimizer is self.basic_optimizer
         if not in_fp32_without_zero or self.num_stages == 1 or not self.gradient_clipping():
             return
@@ -164,7 +165,7 @@ class MadPipeEngine(ResumingEngine):
                 self.warm_up_until(lambda: self.global_steps >= num_steps, counted(num_steps, "step"))
 
     def warm_up_until(self, is_over: Callable[[], bool], length: str) -> None:
-        """Where a plan is to be made: train on the trial cut first, and measure the layers in place.
+        """Train on the trial cut first, and measure the layers in place, where a plan is to be made.
 
         Args:
             is_over: asked before each step, on every rank, with the same answer. Where it says so before the first
@@ -199,7 +200,7 @@ class MadPipeEngine(ResumingEngine):
         return why_deepspeeds_schedule(self.module) or self._why_not_lists
 
     def take_losses_of_batches(self, flushes: tuple[int, ...]) -> None:
-        """From the next step on the loss of a batch is computed once, on all of its outputs (``flushes``).
+        """Compute the loss of a batch once, on all of its outputs (``flushes``), from the next step on.
 
         Collective. A plan that this run has made is made anew, for all forwards of a batch before its first
         backward. One that it was given keeps its allocation.
@@ -249,7 +250,7 @@ class MadPipeEngine(ResumingEngine):
             self._tell_shapes_each_time()
 
     def _tell_shapes_each_time(self) -> None:
-        """On a CPU the shape of each micro-batch can be told with it: a tenth of a millisecond."""
+        """Tell the shape of each micro-batch with it, on a CPU: that takes a tenth of a millisecond."""
         if self.owns_cut and self.device.type == "cpu":
             self.dynamic_shape = True
 
@@ -323,7 +324,7 @@ class MadPipeEngine(ResumingEngine):
 
     @property
     def layer_buffers(self) -> Buffers:
-        """Those of the layers that this rank has now."""
+        """The buffers of the layers that this rank has now."""
         if self._layer_buffers is None:
             self._layer_buffers = Buffers(self.module)
         return self._layer_buffers

@@ -22,9 +22,9 @@ TO_CLIP_ALIKE = (
     "depends on the cut {parts}: set gradient_clipping to 0, use ZeRO stage 1, or ask for this cut as a list or "
     "for the partition_method 'madpipe', which clip by the norm of all stages"
 )
-"""Told once per process about a cut that DeepSpeed made."""
+"""The warning that is given once per process about a cut that DeepSpeed made."""
 SETTINGS_OF_BOTH = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
-"""What torch's Adam and DeepSpeed's take alike."""
+"""The settings that torch's Adam and DeepSpeed's take alike."""
 _told: set[str] = set()
 
 
@@ -75,7 +75,7 @@ def fp16_without_zero(config: Any) -> str:
 
 
 def let_normalizations_run(module: torch.nn.Module) -> int:
-    """Give running statistics the type of the weights beside them; return of how many layers.
+    """Give running statistics the type of the weights beside them; return the number of these layers.
 
     DeepSpeed 0.19.8 casts weights to half precision and leaves buffers in fp32, and torch's batch normalization
     takes no such pair. Versions before cast both.
@@ -129,8 +129,9 @@ def let_stages_differ(optimizer: Any, stages: dist.ProcessGroup, device: torch.d
 
 
 def _take_part_in_norms(optimizer: DeepSpeedZeroOptimizer, num_missing: int) -> None:
-    """ZeRO-1 adds up the norm over all stages one group after the other; a stage with fewer groups than another
-    (only an embedding, say, whose weight decays, and nothing that does not) would leave it waiting for ever.
+    """Let a stage with fewer groups than another one take part in the norms of all groups. ZeRO-1 adds up the norm
+    over all stages one group after the other: a stage without a group (only an embedding, say, whose weight
+    decays, and nothing that does not) would leave the others waiting for ever.
     """
     if not num_missing:
         return
@@ -169,7 +170,8 @@ def reduction_buffer_bytes(optimizer: Any) -> int:
 
 
 def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> None:
-    """The norm counts tied weights on one stage. Another one that has nothing else stacks an empty list."""
+    """Let a stage have nothing to count in the norm: tied weights count on one stage, and another one that has
+    nothing else would stack an empty list."""
     gradients_of: Callable[..., Any] = optimizer.get_grads_for_norm
 
     def gradients_or_zero(for_clipping: bool = False) -> Any:
@@ -182,7 +184,7 @@ def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> 
 
 
 def link_states_of_all_groups(optimizer: Any) -> None:
-    """After the first step of ZeRO-1, let ``safe_get_full_optimizer_state`` find every group's states.
+    """Let ``safe_get_full_optimizer_state`` find every group's states, after the first step of ZeRO-1.
 
     DeepSpeed links all groups once the first one was stepped, when the others have no states yet.
     """

@@ -56,7 +56,7 @@ class SleepingLayer(nn.Module):
     """
 
     just_slept: ClassVar[tuple[SleepingLayer | None, str, float]] = None, "", 0.0
-    """In this process: which layer, its forward or backward, and when it was due to end."""
+    """The layer of this process that slept last, its forward or backward, and when it was due to end."""
 
     def __init__(
         self, forward_seconds: float, backward_seconds: float, output_numel: int, num_parameters: int
@@ -67,7 +67,7 @@ class SleepingLayer(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(1))
         self.weight = nn.Parameter(torch.zeros(max(0, num_parameters - 1)))
         self.before: dict[str, SleepingLayer | None] = {"F": None, "B": None}
-        """Its neighbours on the way of a forward and of a backward."""
+        """The layer's neighbours on the way of a forward and of a backward."""
         self.naps: dict[str, list[tuple[float, float]]] = {"F": [], "B": []}
         """Begin and end of every forward and backward so far, by ``time.perf_counter``."""
 
@@ -75,7 +75,7 @@ class SleepingLayer(nn.Module):
         return _Sleep.apply(x, self.anchor, self)
 
     def sleep(self, kind: str, begin: float) -> None:
-        """The rest of a forward or backward that began then."""
+        """Sleep for the rest of a forward or backward that began at ``begin``."""
         layer, its_kind, due = SleepingLayer.just_slept
         runs_on = layer is not None and layer is self.before[kind] and kind == its_kind
         due = (due if runs_on else begin) + self.seconds[kind]
@@ -109,22 +109,22 @@ def sleeping_layers(
 
 @dataclass
 class Links:
-    """What a message takes on the way, whatever its tensors are."""
+    """The time that a message takes on the way, whatever its tensors are."""
 
     seconds_of_cut: list[float]
-    """Of an activation, and of its gradient, over the cut behind each stage."""
+    """Seconds of an activation, and of its gradient, over the cut behind each stage."""
     half_duplex: bool
     """One message at a time between two ranks, as plans have it; otherwise one in each direction."""
 
     @classmethod
     def of(cls, plan: Plan, chain: Chain) -> Links:
-        """The links of a plan's platform: latency + bytes / bandwidth, one message at a time."""
+        """Make the links of a plan's platform: latency + bytes / bandwidth, one message at a time."""
         cuts = plan.boundaries[1:-1]
         return cls([plan.platform.transfer_seconds(chain.boundary_bytes(cut)) for cut in cuts], half_duplex=True)
 
 
 class _Reservations:
-    """Until when each link is taken, in a file that all processes of the machine share; collective.
+    """The instant until which each link is taken, in a file that all processes of the machine share; collective.
 
     Instants are of ``time.monotonic``, which is the same clock for all of them.
     """
@@ -139,7 +139,7 @@ class _Reservations:
             path.unlink()
 
     def take(self, source: int, destination: int, ready: float, seconds: float) -> float:
-        """The end of the first ``seconds`` after ``ready`` in which nothing else is on the link."""
+        """Take the first ``seconds`` after ``ready`` in which nothing else is on the link; return their end."""
         at = 8 * (source * dist.get_world_size() + destination)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 8, at)
         try:
@@ -218,7 +218,7 @@ class SleepingTransfers(Transfers):
 
 
 class _Departure:
-    """To be waited for until the tensor has left."""
+    """A send to be waited for until the tensor has left."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -230,7 +230,7 @@ class _Departure:
 
 
 class _Arrival:
-    """To be waited for until the instant that the sender told. (gloo gives up a receive that nobody holds.)"""
+    """A receive to be waited for until the sender's instant. (gloo gives up a receive that nobody holds.)"""
 
     def __init__(self, instant: Tensor, works: list[Any]) -> None:
         self.instant, self.works = instant, works
@@ -246,13 +246,13 @@ def _sleep_until(instant: float) -> None:
 
 
 def over(links: Links) -> type[Transfers]:
-    """Transfers over these links."""
+    """Make transfers over these links."""
     return type("TransfersOverLinks", (SleepingTransfers,), {"links": links})
 
 
 @contextmanager
 def slow_blocking_transfers(seconds: float, numel: int) -> Iterator[None]:
-    """The same for DeepSpeed's engine: a send and its receive meet, and both wait until it is over.
+    """Let DeepSpeed's transfers take as long: a send and its receive meet, and both wait until it is over.
 
     Args:
         numel: of activations and gradients; what has another size tells shapes, and takes no time.

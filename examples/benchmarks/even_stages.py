@@ -31,7 +31,7 @@ def even_chain(num_layers: int, numbers: int) -> Chain:
 
 
 def plans_for(chain: Chain, platform: Platform) -> dict[str, Plan]:
-    """``same depth`` has DeepSpeed's order of computations, ``deep`` about twice as many in flight."""
+    """Make two plans: ``same depth`` has DeepSpeed's order, ``deep`` about twice as many in flight."""
     num_stages = platform.num_devices
     num_micro_batches = MICRO_BATCHES_PER_STAGE * num_stages
     plan = make_plan(chain, platform, list(range(num_stages + 1)), num_micro_batches=num_micro_batches)
@@ -43,7 +43,7 @@ def plans_for(chain: Chain, platform: Platform) -> dict[str, Plan]:
 
 
 def _of_depths(plan: Plan, chain: Chain, depths: list[int]) -> Plan:
-    """1F1B with so many micro-batches in flight."""
+    """Change a plan to 1F1B with so many micro-batches in flight on each stage."""
     assert plan.step is not None
     number = plan.step.num_micro_batches
     step = replace(
@@ -75,7 +75,7 @@ def engines_for(
 
 
 def measured(engines: Mapping[str, Any], numbers: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Of each engine the median of its steps, and how many times as long DeepSpeed's take."""
+    """Return each engine's median of its steps, and how many times as long DeepSpeed's take."""
     micro_batch = (torch.zeros(1, numbers), torch.zeros(1))
     seconds = step_seconds(engines, lambda: repeat(micro_batch), rounds)
     gains = ratios(seconds, to="DeepSpeed")

@@ -82,7 +82,7 @@ def _config(micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
 def step_seconds(
     engines: Mapping[str, deepspeed.PipelineEngine], data: Callable[[], Iterator[Any]], rounds: int
 ) -> dict[str, list[float]]:
-    """Of each engine, after a round that warms up; on every rank the time until its own step ended."""
+    """Measure the seconds of each engine's steps on the slowest rank, after a round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for round_ in range(rounds + 1):
         for name, engine in engines.items():
@@ -97,7 +97,7 @@ def step_seconds(
 
 
 def ratios(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
-    """Median over the rounds of each engine's time by that of ``to`` in the same round."""
+    """Return the median over the rounds of each engine's time by that of ``to`` in the same round."""
     return {
         name: statistics.median(mine / other for mine, other in zip(each, seconds[to], strict=True))
         for name, each in seconds.items()
@@ -105,7 +105,7 @@ def ratios(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Where times were taken."""
+    """Describe the machine and the versions that times were taken on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     packages = {name: version(name) for name in ("torch", "deepspeed")}

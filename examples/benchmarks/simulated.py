@@ -14,15 +14,15 @@ from deepspeed_partition.schedule.lowering import lower
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """By the independent replay, which knows nothing of the engine."""
+    """A step as the independent replay has it, which knows nothing of the engine."""
 
     step_seconds: float
     left_seconds: list[float]
-    """When each micro-batch has left the pipeline."""
+    """Seconds after which each micro-batch has left the pipeline."""
 
 
 def simulated_step(plan: Plan, chain: Chain, num_micro_batches: int) -> SimulatedStep:
-    """A step of a plan, with or without an order of its own."""
+    """Simulate a step of a plan, with or without an order of its own."""
     orders = tuple(
         tuple((f"{each.kind}{each.stage}", each.micro_batch) for each in instructions if isinstance(each, Compute))
         for instructions in lower(plan, num_micro_batches).lists
@@ -40,6 +40,6 @@ def simulated_step(plan: Plan, chain: Chain, num_micro_batches: int) -> Simulate
 
 
 def rhythm(instants: list[float]) -> float:
-    """Seconds from one to the next, in the middle half."""
+    """Return the seconds from one instant to the next, in the middle half."""
     first, last = len(instants) // 4, 3 * len(instants) // 4
     return (instants[last] - instants[first]) / (last - first)

@@ -35,13 +35,13 @@ from lightning_madpipe.compat.state_dict_names import OneDeviceNames, expanded
 from lightning_madpipe.module import PIPELINE
 
 TAG = "checkpoint"
-"""Of DeepSpeed's folders, as Lightning's own DeepSpeed strategy has it."""
+"""The tag of DeepSpeed's folders, as Lightning's own DeepSpeed strategy has it."""
 
 MODEL_FILE = "madpipe-model.json"
 MODEL_FORMAT = "madpipe-model/1"
 
 MOST_STAGES = 2**20
-"""Of a checkpoint that is read."""
+"""The most stages that a checkpoint may name when it is read."""
 
 NOTE = "README.txt"
 NOTE_TEXT = """\
@@ -61,10 +61,10 @@ BESIDE_TAG = ("latest", "zero_to_*.py", NOTE)
 """What stands beside the folder of the tag; of DeepSpeed with ZeRO so many scripts as its version has."""
 
 OUTSIDE_STATE = "madpipe_state_dict"
-"""Where DeepSpeed's folder keeps the state of what it does not save itself."""
+"""The key under which DeepSpeed's folder keeps the state of what it does not save itself."""
 
 DRAWS = "madpipe_draws"
-"""Where it keeps what the random numbers of the next batches are drawn with."""
+"""The key under which DeepSpeed's folder keeps what the random numbers of the next batches are drawn with."""
 
 OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE, DRAWS)
 """What a checkpoint holds only to go on with training."""
@@ -79,7 +79,7 @@ class SavedModel:
     global_step: int
     num_stages: int
     order: list[str]
-    """See ``OneDeviceNames``."""
+    """All names on one device, in the order of its state dict; see ``OneDeviceNames``."""
     names: dict[str, list[str]]
     """The name of each weight in the pipeline, with those that it has on one device."""
     shapes: dict[str, list[int]]
@@ -100,7 +100,7 @@ class SavedModel:
 
 
 def folder_of(path: Path) -> Path:
-    """Where a checkpoint's files stand."""
+    """Return the folder that a checkpoint's files stand in."""
     return path / TAG
 
 
@@ -388,7 +388,7 @@ def _outside_pipeline(module: nn.Module, names: OneDeviceNames) -> dict[str, Any
 
 
 def _on_cpu(value: Tensor) -> Tensor:
-    """A copy: a view would be written to a file with all that it is a view of."""
+    """Return a copy on the CPU: a view would be written to a file with all that it is a view of."""
     return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 

@@ -60,7 +60,7 @@ def _read_folder(path: Path, map_location: Any, weights_only: bool | None) -> di
 
 
 def _place(value: torch.Tensor, map_location: Any) -> Any:
-    """Where ``torch.load`` would put a tensor that was saved on a CPU."""
+    """Return the place where ``torch.load`` would put a tensor that was saved on a CPU."""
     if isinstance(map_location, Mapping):
         return map_location.get("cpu", "cpu")
     if callable(map_location):

@@ -40,7 +40,8 @@ class Checkpointing(DeepSpeedStrategy):
     _batches: Any
     _checkpoint_io: Any
     _dumps_weights = True
-    """False while Lightning collects a full checkpoint, whose weights DeepSpeed writes."""
+    """Whether state dicts have the whole model's weights: False while Lightning collects a full checkpoint, whose
+    weights DeepSpeed writes."""
 
     @property
     def _names(self) -> OneDeviceNames:
@@ -79,7 +80,7 @@ class Checkpointing(DeepSpeedStrategy):
             self._dumps_weights = True
 
     def _meet(self) -> None:
-        """After an exception: go on only if every rank met one, for a checkpoint needs them all.
+        """Meet the other ranks after an exception: a checkpoint needs them all, so every rank must have met one.
 
         Raises:
             MisconfigurationException: some rank did not come.

@@ -214,7 +214,7 @@ def _walk(place: str, value: Any, depth: int, visited: set[int]) -> Iterator[tup
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Those of an object of the program; not of one that a library made, such as the Trainer."""
+    """The attributes of an object of the program; none of one that a library made, such as the Trainer."""
     own = type(value).__module__.partition(".")[0] not in LIBRARIES
     return vars(value) if own and hasattr(value, "__dict__") and not isinstance(value, type | Tensor) else {}
 

@@ -29,10 +29,10 @@ from deepspeed_partition.planner.units import format_bytes
 from lightning_madpipe.module import TiedModule
 
 PLACES = ("every_rank", "rank_zero", "none")
-"""Where the whole model is put when a run has ended."""
+"""The places where the whole model can be put when a run has ended."""
 
 SHARE_OF_FREE_MEMORY = 0.8
-"""Of what a machine has free, what the whole model may take there on all its ranks."""
+"""The share of a machine's free memory that the whole model may take there on all its ranks."""
 
 OF_ENGINES = (
     "_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "get_full_hp_grad",
@@ -56,7 +56,7 @@ class Before(NamedTuple):
     tensor: Tensor
     dtype: torch.dtype
     value: Tensor | None
-    """Where an engine rounds it, and has no finer one."""
+    """The user's values of the tensor, where an engine rounds it and has no finer one; None elsewhere."""
 
 
 class Group(NamedTuple):
@@ -95,7 +95,7 @@ class LayersOfUser:
         """Whether the tensors of this rank's layers are as an engine needs them."""
 
     def hand_over(self, *, low: bool, fitting: bool) -> None:
-        """Before an engine starts: remember how the user has each tensor, of any layer.
+        """Remember, before an engine starts, how the user has each tensor, of any layer.
 
         Args:
             low: Whether the engine works in half precision, and rounds what it is given.
@@ -110,7 +110,7 @@ class LayersOfUser:
         }
 
     def refine_masters(self) -> None:
-        """When an engine has started: let its fp32 masters be what it has rounded. Collective on a stage."""
+        """Let an engine's fp32 masters be what it has rounded, when it has started. Collective on a stage."""
         for tensor in self._own():
             before = self._before.get(id(tensor))
             if hasattr(tensor, "_hp_mapping") and before is not None and before.value is not None:
@@ -290,7 +290,7 @@ def _without_engines_attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def _off_the_device(value: Tensor) -> Tensor:
-    """Lightning has the module on the CPU after a run, and the device has no room for a second copy."""
+    """Copy a tensor to the CPU, where Lightning has the module after a run: the device has no room for both."""
     return value.to("cpu")
 
 

@@ -18,7 +18,7 @@ from deepspeed_partition.engine.repartition.layer_moves import held_modules, par
 from lightning_madpipe.module import PIPELINE, TiedModule
 
 TABLES = ("_parameters", "_buffers")
-"""Where torch keeps the tensors of a module."""
+"""The attributes in which torch keeps the tensors of a module."""
 
 DURING_A_RUN = (
     "{name} is asked for on a rank that does not run its layer, and whose values of it are not the trained ones: "
@@ -76,7 +76,7 @@ class StandIn(Tensor):
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]
-        """torch asks this to tell parameters, as in ``get_parameter()``."""
+        """Refuse to say whether this is a parameter; torch asks, as in ``get_parameter()``."""
         raise ElsewhereError(self._refusal)
 
     @classmethod
@@ -97,7 +97,7 @@ _METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_
 _OF_THE_FORM = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
 )
-"""What is asked of a tensor without its values."""
+"""What can be asked of a tensor without its values."""
 
 
 def _form(value: Any) -> Any:

@@ -224,7 +224,7 @@ HOOKS = {
     "_backward_pre_hooks": "backward pre",
     "_backward_hooks": "backward",
 }
-"""Where torch (2.4 to 2.13) keeps the hooks of a module."""
+"""The attributes in which torch (2.4 to 2.13) keeps the hooks of a module."""
 
 OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -235,7 +235,7 @@ LIBRARIES = (
 
 
 def _is_librarys(hook: Any) -> bool:
-    """Whether a library hung it on; Lightning's profilers, for one, hang hooks on every module."""
+    """Whether a library hung the hook on; Lightning's profilers, for one, hang hooks on every module."""
     while isinstance(hook, partial):
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Tensors = tuple[Tensor, ...]
 Dims = tuple[int | None, ...]
-"""For each tensor the dimension that grows with the samples; None: all micro-batches share it."""
+"""The dimension of each tensor that grows with the samples; None: all micro-batches share the tensor."""
 
 WAY_OUT = "take the loss of each micro-batch with MadPipeStrategy(loss='mean')"
 
@@ -38,24 +38,24 @@ class BatchRun:
 
     micro_batches: list[MicroBatch]
     whole: MicroBatch
-    """The batch as one."""
+    """The whole batch as one micro-batch."""
     runs_once: bool = False
     """Whether the step runs on the whole batch; else on each micro-batch."""
     asks: Callable[[BatchRun, bool], None] | None = None
-    """What to do with the outputs in the place of the step, where the loss is tried; whether they are tuples."""
+    """What to call instead of the step where the loss is tried, with this batch and whether outputs are tuples."""
     inputs: list[Any] = field(default_factory=list)
-    """On the first stage, of each micro-batch that has not begun."""
+    """The input of each micro-batch that has not begun, on the first stage."""
     outputs: list[Tensors] = field(default_factory=list)
-    """On the last stage, without their graphs, of the micro-batches that have come through."""
+    """The outputs of the micro-batches that have come through, without their graphs, on the last stage."""
     need_gradients: list[bool] = field(default_factory=list)
     leaves: Tensors = ()
     dims: Dims = ()
     lengths: list[tuple[int, ...]] = field(default_factory=list)
-    """Of each joined tensor, along its dimension, those of the pieces."""
+    """The lengths of the pieces of each joined tensor, along its dimension."""
     loss: Tensor | None = None
-    """Of the whole batch, with its graph down to ``leaves``, until the first backward."""
+    """The loss of the whole batch, with its graph down to ``leaves``, until the first backward."""
     gradients: list[tuple[Tensor | None, ...]] | None = None
-    """Of each micro-batch's outputs."""
+    """The gradients of each micro-batch's outputs."""
     scale: Tensor | None = None
     fell_apart: bool = False
     """Whether the step ran on each micro-batch after all, because outputs could not be joined."""
@@ -67,7 +67,7 @@ class BatchRun:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each micro-batch."""
+        """The number of samples of each micro-batch."""
         return [micro_batch.size for micro_batch in self.micro_batches]
 
     @property
@@ -90,7 +90,7 @@ class BatchRun:
         self.outputs.append(tuple(tensor.detach() for tensor in outputs))
 
     def join(self, known: Dims | None, *, trains: bool) -> Tensors:
-        """All outputs as those of one forward, and in training as leaves. The pieces are let go.
+        """Join all outputs to those of one forward, in training as leaves. The pieces are let go.
 
         Raises:
             ValueError: they cannot be joined.
@@ -112,7 +112,7 @@ class BatchRun:
         return self.leaves
 
     def cut(self, tensors: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
-        """Tensors of the shapes of the joined outputs, in pieces; nothing of one that all share."""
+        """Cut tensors of the shapes of the joined outputs into pieces; nothing of one that all share."""
         columns: list[Sequence[Tensor | None]] = []
         for tensor, dim, lengths in zip(tensors, self.dims, self.lengths, strict=True):
             none = [None] * len(self.micro_batches)
@@ -120,7 +120,7 @@ class BatchRun:
         return list(zip(*columns, strict=True))
 
     def gradients_of(self, place: int, scale: Tensor) -> tuple[Tensor | None, ...] | None:
-        """In the backward of a micro-batch: the gradients of its outputs, times ``scale``; None: there is no loss.
+        """Return the gradients of a micro-batch's outputs, times ``scale``; None: there is no loss.
 
         The first one runs the backward of the loss; in half precision the scale keeps what it finds from
         vanishing."""
@@ -180,7 +180,7 @@ class _Writable(torch.autograd.Function):
 
 
 def writable(leaves: Tensors) -> Tensors:
-    """What a step gets in the place of the outputs, which it may change in place as one process lets it."""
+    """Return what a step gets in the place of the outputs, which it may change in place as one process lets it."""
     return tuple(_Writable.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves)
 
 

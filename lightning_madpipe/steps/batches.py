@@ -32,7 +32,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def named_tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, each with the expression that finds it: ``batch['labels']``."""
+    """Yield the tensors of a batch, in order, each with the expression that finds it: ``batch['labels']``."""
     if isinstance(batch, Tensor):
         yield name, batch
     else:
@@ -175,7 +175,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Micro-batches of the same shapes have activations of the same shapes."""
+    """Return the shapes of a batch's tensors: where they are the same, those of activations are."""
     return tuple(tuple(tensor.shape) for tensor in tensors_of(batch))
 
 

@@ -200,7 +200,7 @@ class ForwardWatch:
 
 
 class _Same:
-    """Equal to itself alone; it keeps the object, so that no other one gets its number."""
+    """An object that is equal to itself alone; this keeps it, so that no other one gets its number."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

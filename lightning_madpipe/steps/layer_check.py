@@ -40,7 +40,7 @@ from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import Left
 
 NUM_COPIES = 3
-"""Of all weights: the copies themselves, and the gradients by either way."""
+"""The number of copies of all weights in a check: the weights, and the gradients by either way."""
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -79,7 +79,7 @@ class Verdict:
     """What rank 0 found out."""
 
     difference: str | None = None
-    """Where the list is not what ``forward`` computes, and what to write; None where it is."""
+    """The place where the list is not what ``forward`` computes, and what to write; None where there is none."""
     statistics: tuple[str, ...] = ()
     """The modules whose buffers change while they run, which they do once per micro-batch."""
     notes: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class _Call:
     given: _Passed
     keywords: list[str]
     state: tuple[Any, ...]
-    """Of gradients and autocast."""
+    """The state of gradients and autocast when the layer was called."""
     num_given: int = 1
     returned: _Passed | None = None
     done_before: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ class _Watched(TorchFunctionMode):
         self._depth = 0
         self._last = given
         self.read_values: dict[str, None] = {}
-        """By what ``forward`` asked for the numbers in tensors."""
+        """The operations by which ``forward`` asked for the numbers in tensors."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
@@ -261,7 +261,7 @@ class _Check:
         self._reads: dict[Read, None] = {}
         self._left: dict[Left, None] = {}
         self._unclear: str | None = None
-        """Where gradients may end, which the comparison of all of them has to show."""
+        """What may end gradients, in words; the comparison of all gradients has to show whether it does."""
 
     def verdict(self) -> Verdict:
         known = set(self._module.modules())
@@ -431,7 +431,7 @@ class _Check:
         self._compare_link(place, last, len(self._layers), returned, [*done, *watched.done], whole)
 
     def _next_place(self, call: _Call, place: int, later: Collection[nn.Module]) -> int | None:
-        """Where in the list this call stands; None if it comes before one that the list has before it."""
+        """Find the place of this call in the list; None if it comes before one that the list has before it."""
         places = [index for index, layer in enumerate(self._layers) if _callable_module(layer) is call.layer]
         found = next((index for index in places if index > place), None)
         if found is not None:
@@ -834,7 +834,7 @@ def _first_difference(left: Sequence[Tensor | None], right: Sequence[Tensor | No
 
 
 def _dense(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """No gradient is one of zeros."""
+    """Replace a gradient that is None by zeros."""
     if gradient is None and other is not None:
         return torch.zeros_like(other.to_dense() if other.is_sparse else other)
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
@@ -867,7 +867,7 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 
 
 def _close(left: Tensor, right: Tensor, least: float = 0.0) -> bool:
-    """Equal but for the rounding of the type, in proportion to the largest value, or to ``least``."""
+    """Whether tensors are equal but for rounding, in proportion to the largest value, or to ``least``."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if not left.is_floating_point():

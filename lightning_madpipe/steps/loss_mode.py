@@ -101,7 +101,7 @@ class LossOfBatches:
     _told: set[str] = field(default_factory=set)
 
     def prepare(self, window: Sequence[BatchRun]) -> None:
-        """Before a step: say of each of its batches how it gets its loss. Collective over the job."""
+        """Say, before a step, of each of its batches how it gets its loss. Collective over the job."""
         self._num_steps += 1
         flushes = _flushes_of(window)
         if self.num_micro_batches > 1 and self.option != "mean":
@@ -112,7 +112,7 @@ class LossOfBatches:
         self._watch()
 
     def look_again(self, window: Sequence[BatchRun]) -> None:
-        """After a step was given up for a sign of another loss: try its batches. Collective over the job."""
+        """Try the batches of a step that was given up for a sign of another loss. Collective over the job."""
         flushes, self._is_sure = _flushes_of(window), True
         wanted = [any(micro_batch.is_untried for micro_batch in run.micro_batches) for run in window]
         for micro_batch in (each for run in window for each in run.micro_batches):
@@ -204,7 +204,7 @@ class LossOfBatches:
         return self._looked_at[1]
 
     def _try(self, run: BatchRun, *, compares: bool) -> list[Finding]:
-        """What the last stage of each pipeline finds, on all ranks."""
+        """Try a batch; return on all ranks what the last stage of each pipeline finds."""
         trial = self.again(run)
         trial.runs_once = True
         self._found = None
@@ -227,13 +227,13 @@ class LossOfBatches:
         return findings
 
     def _keep(self, trial: BatchRun, finding: Finding) -> None:
-        """On the last stage: what the batch has shown."""
+        """Keep what the batch has shown, on the last stage."""
         weight = self.weight if self.weight in finding.fitting else best_of(finding.fitting)
         if weight is not None:
             self._tracked.add(self._features(trial), self._weights(trial)[weight])
 
     def _decide(self, flushes: tuple[int, ...], findings: Sequence[Finding]) -> None:
-        """Collective; the same on every rank."""
+        """Decide from what all pipelines found, the same on every rank. Collective."""
         error = max(
             (finding.relative_error for finding in findings if finding.relative_error is not None), default=None
         )
@@ -288,7 +288,7 @@ class LossOfBatches:
         return every
 
     def _switch(self, flushes: tuple[int, ...], why: str) -> None:
-        """From now on the step runs once per batch."""
+        """Run the step once per batch from now on."""
         self.once = True
         since = ""
         if why and self._num_steps > 1:
@@ -313,7 +313,7 @@ class LossOfBatches:
     # Between ranks
 
     def _on_any(self, wanted: Sequence[bool]) -> list[bool]:
-        """What holds on any rank."""
+        """Return what holds on any rank. Collective."""
         return [bool(flag) for flag in reduced([int(each) for each in wanted], dist.ReduceOp.MAX)]
 
     def _from_every_pipeline(self, found: Finding | None) -> list[Finding]:

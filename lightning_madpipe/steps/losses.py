@@ -31,13 +31,13 @@ Vector = NDArray[numpy.float64]
 
 SAMPLES: Weight = ("samples",)
 SUM: Weight = ("sum",)
-"""Each micro-batch with the factor 1: the loss is a sum over the batch."""
+"""The weight of a loss that is a sum over the batch: each micro-batch has the factor 1."""
 
 MOST_VALUES = 64
-"""Of an integer tensor with more different values in a micro-batch only special ones are counted."""
+"""The most different values of an integer tensor in which all of them are counted; else only special ones."""
 WIDEST_RANGE = 4096
 MOST_ELEMENTS = 1 << 24
-"""Of a tensor that is looked at in every step."""
+"""The most elements, in all micro-batches, of a tensor that is looked at in every step."""
 MOST_EXTREMES = 8
 """How many different extremes of one floating tensor make a batch worth trying."""
 NOT_A_NUMBER = "NaN"
@@ -51,16 +51,16 @@ class Finding:
     """What trying one batch has shown."""
 
     factors: Vector | None = None
-    """Of each micro-batch in the loss of the batch; None: there are none, or they are not known."""
+    """The factor of each micro-batch in the loss of the batch; None: there are none, or they are not known."""
     why_not: str | None = None
     """Why the loss of the batch is no sum of those of micro-batches."""
     why_unknown: str | None = None
-    """Why that could not be found out."""
+    """Why the loss of the batch could not be explained."""
     fitting: frozenset[Weight] = frozenset()
     considered: frozenset[Weight] = frozenset()
     """All weights that were guessed."""
     relative_error: float | None = None
-    """Of the mean over samples as the loss of the batch."""
+    """The relative error of the mean over samples as the loss of the batch."""
     log_rules: Mapping[str, str] = field(default_factory=dict)
     """How logged numbers are merged that are no means over samples: weighted as the ``loss``, or their ``sum``."""
     wrong_logs: tuple[tuple[str, float, float, str], ...] = ()
@@ -68,9 +68,9 @@ class Finding:
     traces: tuple[str, ...] = ()
     """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
     loss_seconds: tuple[float, float] = (0.0, 0.0)
-    """Forward and backward of the step on the whole batch."""
+    """Seconds of the forward and of the backward of the step on the whole batch."""
     loss_bytes: int = 0
-    """Kept and made by it at its peak, the joined outputs included."""
+    """Bytes that the step on the whole batch keeps and makes at its peak, the joined outputs included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Tried:
     """What the step passed to ``forward``."""
     log_calls: list[dict[str, Any]]
     seconds: tuple[float, float]
-    """Forward and backward."""
+    """Seconds of the forward and of the backward."""
 
 
 def factors_of(
@@ -151,7 +151,7 @@ def normalized(weights: Vector, weight: Weight) -> Vector | None:
 def weights_of(
     views: Sequence[View], sizes: Sequence[int], class_weights: Mapping[str, Tensor]
 ) -> dict[Weight, Vector]:
-    """All guesses, for the micro-batches of one batch."""
+    """Return all guesses of weights, for the micro-batches of one batch."""
     weights: dict[Weight, Vector] = {
         SAMPLES: numpy.array(sizes, dtype=float),
         SUM: numpy.ones(len(sizes)),
@@ -242,7 +242,7 @@ def features_of(views: Sequence[View], sizes: Sequence[int]) -> dict[Weight, Vec
 
 
 class Tracked:
-    """In which directions the micro-batches of batches differed that were tried."""
+    """The directions in which the micro-batches of tried batches differed."""
 
     def __init__(self) -> None:
         self._names: dict[Weight, int] = {}
@@ -296,7 +296,7 @@ class Tracked:
 
 
 def class_weights_of(modules: Iterator[tuple[str, nn.Module]]) -> dict[str, Tensor]:
-    """One-dimensional floating tensors of a module outside its pipeline, which may be the weights of classes."""
+    """Find one-dimensional floating tensors outside the pipeline, which may be the weights of classes."""
     found = {}
     for path, owner in modules:
         for name, value in (*vars(owner).items(), *owner._buffers.items()):
@@ -329,7 +329,7 @@ class View:
 
 
 def views_of(pieces: Sequence[Any]) -> list[View]:
-    """What labels and masks of micro-batches may be."""
+    """Return the tensors of micro-batches that labels and masks may be, whole or shifted."""
     return list(_views(pieces))
 
 
@@ -366,7 +366,7 @@ def _counted(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Vector, dict[Any,
 
 
 def _float_counts(tensors: Sequence[Tensor]) -> dict[Any, Vector]:
-    """How often NaN, 0 and extremes that are no coincidence stand in each tensor: targets that are missing."""
+    """Count NaN, 0 and extremes that are no coincidence in each tensor: targets that are missing."""
     counts: dict[Any, Vector] = {
         NOT_A_NUMBER: _vector(tensor.isnan().sum() for tensor in tensors),
         0.0: _vector(tensor.numel() - tensor.count_nonzero() for tensor in tensors),
@@ -383,7 +383,7 @@ def _vector(numbers: Iterable[Tensor]) -> Vector:
 
 
 def _counts(tensors: Sequence[Tensor]) -> dict[int, Vector]:
-    """How often each value stands in each tensor; of many values only of those that may be special."""
+    """Count how often each value stands in each tensor; of many values only those that may be special."""
     low = min(int(tensor.min()) for tensor in tensors if tensor.numel()) if any(t.numel() for t in tensors) else 0
     high = max((int(tensor.max()) for tensor in tensors if tensor.numel()), default=0)
     if high - low < WIDEST_RANGE:

@@ -24,7 +24,7 @@ class MetricValue(NamedTuple):
     """A metric as the value of a ``self.log`` call, on its way to other ranks."""
 
     path: str
-    """Its name in the LightningModule."""
+    """The name of the metric in the LightningModule."""
     batch_value: Any
     """What it is for this batch alone, ``on_step``; None where its forward was not called."""
 
@@ -85,7 +85,7 @@ class BatchMetrics:
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """While a step runs, follow the calls of its metrics."""
+        """Follow the calls of the module's metrics while a step runs."""
 
         # A function and no method: who copies a metric would copy the object of a method with it.
         def follow(metric: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], _: Any) -> None:
@@ -100,7 +100,7 @@ class BatchMetrics:
                 handle.remove()
 
     def value_of(self, metric: Metric) -> Any:
-        """Of the calls since :meth:`begin`; None where there were none."""
+        """Return the value of a metric over its calls since :meth:`begin`; None where there were none."""
         if id(metric) not in self._called:
             return None
         own = self._copy_of(metric)

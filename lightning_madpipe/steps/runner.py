@@ -46,7 +46,7 @@ BATCH_END_HOOKS = {
 }
 """The hook that is given what the step returned."""
 AGREE_EVERY = 128
-"""Batches, after which ranks compare again what they read."""
+"""The number of batches after which ranks compare again what they read."""
 
 
 class Outcome(NamedTuple):
@@ -245,7 +245,7 @@ class BatchRunner:
             )
 
     def _forward_only(self, run: BatchRun) -> str | None:
-        """Take a batch through the pipeline, of which nothing stays; what a layer raised on some rank."""
+        """Take a batch through the pipeline, of which nothing stays; return what a layer raised on some rank."""
         with torch.inference_mode(False), torch.no_grad(), self.steps.rehearsal():
             try:
                 self._go_forward(run)
@@ -291,7 +291,7 @@ class BatchRunner:
         return run
 
     def _compare_if_changed(self, run: BatchRun) -> None:
-        """At the beginning of an evaluation. Collective over the job."""
+        """Compare the layers again if what ``forward`` reads has changed. Collective over the job."""
         self._structure.check()
         watch = self._watches.get(self._module.training)
         if watch is not None and watch.is_needed:
@@ -337,7 +337,7 @@ class BatchRunner:
         return self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=True)
 
     def _feed(self, labels: Sequence[MicroBatch | Piece]) -> Iterator[tuple[Any, MicroBatch | Piece]]:
-        """What the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
+        """Yield what the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
         is_first, is_last = self._engine.is_first_stage(), self._engine.is_last_stage()
         if is_last:
             self._remember()
@@ -353,7 +353,7 @@ class BatchRunner:
 
     @contextmanager
     def _announced_shapes(self, window: Sequence[BatchRun]) -> Iterator[None]:
-        """Where shapes differ within a batch, let the engine send them with every micro-batch of it.
+        """Let the engine send shapes with every micro-batch of a batch, where they differ within it.
 
         Otherwise it sends them once per batch.
         """
@@ -367,7 +367,7 @@ class BatchRunner:
             engine.dynamic_shape = before
 
     def _is_to_agree(self, step: str) -> bool:
-        """At the beginning of an epoch, at its batches 2, 4, ..., 128, and at each 128th."""
+        """Whether ranks compare what they read now: at an epoch's begin, batches 2, 4, ..., 128, each 128th."""
         begins, self.begins = self.begins or step not in self._read, False
         self._num_read[step] = number = 1 if begins else self._num_read[step] + 1
         return number & (number - 1) == 0 if number < AGREE_EVERY else number % AGREE_EVERY == 0
@@ -393,7 +393,7 @@ class BatchRunner:
             )
 
     def _num_batches(self, step: str) -> Any:
-        """Of an epoch, as far as Lightning knows."""
+        """Return the number of batches of an epoch, as far as Lightning knows it."""
         trainer = self._trainer
         if step == "training_step":
             return trainer.num_training_batches
@@ -451,7 +451,7 @@ class BatchRunner:
     # What comes of a batch
 
     def _remember(self) -> None:
-        """On the rank that runs whole steps, once that is known, what the module is before them."""
+        """Remember what the module is before the steps, on the rank that runs whole steps, once that is known."""
         engine, is_cut = self._engine, self._pipeline.num_stages > 1
         undoable = engine.may_run_again
         may_be_undone = self.steps.watches and torch.is_grad_enabled()
@@ -463,7 +463,7 @@ class BatchRunner:
         engine.when_given_up = before.undo if before is not None and undoable else None
 
     def _share(self, window: Sequence[BatchRun]) -> list[StepResult]:
-        """The results of the window's batches; with them go to every rank of the pipeline all other traces.
+        """Share the results of the window's batches, and all other traces, with every rank of the pipeline.
 
         Raises:
             Exception: why what a step returned has no result, on every rank; in training on all pipelines'.
@@ -513,7 +513,7 @@ class BatchRunner:
         return Outcome(results, changes, calls, self._trainer.should_stop, error)
 
     def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
-        """``outcome``, and as bytes for other processes, without what cannot leave this one."""
+        """Return ``outcome`` itself and as bytes for other processes, without what cannot leave this one."""
         if outcome.error is not None:
             return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error)))
         sent = packed(outcome)
@@ -538,13 +538,13 @@ class BatchRunner:
         return parcel is not None
 
     def _say(self, sentence: str) -> None:
-        """Once, by this rank, which alone knows it."""
+        """Warn once, on this rank, which alone knows it."""
         if sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(f"madpipe: {sentence}", stacklevel=2)
 
     def _error_anywhere(self, error: Exception | None) -> Exception | None:
-        """This pipeline's error, or else another one's: no rank makes an optimizer step alone."""
+        """Return this pipeline's error, or else another one's: no rank makes an optimizer step alone."""
         grid = self._pipeline.mpu()
         group = grid.get_data_parallel_group()
         if grid.get_data_parallel_world_size() == 1:

@@ -60,11 +60,11 @@ class _Seen:
 
     value: Any
     version: int | None = None
-    """Of a tensor; torch counts what changes it in place."""
+    """The version of a tensor; torch counts what changes it in place."""
     contents: Any = None
-    """Of a container, what it held; of an array, and of a tensor where one was asked for, a copy."""
+    """What a container held; a copy of an array, and of a tensor where one was asked for."""
     inner: dict[Any, _Seen] = field(default_factory=dict)
-    """Of a container, those of its contents that may change themselves, by index or key."""
+    """The contents of a container that may change themselves, by index or key."""
 
 
 class Leftovers:
@@ -152,7 +152,7 @@ def _table(module: nn.Module, place: Place) -> dict[str, Any]:
 
 
 def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | None = None) -> _Seen:
-    """A value as it is.
+    """Record a value as it is now.
 
     Args:
         copies: Whether to copy the tensors within it.

@@ -218,7 +218,7 @@ class _Draws(TorchDispatchMode):
         self._seed = seed
         self._drawn: list[tuple[Tensor, ...]] = []
         self._begun: list[bytes | None] = []
-        """For each draw, the state of a generator of the user's before it."""
+        """The state of the user's generator before each draw; None for a draw from torch's own."""
         self._rows: tuple[int, int, int] | None = None
         self._place = 0
         self.are_seeded = False

@@ -63,21 +63,21 @@ class MicroBatch:
     """``training_step``, ``validation_step``, ``test_step`` or ``predict_step``."""
     data: Any
     size: int
-    """Samples."""
+    """The number of samples in the micro-batch."""
     arguments: tuple[Any, ...]
     """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
     seed: int
-    """For the step's own random numbers, which both ends of the pipeline must draw alike."""
+    """The seed of the step's own random numbers, which both ends of the pipeline must draw alike."""
     place: int = 0
-    """Its number in the Lightning batch."""
+    """The number of the micro-batch in the Lightning batch."""
     is_last: bool = True
     """Whether the Lightning batch ends with it."""
     keeps_returned: bool = False
     """Whether somebody will read what the step returns."""
     loss_scale: float = 1.0
-    """Its share in the loss of the optimizer step, times the number that DeepSpeed divides by."""
+    """The share of its loss in that of the optimizer step, times the number that DeepSpeed divides by."""
     share: float | None = None
-    """Its factor in the loss of the Lightning batch, where micro-batches have a loss each; None: its samples."""
+    """The factor of its loss in that of the Lightning batch, where each has a loss; None: its samples."""
     is_untried: bool = False
     """Whether its loss shows a sign of being another one than those that were tried."""
     loss: Tensor | None = None
@@ -86,7 +86,7 @@ class MicroBatch:
     """What the step returned, where somebody reads it."""
     log_calls: list[LogCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    """Of loggers and of ``self.print``."""
+    """The calls of loggers and of ``self.print`` that the step made."""
 
 
 class StepResult(NamedTuple):
@@ -337,7 +337,7 @@ class UserSteps:
         return loss
 
     def join(self, run: BatchRun, *, trains: bool) -> tuple[Tensor, ...]:
-        """The outputs of a batch as of one forward.
+        """Join the outputs of a batch to those of one forward.
 
         Raises:
             ValueError: they cannot be joined.
@@ -708,7 +708,7 @@ def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int])
 
 
 def _shares_of(micro_batches: Sequence[MicroBatch]) -> list[float]:
-    """What the loss of each counts in that of the batch."""
+    """The share of each micro-batch's loss in that of the batch."""
     total = sum(micro_batch.size for micro_batch in micro_batches)
     return [each.size / total if each.share is None else each.share for each in micro_batches]
 
@@ -742,7 +742,7 @@ def _now(device: torch.device) -> float:
 
 
 def _graph_of(outputs: Any) -> list[Any]:
-    """Where the graph of what a stage put out ends, before a step changes it in place."""
+    """Return where the graph of a stage's outputs ends, before a step changes them in place."""
     return [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
 
 

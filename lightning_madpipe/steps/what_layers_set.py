@@ -31,7 +31,7 @@ class Left(NamedTuple):
     layer: int | None
     """The place of the layer among those that need no building; None: it stands outside of the layers."""
     path: str
-    """Of the module that has the attribute, within the layer or the LightningModule."""
+    """The path of the module that has the attribute, within the layer or the LightningModule."""
     name: str
 
 
@@ -89,7 +89,7 @@ class LayerTraces:
         self._kinds: dict[tuple[nn.Module, str], type] = {}
 
     def add(self, left: Collection[Left]) -> None:
-        """Keep steps from reading these, too."""
+        """Keep steps from reading these attributes, too."""
         for each in left:
             root = self._module if each.layer is None else self._layers[each.layer]
             owner = root.get_submodule(each.path)
@@ -99,7 +99,7 @@ class LayerTraces:
 
     @contextmanager
     def hidden(self, step: str) -> Iterator[None]:
-        """While a step runs, let it raise where it reads what a layer sets."""
+        """Let a step raise, while it runs, where it reads what a layer sets."""
         with ExitStack() as stack:
             for owner in self._hidden:
                 stack.enter_context(of_class(owner, self._refusing_class(owner, step)))

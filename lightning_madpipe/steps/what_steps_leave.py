@@ -37,7 +37,7 @@ class Trace:
 
 
 class StepTraces:
-    """Within a rehearsal: the traces of the steps that run from now on.
+    """The traces of the steps that run from now on, within a rehearsal.
 
     Args:
         steps: Runs the user's steps.
@@ -65,7 +65,7 @@ class StepTraces:
         return found
 
     def note(self, size: int) -> None:
-        """After the step of a micro-batch of so many samples."""
+        """Note the metrics after the step of a micro-batch of so many samples."""
         for name, metric in self._metrics.items():
             if isinstance(metric, MeanMetric) and name in self._fresh and metric.update_called:
                 self._means[_named(name, metric)].append((size, float(metric.mean_value.sum())))

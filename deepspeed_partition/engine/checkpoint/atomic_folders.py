@@ -176,10 +176,10 @@ class Listed:
     sizes: dict[str, int]
     """The bytes of each file, by its name in the folder."""
     checksums: dict[str, str] | None
-    """Of each file, as :func:`checksum` gives them; None where none were taken."""
+    """The checksum of each file, as :func:`checksum` gives it; None where none were taken."""
 
     def but(self, patterns: Sequence[str]) -> Listed:
-        """Without the files whose names are like one of ``patterns``."""
+        """Return the list without the files whose names are like one of ``patterns``."""
 
         def kept(name: str) -> bool:
             return not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
@@ -189,7 +189,8 @@ class Listed:
         return Listed(sizes, checksums and {name: value for name, value in checksums.items() if kept(name)})
 
     def share(self, place: int, num_shares: int) -> list[str]:
-        """The files of one of ``num_shares`` readers: together all, each once, by about as many bytes."""
+        """Return the files for one of ``num_shares`` readers: each file has one reader, shares have about as many
+        bytes."""
         bytes_of, shares = [0] * num_shares, [list[str]() for _ in range(num_shares)]
         for name in sorted(self.sizes, key=lambda name: (-self.sizes[name], name)):
             least = bytes_of.index(min(bytes_of))

@@ -38,13 +38,13 @@ from deepspeed_partition.planner.units import shown
 OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
 """The files that a checkpoint consists of. A script may keep others in its folder."""
 OF_OPTIMIZERS = ("*zero_pp_rank_*",)
-"""Those of them that DeepSpeed does not read where only weights are loaded."""
+"""Patterns of the checkpoint's files that DeepSpeed does not read where only weights are loaded."""
 OWN_FILES = (saved_cut.FILE_NAME, saved_state.FILE_NAME)
-"""Those that are read before the others."""
+"""The files of a checkpoint that are read before the others."""
 SAVED_OF_THE_LOSS_SCALE = (
     "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
 )  # fmt: skip
-"""What DeepSpeed's fp16 optimizers without ZeRO save of it."""
+"""What DeepSpeed's fp16 optimizers without ZeRO save of the loss scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Found:
 
     folder: Path
     cut: SavedCut | None
-    """None where DeepSpeed alone wrote it."""
+    """The cut that the checkpoint was written on; None where DeepSpeed alone wrote it."""
     layout: dict[str, Any] | None
-    """Where the optimizer's states lie; None where nothing says so."""
+    """The places of the optimizer's states; None where nothing says so."""
 
     def is_at_cut_of(self, module: PipelineModule) -> bool:
         return self.cut is not None and self.cut.allocation == allocation_of(module)
@@ -72,9 +72,9 @@ class ResumingEngine(MovingEngine):
     """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
 
     options: Options
-    """Of the ``madpipe`` section of the configuration."""
+    """The options in the ``madpipe`` section of the configuration."""
     _reader: Reader
-    """Of the checkpoint that is being loaded."""
+    """The reader of the checkpoint that is being loaded."""
     _copy_recovery_script: Any
 
     # Saving
@@ -188,7 +188,7 @@ class ResumingEngine(MovingEngine):
         return {name: value for theirs in gather_objects(mine) for name, value in theirs.items()}
 
     def _on_every_disk(self, change: Callable[[], None]) -> None:
-        """Rank 0's, and those of other nodes where each has its own. Collective."""
+        """Run ``change`` on rank 0, and on one rank of each other node that has its own storage. Collective."""
         flaw: Exception | None = None
         if self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0):
             try:
@@ -389,7 +389,7 @@ def _is_whole(options: Mapping[str, Any]) -> bool:
 
 
 def say_what_was_unpickled(reader: Reader) -> None:
-    """One line, also where it was on another rank than the first. Collective."""
+    """Say in one line what was unpickled, also where it was on another rank than the first. Collective."""
     sentence = next(filter(None, gather_objects(reader.sentence())), "")
     if sentence:
         announce(sentence, logging.WARNING)
@@ -404,7 +404,7 @@ def _raise_first(flaw: Exception | None) -> None:
 
 @contextmanager
 def _ties_follow(module: Any) -> Iterator[None]:
-    """Copies of tied weights are brought together when the ranks have agreed that all of them have loaded."""
+    """Bring copies of tied weights together when the ranks have agreed that all of them have loaded."""
     module._synchronize_tied_weights = lambda: None
     try:
         yield

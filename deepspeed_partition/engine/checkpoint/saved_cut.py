@@ -18,10 +18,10 @@ from deepspeed_partition.planner.units import shown
 
 FILE_NAME = "madpipe-plan.json"
 BOUNDARIES_FORMAT = "madpipe-boundaries/1"
-"""Of the file where the cut came without a plan."""
+"""The format of the file that names the cut where it came without a plan."""
 
 LONGEST_LATEST_BYTES = 4096
-"""Of the file that names the latest checkpoint."""
+"""The most bytes that the file that names the latest checkpoint may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class SavedCut:
 
     @property
     def num_ranks(self) -> int:
-        """Of a pipeline."""
+        """The number of ranks of a pipeline."""
         return len(self.boundaries) - 1 if self.plan is None else self.plan.platform.num_devices
 
     @property
     def allocation(self) -> Allocation:
-        """Where the layers were."""
+        """The allocation: on which rank each layer was."""
         return Allocation.contiguous(self.boundaries) if self.plan is None else allocation_of(self.plan)
 
 

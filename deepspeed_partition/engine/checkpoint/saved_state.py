@@ -45,7 +45,7 @@ KEYS = {
     "FP16_Optimizer": ("fp32_groups_flat", "optimizer_state_dict"),
     "FP16_UnfusedOptimizer": ("fp32_groups", "optimizer_state_dict"),
 }
-"""Where the state of a wrapping optimizer has the master weights and the state of the optimizer that it wraps."""
+"""The entries of a wrapping optimizer's state with the master weights, and with the wrapped optimizer's state."""
 SHARED_AMONG_REPLICAS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 """Each replica trains, and saves, its own share."""
 
@@ -55,7 +55,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 def describe(engine: Any) -> dict[str, Any] | None:
-    """Where the next checkpoint of ``engine`` will have what; None where that cannot be said. Collective.
+    """Describe where the next checkpoint of ``engine`` will have what; None where that cannot be said. Collective.
 
     It cannot with ``elastic_checkpoint``, with layers that are sliced over ranks, with an optimizer unknown here,
     or one that trains other parameters, too.
@@ -100,7 +100,7 @@ def _file_name(engine: Any) -> str:
 
 
 def _not_trained_here(module: PipelineModule) -> str | None:
-    """What the names begin with of parameters that this rank has, and another one trains."""
+    """The beginnings of the names of parameters that this rank has, and another one trains."""
     loss = loss_part_of(module)
     return None if loss is None or module.stage_owner(loss.layers[0]) == module.stage_id else f"{loss.name}."
 
@@ -120,9 +120,9 @@ class Piece:
 
     file: str
     place: int
-    """Of the trained tensor that they lie in, among those of the file."""
+    """The place of the trained tensor that the elements lie in, among the trained tensors of the file."""
     num_elements: int
-    """Of that tensor."""
+    """The number of elements of that trained tensor."""
     share: Share
 
 
@@ -132,7 +132,7 @@ class Content:
 
     entries: list[dict[Key, Any]]
     settings: list[dict[str, Any]]
-    """Of the group that each belongs to."""
+    """The settings of the group that each trained tensor belongs to."""
     of_the_wrapper: Mapping[str, Any]
 
 
@@ -172,7 +172,7 @@ class SavedState:
             raise PlanFormatError(f"{folder / FILE_NAME}: not the layout of an optimizer's state") from None
 
     def states_for(self, optimizer: Any, module: PipelineModule) -> dict[str, ParameterState]:
-        """What ``optimizer`` needs of it on this rank, by parameters.
+        """Return what ``optimizer`` needs of the saved state on this rank, by parameters.
 
         Raises:
             PlanFormatError: a file is missing or damaged.
@@ -328,7 +328,7 @@ def _flattened(masters: Any) -> Iterator[torch.Tensor]:
 
 
 def _owned(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Beside ``parameter``, and no part of the file, whose pages it would keep."""
+    """Return a copy on the device of ``parameter``: it is no part of the file, whose pages a part would keep."""
     return value.to(parameter.device, copy=True)
 
 

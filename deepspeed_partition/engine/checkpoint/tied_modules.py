@@ -31,12 +31,12 @@ class Copy:
     is_first: bool
     """Whether this rank runs the first layer of the tie."""
     shared_names: list[str]
-    """Of the weights that are the same in all copies; none where there is one copy."""
+    """Names of the weights that are the same in all copies; none where there is one copy."""
     whole_file: str
-    """Has the first copy. It is DeepSpeed's where that layer runs as it is."""
+    """Name of the file with the whole first copy. It is DeepSpeed's file where the layer runs as it is."""
     is_saved_by_deepspeed: bool
     own_file: str
-    """What another copy does not share."""
+    """Name of the file with what a copy other than the first one does not share."""
 
 
 def save_ties(folder: Path, module: PipelineModule) -> None:
@@ -83,7 +83,7 @@ def load_ties(
 
 
 def _read(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """Nothing where there is no such file: earlier versions did not write it."""
+    """Read a file; give nothing where there is no such file, which earlier versions did not write."""
     return read(path) if path.exists() else {}
 
 

@@ -57,7 +57,7 @@ def know(*classes: type) -> None:
 
 @contextmanager
 def _allowed() -> Iterator[None]:
-    """What the user registered with torch stays registered."""
+    """Let torch load objects of known classes meanwhile; classes that the user registered stay so."""
     serialization = torch.serialization
     if hasattr(serialization, "safe_globals"):
         with serialization.safe_globals(_known):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 NOTHING: Boundary = ()
-"""In the place of a tensor whose shape is not known."""
+"""What stands in the place of a tensor whose shape is not known."""
 
 
 class CannotBeWatchedError(Exception):
@@ -87,7 +87,7 @@ class Batch:
         self._failure: Failure | None = None
         self._computes = True
         self._input_shapes: dict[tuple[int, int], Shapes] = {}
-        """By stage and micro-batch."""
+        """Shapes of the inputs, by stage and micro-batch."""
         self._output_shapes: dict[int, Shapes] = {}
 
     def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
@@ -109,7 +109,7 @@ class Batch:
         self._do_without(instruction)
 
     def agree(self) -> None:
-        """Collective over the job, when the lists are through.
+        """Agree with all ranks of the job on how the batch went, when the lists are through. Collective.
 
         Raises:
             StepGivenUp: some rank ran out of memory in a step that may run again.
@@ -218,7 +218,7 @@ def raise_everywhere(first: Failure, mine: Failure | None) -> None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it, in the form in which it goes to other ranks."""
+    """The traceback of an error as Python prints it, which is the form in which it goes to other ranks."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
@@ -241,7 +241,7 @@ class Attempt:
             self._data = engine.data_iterator = _Remembering(engine.data_iterator)
 
     def keep(self) -> None:
-        """The step is done, or has ended with another error."""
+        """Read the data without notes again: the step is done, or has ended with another error."""
         if self._data is not None and self._engine.data_iterator is self._data:
             self._engine.data_iterator = self._data.iterator
 

@@ -34,7 +34,7 @@ class Buffers:
         self._versions: dict[int, int] = {}
 
     def before_step(self, *, all_of_them: bool) -> Callable[[], None]:
-        """What puts them back.
+        """Copy the buffers; return a function that puts them back.
 
         Args:
             all_of_them: copy also those that no step has changed so far.
@@ -105,7 +105,7 @@ class BeforeStep:
 
 
 def let_gradients_go(engine: Any) -> None:
-    """Those of the weights, what an optimizer of DeepSpeed has made of them, and that a backward was under way."""
+    """Forget the weights' gradients, what DeepSpeed's optimizer made of them, and a backward under way."""
     optimizer = engine.optimizer
     engine.zero_grad()
     if optimizer is None:

@@ -16,7 +16,8 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 NO_BOUNDARY: tuple[torch.Tensor, ...] = ()
-"""Sent in the place of a step's first activations: there is no data for another step."""
+"""The empty boundary that is sent in the place of a step's first activations: there is no data for another
+step."""
 
 
 def _tensors_of(boundary: Any) -> tuple[torch.Tensor, ...]:

@@ -32,7 +32,7 @@ except ImportError:  # as of DeepSpeed 0.19.0; later versions have it
     DualPipeVModule = None
 
 KEPT_TO_TRAIN = 4
-"""Of each parameter, by Adam in one precision: itself, its gradient, two states."""
+"""The numbers that training keeps per parameter, by Adam in one precision: itself, its gradient, two states."""
 METHODS = ("madpipe", "profile")
 """Names of planning. DeepSpeed names ``profile`` and does not implement it."""
 KNOWN_METHODS = "'madpipe', a list of boundaries, or one of DeepSpeed's own 'parameters', 'uniform', 'type:REGEX'"
@@ -40,7 +40,7 @@ KNOWN_METHODS = "'madpipe', a list of boundaries, or one of DeepSpeed's own 'par
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where the boundaries of a module come from; a module that DeepSpeed cut by itself has none."""
+    """The origin of a module's boundaries; a module that DeepSpeed cut by itself has none."""
 
     origin: Literal["trial", "boundaries", "plan", "default"]
     """``trial``: until a plan is made. ``default``: DeepSpeed's cut in the place of a plan (``MADPIPE=0``)."""

@@ -52,9 +52,9 @@ from deepspeed_partition.schedule import lowering
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
 _ANY = -1
-"""In the place of an active stage, between two instructions: this rank is all its stages."""
+"""The active stage between two instructions, when there is none: this rank is all its stages."""
 _STARTING = -2
-"""While DeepSpeed's ``__init__`` tries out transfers between neighbouring ranks, which are its stages to it."""
+"""The active stage while DeepSpeed's ``__init__`` tries out transfers between neighbouring ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class LossCost:
     forward_seconds: float
     backward_seconds: float
     peak_bytes: int
-    """The outputs of the batch, what the loss keeps of them and their gradients, at the most at once."""
+    """The most bytes at once: the outputs of the batch, what the loss keeps of them, and their gradients."""
 
 
 class AnyPlanEngine(AnyBoundaryEngine):
@@ -74,7 +74,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     may_run_again = False
     """Whether a step runs that is given up, and run again, if a rank runs out of memory in it."""
     wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
-    """Asked in each batch, on every rank; where one wants to, ``when_asked_to_stop`` is called on all."""
+    """Function that each batch calls on every rank; where one rank wants to stop, all call
+    ``when_asked_to_stop``."""
     when_asked_to_stop: Callable[[], object] = staticmethod(lambda: None)
     data_ends_with_batch = False
     """Whether the rest of the data is lost with a batch that was given up: each batch has an iterator."""
@@ -94,7 +95,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     outputs: the last stage begins the backwards of a batch when its forwards are done. None: each micro-batch has
     a loss of its own."""
     loss_cost: LossCost | None = None
-    """Of one batch, on the rank of the last stage, where it was tried."""
+    """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._active = _STARTING
@@ -133,7 +134,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     @functools.cached_property
     def _transfers(self) -> Transfers:
-        """Made when the first batch begins, on all ranks: on the cut that is measured there is none."""
+        """The transfers of this rank. All ranks make them at the first batch; the measured cut has none."""
         transfers = self.transfers_class(self._pipelines(), self.module.device_of_stage, self.device)
         watch.pipeline_ranks = tuple(transfers.ranks)
         return transfers
@@ -211,7 +212,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         return super()._next_batch() if self._active < 0 else self._read_now
 
     def _read(self, number: int) -> Any:
-        """The micro-batch of this number; those before it are kept until they are asked for."""
+        """Return the micro-batch of this number; the engine keeps those before it until they are asked for."""
         while self._unread and self.data_iterator is self._partly_unread:
             super()._next_batch()
             self._unread -= 1
@@ -245,7 +246,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.loss = self.grad_layer = None
 
     def _count_unread(self, num_micro_batches: int) -> None:
-        """Where this rank reads nothing: how far behind its iterator is, in case that layers move and it will."""
+        """Count how far the iterator is behind on a rank that reads nothing: layers may move, and it will."""
         if not torch.is_grad_enabled():
             return
         if self.data_iterator is not self._partly_unread:
@@ -351,7 +352,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     @contextmanager
     def _tied_copies_added_up(self) -> Iterator[None]:
-        """While the gradients of tied weights are added up: those of all copies on this rank are one."""
+        """Make the gradients of all copies of a tied weight on this rank one, while ranks add them up."""
         alike = [
             tuple(map(self._tied_gradient, weights))
             for copies in several_of_a_key(self.module)
@@ -367,10 +368,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 other.copy_(first)
 
     def _before_reduction(self) -> None:
-        """Called in training when the lists are through, before gradients are reduced."""
+        """Do what a host adds before gradients are reduced: called in training when the lists are through."""
 
     def _tied_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """What has been added up of the step: zeros if that is nothing."""
+        """Return the gradient of a tied weight that the step has added up so far; zeros if there is none."""
         name = "grad"
         if self.using_bf16_optimizer:
             name = "_hp_grad"
@@ -384,7 +385,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
-        """Around what the ranks do together: after an error that they do not agree upon this engine is at its end.
+        """Run what the ranks do together; an error that they do not agree upon ends this engine.
 
         Raises:
             RuntimeError: another rank failed before this one, and with what, or has ended.
@@ -401,8 +402,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
             watch.runs(None)
 
     def check_that_it_goes_on(self) -> None:
-        """Raises:
-        RuntimeError: an error has ended what the ranks do together.
+        """Refuse to go on after an error that has ended what the ranks do together.
+
+        Raises:
+            RuntimeError: there was such an error.
         """
         if self._cannot_go_on:
             raise RuntimeError(
@@ -417,7 +420,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     }
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
-        """What runs an instruction: where a timeline is asked for, it is recorded in training."""
+        """Return what runs an instruction: in training it is recorded, where a timeline is asked for."""
         recorder, plan = self._recorder, self.module.madpipe_cut.plan
         if recorder is None or plan is None or not recorder.wants_more or not torch.is_grad_enabled():
             return nullcontext(self._execute)
@@ -443,7 +446,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self._between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
 
     def _begin_batch(self, num_micro_batches: int) -> None:
-        """All ranks of the job begin, or none: only first and last stages know whether there is data.
+        """Begin a batch on all ranks of the job, or on none: only first and last stages know of the data.
 
         Raises:
             StopIteration: there is none, on every rank.
@@ -529,7 +532,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         return any(reduced([int(asks)], dist.ReduceOp.MAX)) if dist.get_world_size() > 1 else asks
 
     def tell_at_next_batch(self, error: BaseException) -> None:
-        """Where this rank has met an error between two batches: let the others raise it when they begin the next.
+        """Let the other ranks raise an error of this rank, met between two batches, when they begin the next.
 
         Where they do not begin one, this waits until they have ended.
         """
@@ -541,7 +544,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                     raised_by_all(error)
 
     def _load(self, number: int, slot: int) -> None:
-        """The active stage's inputs, labels, or both of a micro-batch."""
+        """Load the active stage's inputs, labels, or both of a micro-batch."""
         self._num_loaded = number
         self._read_now = self._read(number)
         PipelineEngine._exec_load_micro_batch(self, slot)

@@ -30,7 +30,7 @@ METHODS = {
     schedule.SendGrad: "_exec_send_grads",
     schedule.RecvGrad: "_exec_recv_grads",
 }
-"""Of an engine, by the instructions that run them."""
+"""The methods of an engine that run instructions, by the class of the instruction."""
 SCHEDULES = ("TrainSchedule", "InferenceSchedule")
 MADE_BY = ("_train_schedule", "_inference_schedule")
 """The methods of an engine that give a schedule."""

@@ -37,9 +37,9 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     allocation: Allocation
     own_stages: list[int]
-    """Those of this rank, in the order of the chain."""
+    """The stages of this rank, in the order of the chain."""
     device_of_stage: list[int]
-    """The pipeline's ranks are its devices."""
+    """The device of each stage; the pipeline's ranks are its devices."""
     forward_funcs: list[Any]
     madpipe_cut: Any
     micro_offset: int
@@ -183,8 +183,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     @contextmanager
     def _checkpoints_where_gradients_begin(self) -> Iterator[None]:
-        """With DeepSpeed's ``activation_checkpoint_interval``, let the layers of a block train whose input has no
-        gradient, such as the numbers of words.
+        """Let the layers of a checkpointed block train whose input has no gradient, such as the numbers of words.
 
         The outputs of DeepSpeed's default, a reentrant checkpoint, have a gradient only where an input has one.
         """
@@ -306,7 +305,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
 @functools.cache
 def _with_stages(module_class: Any) -> type:
-    """DeepSpeed knows some modules by the names of their classes, so the name stays."""
+    """Derive a class with stages, of the same name: by the name DeepSpeed knows some modules."""
     kept = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (StagesModule, module_class)
     return types.new_class(module_class.__name__, bases, exec_body=lambda namespace: namespace.update(kept))
@@ -331,7 +330,7 @@ def owner(allocation: Allocation, layer: int) -> int:
 
 
 def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:
-    """Where the layers of a plan or of a module are, and nothing else, so that two can be compared."""
+    """Return the device of each layer of a plan or of a module, and nothing else, so that two can be compared."""
     if isinstance(source, Plan):
         return Allocation(tuple(Stage(layers=stage.layers, device=stage.device) for stage in source.stages))
     return source.allocation if isinstance(source, StagesModule) else Allocation.contiguous(source.parts)

@@ -26,15 +26,15 @@ class Form:
 
     key: str
     number: int
-    """0 for the first layer's."""
+    """The number of the form; 0 for that of the first layer."""
     layers: tuple[int, ...]
-    """Those that run it, in the order of the chain."""
+    """The layers that run the form, in the order of the chain."""
     spec: TiedLayerSpec
-    """Of the first of them, which builds it."""
+    """The specification of the first of these layers, which builds the module."""
 
     @property
     def own_key(self) -> str:
-        """Tells the form from others of the key."""
+        """The key of the form, which tells it from others of the layers' key."""
         return f"{self.key}-{self.number}" if self.number else self.key
 
     @property
@@ -88,7 +88,7 @@ class TiedCopy:
 
     form: Form
     registered: str
-    """Its name in ``tied_modules`` of the pipeline module: the key itself for the rank's first one."""
+    """The name of the copy in ``tied_modules`` of the pipeline module: the key itself for the rank's first one."""
 
     @property
     def is_main(self) -> bool:
@@ -96,13 +96,13 @@ class TiedCopy:
         return self.registered == self.form.key
 
     def tied_weights(self, module: PipelineModule) -> list[nn.Parameter]:
-        """Those that all copies of the key have alike."""
+        """The weights that all copies of the key have alike."""
         names, copy = self.form.spec.tied_weight_attr, module.tied_modules[self.registered]
         return [module._recursive_getattr(copy, name) for name in names]
 
 
 def own_copies(module: PipelineModule) -> list[TiedCopy]:
-    """Those that this rank has, or is to build, on the present cut."""
+    """The copies that this rank has, or is to build, on the present cut."""
     copies: list[TiedCopy] = []
     own_keys: set[str] = set()
     for form in forms_of(module._layer_specs):

@@ -45,7 +45,7 @@ class Part:
     """A submodule of the pipeline that a rank holds if it runs one of its layers."""
 
     name: str
-    """Its global name: ``"3"``, or ``"tied_modules.embed"`` for layers that share one module."""
+    """The part's name in the pipeline: ``"3"``, or ``"tied_modules.embed"`` for layers that share one module."""
     layers: tuple[int, ...]
     """The layers that run it; several where it is tied."""
     spec: LayerSpec | nn.Module
@@ -74,9 +74,9 @@ class PartInfo:
 
     tensors: list[TensorInfo]
     hooks: tuple[str, ...]
-    """Of its modules."""
+    """The hooks of the part's modules."""
     attributes: dict[str, dict[str, Any]]
-    """What its modules have besides, by the path of the module and the name of the attribute."""
+    """The other attributes of the part's modules, by the path of the module and the name of the attribute."""
 
 
 def parts_of(module: PipelineModule) -> list[Part]:
@@ -130,7 +130,7 @@ def in_words(names: Sequence[str]) -> str:
 
 
 def trainable_parameters(module: PipelineModule) -> list[int]:
-    """How many each layer of the whole pipeline has; tied ones count wherever they stand. Collective."""
+    """Count each layer's trainable parameters; tied ones count wherever they stand. Collective."""
     held = held_modules(module)
     mine = {
         layer: sum(weight.numel() for weight in held[part.name].parameters() if weight.requires_grad)
@@ -149,7 +149,7 @@ class Arriving:
     """The parts that are to come to this rank, built but for the values of their tensors."""
 
     described: dict[str, PartInfo]
-    """Of all parts that somebody will be sent, as their owners have them."""
+    """Descriptions of all parts that somebody will be sent, as their owners have them."""
     built: dict[str, nn.Module]
 
 
@@ -203,7 +203,7 @@ def move_layers(
 
 
 def _nothing() -> None:
-    """What is done after a move where no host asks for more."""
+    """Do nothing after a move, where no host asks for more."""
 
 
 def _whole_in_reach(module: PipelineModule) -> AbstractContextManager[None]:
@@ -214,7 +214,7 @@ def _whole_in_reach(module: PipelineModule) -> AbstractContextManager[None]:
 def _descriptions(
     module: PipelineModule, held: dict[str, nn.Module], allocation: Allocation
 ) -> dict[str, PartInfo]:
-    """Of all parts that somebody will be sent."""
+    """Gather descriptions of all parts that somebody will be sent. Collective over the pipeline."""
     grid, current = module.mpu(), allocation_of(module)
     sent = {}
     for part in _all_that_moves(module):
@@ -258,7 +258,7 @@ def _build_missing(
     described: dict[str, PartInfo],
     allocation: Allocation,
 ) -> dict[str, nn.Module]:
-    """What this rank will be sent, built as its owner has it, whose own tensors take no room yet. Collective."""
+    """Build what this rank will be sent, as its owner has it; its own tensors take no room yet. Collective."""
     grid, current = module.mpu(), allocation_of(module)
     rank = grid.get_stage_id()
     built: dict[str, nn.Module] = {}
@@ -430,7 +430,7 @@ def _take_attributes(built: nn.Module, there: PartInfo) -> None:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a program, and not DeepSpeed, has set. In the place of what cannot be sent: its class."""
+    """The attributes that a program, and not DeepSpeed, has set. What cannot be sent is replaced by its class."""
     found = {
         name: value
         for name, value in vars(tensor).items()
@@ -512,7 +512,7 @@ def _build_spec(spec: Any) -> nn.Module:
 
 
 def _build(part: Part, description: PartInfo, rank: int) -> nn.Module:
-    """A part as its owner has it, but for the values."""
+    """Build a part as its owner has it, but for the values."""
     built = _build_spec(part.spec)
     _check_alike(part, description, _describe(built), rank)
     _take_attributes(built, description)

@@ -244,7 +244,7 @@ class MovingEngine(AnyPlanEngine):
 
     @contextmanager
     def _monitors_opened_once(self) -> Iterator[None]:
-        """TensorBoard and the others stay open; started again, DeepSpeed would open a second one of each."""
+        """Keep TensorBoard and other monitors open: started again, DeepSpeed would open a second of each."""
         config, monitors = self._config, self._config.monitor_config
         config.monitor_config = type(monitors)()
         try:

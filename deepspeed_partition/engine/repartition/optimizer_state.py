@@ -28,18 +28,18 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects, recei
 Key: TypeAlias = str | None
 """What an optimizer names an entry of a parameter's state, or ``MASTER``."""
 MASTER: Key = None
-"""Of the master weight, which wrapping optimizers keep beside the weight."""
+"""The key of the master weight, which wrapping optimizers keep beside the weight."""
 FLAT = {
     DeepSpeedZeroOptimizer: ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"),
     BF16_Optimizer: ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
     FP16_Optimizer: ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
 }
-"""Of each wrapping optimizer: parameters by group, the flat tensor that they lie in, what is trained of it."""
+"""Attributes of wrapping optimizers: parameters by group, the flat tensor that they lie in, its trained part."""
 OF_THE_LOSS_SCALE = (
     "loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "torch_autocast_gradscaler",
     "cur_scale", "cur_iter", "last_overflow_iter", "overflow", "_global_grad_norm",
 )  # fmt: skip
-"""What a wrapping optimizer learns beside the states of parameters; which of these, depends on the wrapper."""
+"""What a wrapping optimizer learns beside the states of parameters; each wrapper has some of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Share:
     """The elements of one parameter that this rank trains: consecutive ones of the flattened parameter."""
 
     name: str
-    """The parameter's, in the whole pipeline."""
+    """The name of the parameter in the whole pipeline."""
     first: int
     num_elements: int
-    """0 where other replicas train all of it."""
+    """The number of elements in the share; 0 where other replicas train all of the parameter."""
     place: int
-    """Where the first of them lies in the tensor that is trained."""
+    """The place of the first element of the share in the tensor that is trained."""
 
     def contains(self, other: Share) -> bool:
         """Whether the elements of ``other``, of the same parameter, are among these."""
@@ -66,9 +66,9 @@ class Trained:
 
     tensor: torch.Tensor
     parameters: list[nn.Parameter]
-    """Those that it is made of: itself, or one of its shape, or all those that lie in a flat tensor."""
+    """The parameters that make up the tensor: itself, one of its shape, or all those in a flat tensor."""
     shares: list[Share]
-    """Of each of them."""
+    """The share of each of these parameters."""
     is_flat: bool
 
 
@@ -78,7 +78,8 @@ class ParameterState:
 
     share: Share
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """From flat tensors, this rank's elements in one dimension; else of any shape, with one dimension or more."""
+    """Tensors of the parameter's state. From flat tensors: this rank's elements, in one dimension. Else: any
+    shape, one dimension or more."""
     values: dict[Key, Any] = field(default_factory=dict)
     """Tensors without dimensions, such as ``step``, and what is no tensor."""
 
@@ -220,7 +221,7 @@ def lay_states(states: dict[str, ParameterState], optimizer: Any, module: Pipeli
 
 
 def _handed_over(trained: Trained, states: dict[str, ParameterState]) -> dict[Key, Any]:
-    """The entries of one parameter: the tensors themselves."""
+    """Hand over the entries of one parameter: the tensors themselves."""
     state = states.pop(trained.shares[0].name, None)
     if state is None:
         return {}
@@ -235,7 +236,7 @@ def _laid_out(
     shares: list[dict[str, tuple[Share, Share]]],
     replicas: dist.ProcessGroup,
 ) -> dict[Key, Any]:
-    """The entries of a flat tensor, made of those of its parameters, which are freed on the way."""
+    """Lay out the entries of a flat tensor, made of those of its parameters, which are freed on the way."""
     members = [
         (parameter, share)
         for parameter, share in zip(trained.parameters, trained.shares, strict=True)

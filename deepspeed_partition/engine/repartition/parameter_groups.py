@@ -25,7 +25,7 @@ class GroupInfo:
     names: tuple[str, ...]
     """Global names of its parameters on that rank."""
     key: str
-    """Tells it from other groups where ranks have different numbers of them."""
+    """The text that tells the group from others, where ranks have different numbers of groups."""
     settings: dict[str, Any]
     """Learning rate, weight decay and the rest."""
     live: bool
@@ -130,14 +130,14 @@ class EveryGroup:
     """
 
     _opt_called = True
-    """torch warns of schedulers that step before their optimizer, whose steps this one does not see."""
+    """Whether the optimizer has stepped: torch warns where it has not, and this object does not see its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
         self._optimizer = optimizer
         self.follow(groups)
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
-        """From now on, show ``groups``; those that the optimizer has are shown as it has them."""
+        """Show ``groups`` from now on; those that the optimizer has are shown as it has them."""
         in_use = {id(group) for group in self._optimizer.param_groups}
         self._groups = list(groups)
         self._places = [place for place, group in enumerate(groups) if id(group) in in_use]
@@ -194,7 +194,7 @@ def _keys(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def _places(by_stage: list[list[GroupInfo]]) -> list[list[int]]:
-    """For each stage, the global place of each of its groups.
+    """Find, for each stage, the global place of each of its groups.
 
     Users give the same groups on every rank, some of them empty. Where a rank has fewer, its script left
     empty groups out, and groups are told apart by their settings.

@@ -29,7 +29,7 @@ BEFORE_CUDA_STARTS = {
 }
 """Variables of the environment, and the values that they get where the user has not set them."""
 FEWEST_QUEUES = 8
-"""Of the hardware: the default."""
+"""The fewest hardware queues that are enough without a warning. The hardware's default is as many."""
 ALSO_SET_AS = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 """The other name of a variable, since torch 2.9."""
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -113,7 +113,7 @@ def _unbind_gloo() -> None:
 
 @contextmanager
 def no_splitting() -> Iterator[None]:
-    """Within it, new process groups of gloo are made without NCCL. Collective over the job.
+    """Make new process groups of gloo without NCCL meanwhile. Collective over the job.
 
     Where the default group is bound to a device, torch lets the ranks outside of a new group take part in a split
     of NCCL's communicator. The ranks in a group of gloo take part in none, and the others would wait for them.
@@ -142,7 +142,7 @@ def group_options() -> Any:
 
 
 def mark() -> Any:
-    """An event where the current stream is now. A thread that waits for it sleeps."""
+    """Return an event where the current stream is now. A thread that waits for it sleeps."""
     accelerator = get_accelerator()
     event = accelerator.Event(**({"blocking": True} if accelerator.device_name() == "cuda" else {}))
     event.record()
@@ -161,7 +161,7 @@ class Pace:
         self._marks: deque[Any] = deque()
 
     def step(self) -> None:
-        """A computation has been queued: wait until the device has done all but ``MOST_AHEAD`` of them."""
+        """Wait until the device has done all but ``MOST_AHEAD`` computations; another one is queued."""
         if not self._has_streams:
             return
         self._marks.append(mark())
@@ -204,7 +204,7 @@ def usable_bytes(num_processes: int, kept_bytes: int) -> tuple[int, int]:
 
 
 def name_of_device() -> str:
-    """The same text on two ranks of a machine exactly where they share their device."""
+    """Name this rank's device: ranks of a machine get the same text exactly where they share a device."""
     accelerator = get_accelerator()
     name = str(accelerator.current_device_name())
     if accelerator.device_name() == "cuda":  # whose numbers depend on CUDA_VISIBLE_DEVICES

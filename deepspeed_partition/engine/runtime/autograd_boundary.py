@@ -14,7 +14,7 @@ import torch
 Boundary = torch.Tensor | tuple[torch.Tensor, ...]
 """What crosses a cut: a tensor, or several."""
 Gradients = tuple[torch.Tensor, ...]
-"""Of the floating tensors of a boundary, in their order."""
+"""The gradients of the floating tensors of a boundary, in their order."""
 
 
 def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
@@ -28,7 +28,7 @@ class Loaded:
         self._boundary: Boundary | None = boundary
 
     def clone(self) -> Boundary:
-        """What DeepSpeed asks its inputs for: the tensors themselves, once."""
+        """Return the tensors themselves, once: DeepSpeed asks its inputs for clones."""
         boundary, self._boundary = self._boundary, None
         assert boundary is not None
         # With reentrant checkpointing they are leaves with a gradient, which a layer may not change in place.
@@ -65,7 +65,7 @@ class Arrived:
         self._caught: tuple[torch.Tensor | None, ...] = (None,) * len(self._like)
 
     def clone(self) -> Boundary:
-        """What DeepSpeed asks its inputs for, to run the stage on: the tensors themselves, once."""
+        """Return the tensors themselves, once: DeepSpeed asks its inputs for clones, to run the stage on."""
         boundary, self._boundary = self._boundary, None
         assert boundary is not None
         if not torch.is_grad_enabled():
@@ -74,7 +74,7 @@ class Arrived:
         return outputs if isinstance(boundary, tuple) else outputs[0]
 
     def gradients(self) -> Gradients:
-        """After the backward. Zeros where no gradient came back."""
+        """Return the gradients of the input, after the backward. They are zeros where no gradient came back."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for (shape, dtype, device), gradient in zip(self._like, self._caught, strict=True)
@@ -105,5 +105,5 @@ class Departed:
         """A number from which DeepSpeed runs the backward; it needs no gradient where the output needs none."""
 
     def give(self, gradients: Gradients) -> None:
-        """What came back, before the backward."""
+        """Give the gradients that came back, before the backward."""
         self._gradients.extend(gradients)

@@ -24,13 +24,13 @@ class OwnGroups(NamedTuple):
     """Process groups of all ranks that nobody else uses."""
 
     objects: dist.ProcessGroup
-    """Of gloo: its messages begin and end in the host's memory."""
+    """The group for objects, on gloo: its messages begin and end in the host's memory."""
     tensors: dist.ProcessGroup
-    """Of the job's own backend; on gloo the same group."""
+    """The group for tensors, on the job's own backend; on gloo it is the group for objects."""
 
 
 _groups_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnGroups] = weakref.WeakKeyDictionary()
-"""By the default group: a program may end that, and all others with it, and begin anew."""
+"""Own groups by the default group: a program may end that, and all others with it, and begin anew."""
 
 
 def own_groups() -> OwnGroups:

@@ -48,7 +48,7 @@ def log_here(message: str, level: int = logging.INFO) -> None:
 
 
 def check_writable(path: str, option: str = "save_plan") -> None:
-    """Before the layers are measured, not after.
+    """Refuse a path that cannot be written, before the layers are measured and not after.
 
     Raises:
         ValueError: the path of this option cannot be written.

@@ -14,11 +14,11 @@ T = TypeVar("T", bound=BaseException)
 
 _BY_ALL = "madpipe_raised_by_all"
 _batches = itertools.count()
-"""Of this process: all ranks of a pipeline have the same number."""
+"""Numbers of the batches of this process: all ranks of a pipeline have the same number."""
 
 
 class FirstFailure:
-    """Of one batch, from its first forward until all ranks have its loss.
+    """The first failure of one batch, from its first forward until all ranks have its loss.
 
     Args:
         pipeline: the global rank of its first device.
@@ -29,7 +29,7 @@ class FirstFailure:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Around what the ranks of a pipeline do together and cannot go on with after an error.
+        """Run what the ranks of a pipeline do together and cannot go on with after an error.
 
         Raises:
             RuntimeError: another rank failed before this one, and with what, or has ended.

@@ -62,7 +62,7 @@ class Arriving:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Room for a copy, which the device can fill while the host does something else."""
+    """Make room for a copy, which the device can fill while the host does something else."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
 
 
@@ -83,7 +83,7 @@ def receive(tensor: torch.Tensor, rank: int, by: Callable[..., Any] = dist.recv)
 
 @contextmanager
 def deepspeeds_messages() -> Iterator[None]:
-    """Within it DeepSpeed's own sends and receives between neighbours take that way, too."""
+    """Let DeepSpeed's own sends and receives between neighbours go through the host's memory meanwhile."""
     stock = p2p.send, p2p.recv
     p2p.send, p2p.recv = functools.partial(send, by=stock[0]), functools.partial(receive, by=stock[1])
     try:

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def random_state() -> Callable[[], None]:
-    """What puts every random generator that a layer may draw from back to where it is now."""
+    """Return a function that puts every random generator that a layer may draw from back to where it is now."""
     accelerator = get_accelerator()
     python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()

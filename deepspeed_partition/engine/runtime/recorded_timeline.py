@@ -18,7 +18,7 @@ from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedO
 from deepspeed_partition.planner.units import format_seconds
 
 NUM_STEPS = 10
-"""So many training steps are recorded, from the first one on; comparisons take their median."""
+"""The number of training steps that are recorded, from the first one on; comparisons take their median."""
 
 
 class Recorder:
@@ -42,7 +42,7 @@ class Recorder:
 
     @contextmanager
     def step(self, plan: Plan, transfers: Transfers, execute: Execute) -> Iterator[Execute]:
-        """A step of all ranks of a pipeline: what to call in the place of ``execute``."""
+        """Record a step of all ranks of a pipeline: yield what to call in the place of ``execute``."""
         self._num_left -= 1
         if 0 not in transfers.ranks:
             self._num_left = 0
@@ -89,7 +89,7 @@ class Recorder:
 
 
 def _gather(part: Part, transfers: Transfers) -> list[Part]:
-    """Those of all devices, on the first one."""
+    """Gather the parts of all devices on the first one."""
     first = transfers.ranks[0]
     parts: list[Any] | None = [None] * len(transfers.ranks) if dist.get_rank() == first else None
     dist.gather_object(part, parts, dst=first, group=transfers.cpu_group)

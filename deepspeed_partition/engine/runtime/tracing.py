@@ -30,9 +30,9 @@ from deepspeed_partition.engine.runtime.worker_thread import Helper
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
 
 NUM_PINGS = 16
-"""By which a rank finds how its clock differs from the first one's: the quickest counts."""
+"""The number of messages by which a rank finds how its clock differs from the first one's: the quickest counts."""
 PING_TAG = 2**20
-"""Beside the headers, whose tags are cuts."""
+"""The tag of these messages, beside the headers, whose tags are cuts."""
 
 Execute = Callable[[Instruction], None]
 Stamp = Any
@@ -44,10 +44,10 @@ class Part:
     """What one device saw of a step, in seconds of the first device's clock."""
 
     computed: list[tuple[str, int, float, float]]
-    """Operation, micro-batch, start, end."""
+    """Operation, micro-batch, start and end (in seconds) of each computation."""
     sent: dict[Message, float]
     received: dict[Message, tuple[float, float]]
-    """When the receive was posted and when the tensor was there, in the order of posting."""
+    """The seconds at which each receive was posted and its tensor was there, in the order of posting."""
     received_bytes: dict[Message, int]
     clock_error_seconds: float
 
@@ -57,7 +57,7 @@ class Move(NamedTuple):
 
     message: Message
     start_seconds: float
-    """When its tensor was there, its receive was posted, and what came before it had arrived."""
+    """The seconds at which its tensor was there, its receive was posted, and what came before had arrived."""
     end_seconds: float
     num_bytes: int
 
@@ -66,7 +66,7 @@ class Recorded:
     """One device's instants of one step."""
 
     part: Part
-    """When the step is over."""
+    """What the device saw of the step; it is there when the step is over."""
 
     def __init__(self, clock: _Clock, arrivals: _Arrivals, execute: Execute) -> None:
         self._clock, self._arrivals, self._execute = clock, arrivals, execute
@@ -77,7 +77,7 @@ class Recorded:
         self._bytes: dict[Message, int] = {}
 
     def execute(self, instruction: Instruction) -> None:
-        """What to call for each instruction of the step."""
+        """Execute an instruction of the step, and note when."""
         if isinstance(instruction, Compute):
             start = self._clock.now()
             self._execute(instruction)
@@ -88,7 +88,7 @@ class Recorded:
         self._execute(instruction)
 
     def watch(self, message: Message, peer: int, boundary: Boundary, works: list[Any]) -> list[Any]:
-        """What to wait for in the place of ``works``, of a receive that is posted now."""
+        """Return what to wait for in the place of ``works``, of a receive that is posted now."""
         self._posted[message] = self._clock.now()
         self._bytes[message] = sum(each.numel() * each.element_size() for each in tensors_of(boundary))
         return self._arrivals.watch(peer, works, functools.partial(self._arrived.__setitem__, message))
@@ -117,7 +117,7 @@ class Recorded:
 
 @contextmanager
 def recorded(transfers: Transfers, device: torch.device, execute: Execute) -> Iterator[Recorded]:
-    """Around a step of all ranks of a pipeline, whose instructions go through what it gives."""
+    """Record a step of all ranks of a pipeline, whose instructions go through the object that this yields."""
     offset_seconds, error_seconds = _offset_to_first(transfers)
     clock = _Clock() if device.type == "cpu" else _DeviceClock()
     on_host = device.type == "cpu" or transfers.through_host
@@ -132,7 +132,7 @@ def recorded(transfers: Transfers, device: torch.device, execute: Execute) -> It
 
 
 def moves_of(parts: Sequence[Part], devices: Sequence[int]) -> Iterator[Move]:
-    """The messages of a step, from what their two ends saw; ``parts`` by device, ``devices`` of each stage."""
+    """Return the messages of a step, seen from both ends; ``parts`` by device, ``devices`` of each stage."""
     sent = {message: seconds for part in parts for message, seconds in part.sent.items()}
     for part in parts:
         last_arrival: dict[int, float] = {}  # by the device that it came from
@@ -144,7 +144,7 @@ def moves_of(parts: Sequence[Part], devices: Sequence[int]) -> Iterator[Move]:
 
 
 class _Clock:
-    """Of a CPU."""
+    """The clock of a CPU."""
 
     def now(self) -> Stamp:
         return time.perf_counter()
@@ -153,7 +153,7 @@ class _Clock:
         return stamp
 
     def finish(self) -> None:
-        """Until every instant is over."""
+        """Wait until every instant is over."""
 
 
 class _DeviceClock(_Clock):

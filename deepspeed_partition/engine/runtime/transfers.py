@@ -68,7 +68,7 @@ class Shapes:
         return cls(isinstance(boundary, tuple), tuple((each.shape, each.dtype) for each in tensors_of(boundary)))
 
     def header(self) -> torch.Tensor:
-        """As numbers: tuple or not, how many tensors, and of each the type, the dimensions and the shape.
+        """Encode as numbers: tuple or not, how many tensors, and of each the type, the dimensions, the shape.
 
         Raises:
             RuntimeError: too many tensors or dimensions.
@@ -112,11 +112,11 @@ class ShapesDifferError(RuntimeError):
 Expected = Shapes | Header | None
 """The shapes of a message; or what will tell them; or nothing: they are those of its channel in this batch."""
 Posted = tuple[Boundary, list[Any]]
-"""Where a message will be, and what to wait for."""
+"""The tensors that a message will be in, and what to wait for."""
 _Departing = tuple[Message, Any, torch.Tensor]
 """A tensor of a message, and what to wait for."""
 ROOM_TAG = 2**21
-"""Of the notes that there is room for a message, beside the headers, whose tags are cuts."""
+"""The tag of the notes that there is room for a message, beside the headers, whose tags are cuts."""
 
 
 class _Departures:
@@ -130,11 +130,11 @@ class _Departures:
         self._on_device: deque[_Departing] = deque()
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
-        """One that is being sent from the host's memory."""
+        """Add a tensor that is being sent from the host's memory."""
         self._helper.do(functools.partial(_wait_holding, work, tensor, self._rank))
 
     def start(self, message: Message, room: Header, begin: Callable[[], list[tuple[Any, torch.Tensor]]]) -> None:
-        """Those of a message that is sent from the device's memory, when its receiver says that there is room.
+        """Send the tensors of a message from the device's memory, when its receiver says that there is room.
 
         Args:
             begin: sends them, and gives what to wait for and what to keep meanwhile.
@@ -150,7 +150,7 @@ class _Departures:
                 self._on_device.popleft()
 
     def mark(self, message: Message) -> None:
-        """All tensors of a message have been added."""
+        """Note that all tensors of a message have been added."""
         self._marks[message] = self._helper.mark()
 
     def wait_for(self, message: Message) -> None:
@@ -165,7 +165,7 @@ class _Departures:
                 self._let_leave()
 
     def finish(self) -> None:
-        """The same for all messages."""
+        """Return when all messages have left (on NCCL: let the current stream wait for them)."""
         self._marks.clear()
         self._helper.finish()
         with self._lock:
@@ -185,8 +185,10 @@ def _wait_holding(work: Any, _: torch.Tensor, rank: int) -> None:
 
 
 def _wait(work: Any, rank: int) -> None:
-    """Raises:
-    RuntimeError: that rank does not answer.
+    """Wait for a message to or from a rank.
+
+    Raises:
+        RuntimeError: that rank does not answer.
     """
     try:
         work.wait()
@@ -218,12 +220,12 @@ class _Line:
         self._posted: dict[Message, Posted] = {}
 
     def begin(self) -> None:
-        """A batch, whose shapes are not known yet."""
+        """Begin a batch, whose shapes are not known yet."""
         assert not self._posted and not self._num_waiting
         self._shapes.clear()
 
     def post(self, message: Message, expected: Expected) -> None:
-        """At once, or when the headers of this message and of those before it have been read."""
+        """Post a receive at once, or when the headers of this message and of those before it have been read."""
         with self._changed:
             shapes = self._known(message, expected)
             if self._num_waiting or shapes is None:
@@ -233,7 +235,7 @@ class _Line:
                 self._posted[message] = self._start(message, shapes)
 
     def take(self, message: Message) -> Posted:
-        """What was posted, as soon as it is.
+        """Return what was posted for a message, as soon as it is.
 
         Raises:
             Exception: what a header, or the posting after it, failed with.
@@ -318,14 +320,14 @@ class Transfers:
     """
 
     watch: Callable[[Message, int, Boundary, list[Any]], list[Any]] | None = None
-    """Told of every receive that is posted: the message, its sender, where it will be, what to wait for; returns
-    what to wait for instead."""
+    """Function that is told of every receive that is posted: the message, its sender, where it will be, what to
+    wait for. It returns what to wait for instead."""
     ranks: list[int]
     """The global ranks of this pipeline, by device."""
     cpu_group: dist.ProcessGroup
-    """Theirs, on the CPU."""
+    """The process group of these ranks on the CPU."""
     through_host: bool
-    """Messages begin and end in the host's memory: somebody must wait for them, as on a CPU."""
+    """Whether messages begin and end in the host's memory, as on a CPU: somebody must wait for them."""
 
     def __init__(
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
@@ -381,28 +383,28 @@ class Transfers:
         self._computes_on = None if self._device.type == "cpu" else get_accelerator().current_stream()
 
     def _stream(self) -> AbstractContextManager[object]:
-        """For any thread: the stream on which the engine computes."""
+        """Enter the stream on which the engine computes, in any thread."""
         return nullcontext() if self._computes_on is None else get_accelerator().stream(self._computes_on)
 
     def stream_for(self, purpose: str, peer: int) -> Any:
-        """A stream of this object's own, always the same one: a device has few, and gives them out in turns."""
+        """Return the stream for a purpose and a peer: a device has few streams, and gives them out in turns."""
         if (purpose, peer) not in self._streams:
             self._streams[purpose, peer] = get_accelerator().Stream()
         return self._streams[purpose, peer]
 
     def _place_in_line(self, peer: int) -> AbstractContextManager[object]:
-        """What the thread enters that posts a receive later which has its place here and now."""
+        """Return what a thread enters to post a receive later that has its place in the stream here and now."""
         if not self._on_streams:
             return self._stream()
         return _from_place(accelerator.mark(), self.stream_for("receives", peer))
 
     def _fail(self, flaw: Exception) -> None:
-        """A thread failed to send: nobody may wait for an answer to that."""
+        """Let receives raise what a thread failed with when it sent: nobody may wait for an answer to that."""
         for line in self._lines.values():
             line.fail(flaw)
 
     def agree(self, holds: bool) -> bool:
-        """Whether it holds on every rank of the pipeline."""
+        """Return whether ``holds`` is true on every rank of the pipeline. Collective over it."""
         vote = torch.tensor(int(holds))  # on the CPU: a GPU need not be waited for
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return bool(vote)
@@ -448,7 +450,7 @@ class Transfers:
     def _when_there_is_room(
         self, tensors: list[torch.Tensor], peer: int
     ) -> Callable[[], list[tuple[Any, torch.Tensor]]]:
-        """What a thread calls to send tensors that have their place here and now."""
+        """Return what a thread calls to send tensors; their place in the stream is here and now."""
         mark, stream = accelerator.mark(), self.stream_for("sends", peer)
 
         def begin() -> list[tuple[Any, torch.Tensor]]:

@@ -33,12 +33,13 @@ from deepspeed_partition.options import PATIENCE_SECONDS
 
 TICK_SECONDS = 1.0
 ANSWER_SECONDS = 3.0
-"""In which a rank that runs says what it does."""
+"""The seconds in which a rank that runs says what it does."""
 GRACE_SECONDS = 10.0
-"""A rank that waits ends by itself where links break; so long after the loss of a rank it is ended."""
+"""The seconds after the loss of a rank when a rank that still waits is ended. Where links break it ends by
+itself."""
 MOST_RANKS_ASKED = 256
 STOPPED, GONE = "Tt", "ZX"
-"""States of a process in ``/proc``."""
+"""States of a process in ``/proc``: the letters of a stopped one, and of one that has ended."""
 
 _WAITS_IN = (
     "torch/distributed/", "deepspeed/comm/", "threading.py", "contextlib.py", "engine/runtime/transfers.py",
@@ -71,7 +72,7 @@ _OPERATIONS = {
     "init_distributed": "joining the job",
     "monitored_barrier": "the end of the program",
 }
-"""What functions are about, of ours and of DeepSpeed's."""
+"""What functions of this package and of DeepSpeed's are about, by their names."""
 
 
 class Notice(NamedTuple):
@@ -79,12 +80,13 @@ class Notice(NamedTuple):
 
     rank: int
     generation: int
-    """Of its engines: one that is made later has nothing to do with it. -1: the process itself has ended."""
+    """The generation of the rank's engines: a later engine has nothing to do with the notice. -1: the process
+    itself has ended."""
     text: str
 
 
 class Process(NamedTuple):
-    """One that can be looked up in ``/proc`` by all that share its namespace."""
+    """A process that can be looked up in ``/proc`` by all that share its namespace."""
 
     host: str
     pid: int
@@ -98,7 +100,7 @@ class Process(NamedTuple):
         return None
 
     def state(self) -> str:
-        """The letter of ``/proc``; ``X`` where it has ended."""
+        """Return the letter that ``/proc`` has for the state; ``X`` where the process has ended."""
         with suppress(OSError):
             state, started = _stat(self.pid)
             return state if started == self.started else "X"
@@ -111,7 +113,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 class Watch:
-    """Of this process. Its thread begins with the first engine."""
+    """The watch of this process. Its thread begins with the first engine."""
 
     _job: Any = None
     doing: Any = None
@@ -179,7 +181,7 @@ class Watch:
         return self._thread is not None
 
     def runs(self, instruction: Any) -> None:
-        """Something else runs now."""
+        """Note that something else runs now."""
         self.doing = instruction
         self._count += 1
         self._since = time.monotonic()
@@ -189,7 +191,7 @@ class Watch:
         return self._failures_seen > self._failures_handled
 
     def tell_of_a_failure(self) -> int:
-        """Let the others hear that the batch is lost; which failure of the job this is."""
+        """Let the others hear that the batch is lost; return which failure of the job this is."""
         if self._store is None:
             return 0
         try:
@@ -200,13 +202,13 @@ class Watch:
         return number
 
     def forget_failures(self) -> None:
-        """All ranks know of those that were told so far."""
+        """Forget the failures that were told so far: all ranks know of them."""
         if self._store is not None:
             with suppress(RuntimeError):  # as above
                 self._failures_handled = int(self._store.add("failures", 0))
 
     def begin_anew(self) -> None:
-        """All ranks begin something new: what has ended what they did before is over."""
+        """Begin something new together with all ranks: what has ended what they did before is over."""
         self.generation += 1
         self.has_left = False
 
@@ -225,7 +227,7 @@ class Watch:
 
     @contextmanager
     def within(self, operation: str) -> Iterator[None]:
-        """Name what runs."""
+        """Name the operation that runs meanwhile."""
         self.runs(operation)
         try:
             yield
@@ -286,13 +288,13 @@ class Watch:
             self._store.set(f"answer/{self._rank}", json.dumps([question, *self._answer()]))
 
     def _answer(self) -> tuple[bool, list[int] | None, str]:
-        """Whether this rank waits, for whom if that is known, and what it does."""
+        """Return whether this rank waits, for whom if that is known, and what it does."""
         operation, waits, waits_for = self._place()
         seconds = time.monotonic() - max(self._since, self._seen_since if waits else self._since)
         return waits, waits_for, f"{operation}, for {seconds:.0f} s" if self._since else operation
 
     def _place(self) -> tuple[str, bool, list[int] | None]:
-        """Where the main thread is: in words, whether it waits for other ranks, and for which."""
+        """Return what the main thread does in words, whether it waits for other ranks, and for which."""
         frame = sys._current_frames().get(self._main or 0)
         waits, names, outside = _reading(frame)
         doing = self.doing
@@ -314,7 +316,7 @@ class Watch:
     """The global ranks of this pipeline, by device."""
 
     def _look_at_main_thread(self) -> tuple[float, str, list[int] | None]:
-        """For how long it has waited for other ranks in one and the same call; 0 where it does not."""
+        """Return for how many seconds the main thread waits for ranks (0: it does not), what it does, for whom."""
         frame = sys._current_frames().get(self._main or 0)
         place = (id(frame), -1 if frame is None else frame.f_lasti, self._count)
         now = time.monotonic()
@@ -326,7 +328,7 @@ class Watch:
         return (now - self._seen_since if waits else 0.0), operation, waits_for
 
     def _look_at_neighbour(self, own: Process | None) -> None:
-        """The next rank that shares this one's processes; each has one that looks at it."""
+        """Look at the next rank that shares this one's processes; each has one that looks at it."""
         if own is None or self._lost_store:
             return
         if self._neighbour is None:
@@ -430,8 +432,8 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
 
 
 def _reading(frame: FrameType | None) -> tuple[bool, list[str], str]:
-    """Of a stack: whether its innermost call waits for other ranks; the names of its functions, from the inside;
-    and where the first function stands that belongs to neither torch, DeepSpeed nor this package."""
+    """Read a stack: return whether its innermost call waits for other ranks; the names of its functions, from the
+    inside; and where the first function stands that belongs to neither torch, DeepSpeed nor this package."""
     names: list[str] = []
     waits: bool | None = None
     outside = ""
@@ -447,7 +449,7 @@ def _reading(frame: FrameType | None) -> tuple[bool, list[str], str]:
 
 
 def _connection() -> Any:
-    """One to the job's store for this thread alone: a call of another one may wait in the store for minutes."""
+    """Open a connection to the job's store for this thread: a call of another may wait there for minutes."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -458,4 +460,4 @@ def _connection() -> Any:
 
 
 watch = Watch()
-"""The one of this process."""
+"""The watch of this process."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 PATIENCE_SECONDS = 2.0
-"""With transfers that never end, when the process does."""
+"""The seconds that a process waits for a helper when it ends, where transfers never end."""
 
 
 class Helper:
@@ -33,7 +33,7 @@ class Helper:
         self._queue.put(function)
 
     def mark(self) -> threading.Event:
-        """To be given to :meth:`reach`."""
+        """Return a mark to give to :meth:`reach`."""
         mark = threading.Event()
         self._queue.put(mark)
         return mark
@@ -57,7 +57,7 @@ class Helper:
         self._queue.put(None)
 
     def _at_exit(self) -> None:
-        """A thread that wakes up from a transfer while Python ends aborts the process: let the transfer fail."""
+        """Let a transfer fail at exit: a thread that wakes up from one while Python ends aborts the process."""
         self._queue.put(None)
         self._thread.join(PATIENCE_SECONDS)
         if self._thread.is_alive() and dist.is_initialized():

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 NAME = "madpipe-plan.json"
-"""Of the plan beside the logs."""
+"""The name of the plan's file beside the logs."""
 
 
 def save_plan(engine: MadPipeEngine, plan: Plan, chain: Chain) -> None:
-    """On rank 0: where ``save_plan`` says, else beside the logs of the run, if it has any.
+    """Save the plan, on rank 0: where ``save_plan`` says, else beside the logs of the run, if it has any.
 
     Raises:
         OSError: the place that ``save_plan`` says cannot be written; beside the logs that is only a warning.

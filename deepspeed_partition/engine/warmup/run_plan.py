@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 MIN_GAIN = 0.02
-"""Of a step: a plan that gains less moves nothing once the run has made steps."""
+"""The share of a step that a plan must gain, once the run has made steps: for less no layer moves."""
 FASTEST = ("madpipe", "contiguous")
 """Algorithms that are asked for because they are fast; another one is asked for by name, whatever it takes."""
 ANY_BANDWIDTH = 1e9
-"""Of the link that a pipeline of one stage does not have."""
+"""The bandwidth, in bytes per second, of the link that a pipeline of one stage does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class StageReport:
     training_bytes: int
     weight_bytes: int
     trial: TrialReport | None
-    """What it saw besides, where there was a warm-up."""
+    """What the rank saw in the warm-up, besides its layers; None where there was none."""
     error: Exception | None = None
     loss_cost: LossCost | None = None
-    """On the last stage, where the loss of a batch was tried."""
+    """What the loss of a batch costs, on the last stage, where it was tried."""
 
 
 def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) -> tuple[Plan, Chain]:
@@ -157,7 +157,7 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
 
 
 def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport] | None:
-    """The reports of all stages of this pipeline, on each of its ranks; None where one lacks something."""
+    """Gather the reports of all stages of this pipeline on each of its ranks; None where one lacks something."""
     if measuring is None:
         return None
     layers, report = measuring.layers(), None
@@ -200,7 +200,7 @@ def _report(
 
 
 def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport]:
-    """The reports of all stages of this pipeline, on each of its ranks, from one more micro-batch."""
+    """Measure one more micro-batch: return the reports of all stages of this pipeline, on each of its ranks."""
     grid = engine.grid
     stage = grid.get_stage_id()
     inputs: Any = None
@@ -245,7 +245,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
 
 
 def _check_loss(outputs: Boundary) -> None:
-    """Where there is no ``loss_fn``, DeepSpeed takes what the last layer returns for the loss."""
+    """Refuse outputs that are no loss: without a ``loss_fn`` DeepSpeed takes the last layer's output for it."""
     if not isinstance(outputs, torch.Tensor) or outputs.numel() != 1:
         raise ValueError(
             f"the pipeline module has no loss_fn and its last layer returns {describe(outputs)}: give it one, "
@@ -266,7 +266,7 @@ def _measure_link(engine: MadPipeEngine, uses: tuple[LinkUse, ...]) -> Link | No
 def _plan(
     engine: MadPipeEngine, reports: list[StageReport], uses: tuple[LinkUse, ...], link: Link | None
 ) -> tuple[Plan, Chain]:
-    """On rank 0, from the reports of its pipeline."""
+    """Make the plan from the reports of the pipeline, on rank 0."""
     for report in reports:
         if report.error is not None:
             raise report.error
@@ -391,7 +391,7 @@ def _tell(run: TrialRun) -> None:
 
 
 def on_ranks_with_data(plan: Plan) -> Plan:
-    """The same plan with its first stage on the first rank, and its last one there or on the last rank.
+    """Return the plan with its first stage on the first rank, and its last one there or on the last rank.
 
     Scripts give data to these two; devices are alike.
     """

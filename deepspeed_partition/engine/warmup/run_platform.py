@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 CONTROL_GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where Linux says how much memory this container may use; versions 2 and 1."""
+"""Files in which Linux says how much memory this container may use; versions 2 and 1."""
 STATES_OF_ADAM = 2
 
 
@@ -85,7 +85,7 @@ def kept_tensors(engine: MadPipeEngine) -> list[torch.Tensor]:
 
 
 def _weights(engine: MadPipeEngine) -> list[torch.Tensor]:
-    """With their master copies, and what else DeepSpeed's optimizer holds."""
+    """Return the weights with their master copies, and what else DeepSpeed's optimizer holds."""
     tensors: list[torch.Tensor] = list(engine.module.parameters())
     if engine.basic_optimizer is not None:
         tensors += [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
@@ -95,7 +95,7 @@ def _weights(engine: MadPipeEngine) -> list[torch.Tensor]:
 
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:
-    """Tensors of a weight's size that ``optimizer`` keeps for it: tried out on two numbers."""
+    """Count the tensors of a weight's size that ``optimizer`` keeps for it: tried out on two numbers."""
     weight = torch.nn.Parameter(torch.zeros(2, device=get_accelerator().current_device_name()))
     weight.grad = torch.zeros_like(weight)
     try:

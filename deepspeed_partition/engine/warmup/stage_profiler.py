@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 NUM_RECORDED = 3
-"""Of the steps after the first ones: those in which transfers are recorded."""
+"""The number of steps, after the first ones, in which transfers are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +48,18 @@ class TrialReport:
     """What one rank saw in a warm-up, besides its layers."""
 
     num_steps: int
-    """Whose times count."""
+    """The number of steps whose times count."""
     optimizer_seconds: float | None
     peak_bytes: int | None
-    """None where no step was watched that ran as the trial cut does."""
+    """The peak of memory, in bytes; None where no step was watched that ran as the trial cut does."""
     num_in_flight: int
-    """Micro-batches, in that step."""
+    """The number of micro-batches in flight in the step of the peak."""
     parts: list[Part]
-    """Of the steps whose transfers were recorded."""
+    """What the device saw of the steps whose transfers were recorded."""
 
 
 class Measuring:
-    """Between two steps of a warm-up nothing is left of it but what was found.
+    """What a rank measures in a warm-up; between two steps nothing is left of it but what was found.
 
     Args:
         engine: on a trial cut, one stage per rank.
@@ -82,7 +82,7 @@ class Measuring:
 
     @contextmanager
     def step(self, *, recomputes: bool) -> Iterator[None]:
-        """Around a step, which counts unless it raises.
+        """Measure a step, which counts unless it raises.
 
         Args:
             recomputes: some layer here runs again in its backward, for want of memory.
@@ -119,11 +119,11 @@ class Measuring:
         return self.clock.timed_loss(number, watched)
 
     def do_not_watch(self, reason: str) -> None:
-        """From now on, on this rank."""
+        """Watch no more bytes from now on, on this rank."""
         self._unwatchable = self.why_no_bytes = reason
 
     def _looked_at(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``; in the first step it shows whether it may be watched in the second."""
+        """Return ``function``; in the first step it shows whether it may be watched in the second."""
         if self.clock.num_steps > 0:
             return function
 
@@ -139,7 +139,7 @@ class Measuring:
         return run
 
     def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        """``run`` the instruction: of the first micro-batch, the largest, bytes are read.
+        """Execute an instruction with ``run``; bytes are read of the first micro-batch, which is the largest.
 
         Raises:
             CannotBeWatchedError: it fails while they are, perhaps for that.
@@ -158,7 +158,7 @@ class Measuring:
 
     @contextmanager
     def recorded(self, transfers: Transfers, execute: Execute) -> Iterator[Execute]:
-        """Around the instructions of a step: what to call for each."""
+        """Yield what to call for each instruction of a step."""
         place = self.clock.num_steps - NUM_DROPPED
         if self._live is not None:
             transfers.watch = self._count_received
@@ -180,7 +180,7 @@ class Measuring:
 
     @property
     def first_input(self) -> LayerBytes:
-        """Of the first layer of this rank, where it was measured."""
+        """The bytes of the input of this rank's first layer, where they were measured."""
         return self._bytes[self._engine.module._local_start]
 
     def report(self) -> TrialReport:
@@ -204,7 +204,7 @@ class Measuring:
 
     @contextmanager
     def _watching_peak(self, *, recomputes: bool) -> Iterator[None]:
-        """On a CPU tensors are counted in steps that read bytes; the allocator of a GPU knows of the others."""
+        """Watch the peak of memory: a GPU's allocator knows it; on a CPU tensors are counted in some steps."""
         engine, watched = self._engine, self._memory is not None
         if engine.device.type == "cpu":
             if not watched:
@@ -229,7 +229,7 @@ class Measuring:
         self._num_in_flight = max(self._num_in_flight, program.num_slots(engine.stage_id))
 
     def _count_received(self, _: Message, peer: int, boundary: Boundary, works: list[Any]) -> list[Any]:
-        """Another thread may make room for a message, where nothing is counted."""
+        """Count a message that is received; another thread may make room for it, where nothing is counted."""
         assert self._live is not None
         self._live.include(tensors_of(boundary))
         return works
@@ -271,7 +271,7 @@ def links_of(parts: Sequence[Sequence[Part]], devices: Sequence[int]) -> tuple[L
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Where operators are watched, ``torch.compile`` gives up for good on what is new to it: it is not asked."""
+    """Keep ``torch.compile`` out while operators are watched: it gives up for good on what is new to it."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     return set_stance("force_eager") if set_stance and "torch._dynamo" in sys.modules else nullcontext()
 

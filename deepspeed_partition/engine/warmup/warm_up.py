@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NUM_MEASURED_STEPS = NUM_DROPPED + 20
-"""In a longer warm-up the steps after these are not timed."""
+"""The number of steps that are timed at most; in a longer warm-up the steps after these are not."""
 
 
 class WarmUp:
@@ -61,11 +61,11 @@ class WarmUp:
         self._most_in_flight: int | None = None
         self.has_begun = False
         self.goes_on = False
-        """No plan fits: training stays on the trial cut, with what was done against a lack of memory."""
+        """Whether no plan fits: training stays on the trial cut, with what was done against a lack of memory."""
         self.ran_out_of_memory = False
         """Whether the trial cut could not be run to its end, whatever was tried."""
         self.ran_at: Allocation | None = None
-        """Where a step was trained to its end, in this run or in that of a checkpoint."""
+        """The allocation on which a step was trained to its end, in this run or in that of a checkpoint."""
         self._originals: tuple[list[Any], Any] | None = None
 
     @property
@@ -110,18 +110,18 @@ class WarmUp:
         return None
 
     def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        """An instruction of a training step."""
+        """Execute an instruction of a training step."""
         if self._attempt is None:
             run(instruction)
         else:
             self.measuring.execute(instruction, run)
 
     def recorded(self, transfers: Transfers, execute: Execute) -> AbstractContextManager[Execute]:
-        """Around the instructions of a training step: what to call for each."""
+        """Yield what to call for each instruction of a training step."""
         return self.measuring.recorded(transfers, execute) if self._measures else nullcontext(execute)
 
     def program(self, num_micro_batches: int) -> Program | None:
-        """The lists of a step, where they are not those of the trial cut."""
+        """Return the lists of a step, where they are not those of the trial cut."""
         if self._most_in_flight is None:
             return None
         num_stages = self._engine.num_stages
@@ -139,7 +139,7 @@ class WarmUp:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Weights, gradients and the optimizer's states alone may be too many for the trial cut."""
+        """End the warm-up if weights, gradients and optimizer states alone are too many for the trial cut."""
         engine = self._engine
         memory_bytes = device_memory_bytes(engine)
         memory_bytes = engine.options.memory or memory_bytes
@@ -183,7 +183,7 @@ class WarmUp:
 
     @contextmanager
     def _measured_step(self) -> Iterator[Measuring | None]:
-        """Around a step: what measures it, while it is to be."""
+        """Yield what measures a step, while it is to be measured."""
         if not self._measures:
             yield None
             return
@@ -193,7 +193,7 @@ class WarmUp:
 
     @contextmanager
     def originals(self) -> Iterator[None]:
-        """Within a step: the layers themselves, as between two steps."""
+        """Put the layers themselves back within a step, as between two steps."""
         module = self._engine.module
         stand_ins = list(module.forward_funcs)
         functions, loss_fn = self._originals or (stand_ins, module.loss_fn)
@@ -231,7 +231,7 @@ class WarmUp:
 
 
 def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``function``, run again in the backward; on a copy each time, for it may change its input in place."""
+    """Return ``function``, run again in the backward; on a copy, for it may change its input in place."""
 
     def run(inputs: Any) -> Any:
         return function(_copied(inputs))

@@ -85,7 +85,7 @@ def measured(work: Callable[[], Any]) -> dict[str, float]:
 
 
 def gigabytes_per_second(digest: Callable[[bytes], Any], data: bytes) -> float:
-    """Of processor time, the best of three."""
+    """Measure the speed of ``digest`` in gigabytes per second of processor time, the best of three."""
     best = float("inf")
     for _ in range(3):
         began = time.process_time()

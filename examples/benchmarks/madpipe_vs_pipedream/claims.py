@@ -10,11 +10,11 @@ from evaluation import Evaluation, geometric_mean, longer
 from sweep import Setting
 
 LARGE = 1.2
-"""A period that is longer by 20 %."""
+"""The ratio of a period to a shorter one that is large: longer by 20 %."""
 TIGHT_GB = 10
-"""Below it the paper says that PipeDream always loses that much."""
+"""The memory, in GB, below which the paper says that PipeDream always loses that much."""
 ROOMY_GB = (12, 16)
-"""Where the paper finds that pipelines scale well."""
+"""The memory, in GB, with which the paper finds that pipelines scale well."""
 
 AXES = {"memory_gb": "memory", "num_devices": "devices", "bandwidth_gb": "bandwidth"}
 
@@ -26,7 +26,7 @@ class Verdict:
     claim: str
     figure: str
     holds: bool | None
-    """None: the rows do not say, or it is a figure and no claim."""
+    """Whether the claim holds; None: the rows do not say, or there is a figure and no claim."""
 
     def __str__(self) -> str:
         return f"{self.figure}{'' if self.holds is None else ': holds' if self.holds else ': does not hold'}"
@@ -120,7 +120,7 @@ def _consistently(table: Evaluation, rival: str, ours: str) -> Verdict:
 
 
 def points_of_figure_7(table: Evaluation, rival: str, ours: str) -> Iterator[tuple[float, float]]:
-    """Memory, and the geometric mean of the ratios over devices and bandwidths; of each network."""
+    """Memory, and the geometric mean of the ratios over devices and bandwidths; for each network."""
     for network in table.values("network"):
         of_network = table.where(network=network)
         for memory_gb in of_network.values("memory_gb"):
@@ -170,7 +170,7 @@ def _monotone(table: Evaluation, algorithm: str, axis: str, name: str) -> Verdic
 
 
 def _steps(table: Evaluation, algorithm: str, axis: str) -> tuple[str, int | None]:
-    """After how many steps along a field the period is longer, in words, too; None where there are no steps."""
+    """Count steps along a field after which the period is longer, in words, too; None: there are no steps."""
     count = sum(
         algorithm in table.rows[less] and algorithm in table.rows[more] for less, more in table.steps(axis)
     )
@@ -196,7 +196,7 @@ def _known(figure: float, holds: bool) -> bool | None:
 
 
 def _first(settings: list[Setting]) -> str:
-    """The first of them, to look at."""
+    """Name the first of these settings, to look at."""
     if not settings:
         return ""
     one = settings[0]

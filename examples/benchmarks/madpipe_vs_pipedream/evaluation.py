@@ -12,7 +12,7 @@ from sweep import Result, Setting, read
 
 ALGORITHMS = ("pipedream-blind", "pipedream", "contiguous", "madpipe-paper", "madpipe")
 PROOF = 2e-6
-"""Of a period: the planner proves to one part in a million, and two of its answers are compared."""
+"""The relative error of two periods that are compared: the planner proves each to one part in a million."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Evaluation:
 
     rows: Mapping[Setting, Mapping[str, Result]]
     sequential_seconds: Mapping[str, float]
-    """Of each network on one device: U(1, L) of the paper."""
+    """Seconds of a micro-batch of each network on one device: U(1, L) of the paper."""
 
     @classmethod
     def of(
         cls, results: Mapping[str, Mapping[Setting, Result]], sequential_seconds: Mapping[str, float]
     ) -> Evaluation:
-        """From the rows of each algorithm."""
+        """Make the table from the rows of each algorithm."""
         rows: dict[Setting, dict[str, Result]] = {}
         for algorithm, found in results.items():
             for setting, result in found.items():
@@ -35,7 +35,7 @@ class Evaluation:
         return cls(dict(sorted(rows.items())), sequential_seconds)
 
     def where(self, **wanted: object) -> Evaluation:
-        """The settings with these fields."""
+        """Return the rows of the settings with these fields."""
         chosen = {
             setting: found
             for setting, found in self.rows.items()
@@ -45,12 +45,12 @@ class Evaluation:
 
     @property
     def algorithms(self) -> list[str]:
-        """Those that have a row."""
+        """The algorithms that have a row."""
         present = {algorithm for found in self.rows.values() for algorithm in found}
         return [algorithm for algorithm in ALGORITHMS if algorithm in present]
 
     def both(self, one: str, other: str) -> Evaluation:
-        """The settings in which both have a plan."""
+        """Return the rows of the settings in which both algorithms have a plan."""
         chosen = {
             setting: found
             for setting, found in self.rows.items()
@@ -59,27 +59,27 @@ class Evaluation:
         return replace(self, rows=chosen)
 
     def values(self, key: str) -> list[object]:
-        """Of a field of the settings, in order."""
+        """Return the values of a field of the settings, in order."""
         return sorted({getattr(setting, key) for setting in self.rows})
 
     def period(self, setting: Setting, algorithm: str) -> float | None:
-        """Seconds; None where there is no plan, or no row."""
+        """Return the period in seconds; None where there is no plan, or no row."""
         result = self.rows.get(setting, {}).get(algorithm)
         return None if result is None else result.period_seconds
 
     def results(self, algorithm: str) -> Iterator[tuple[Setting, Result]]:
-        """Those with a plan."""
+        """Yield the settings in which the algorithm has a plan, and what it made of them."""
         for setting, found in self.rows.items():
             if algorithm in found and found[algorithm].period_seconds is not None:
                 yield setting, found[algorithm]
 
     def ratios(self, slower: str, faster: str) -> list[float]:
-        """Of periods, where both have a plan."""
+        """Return the ratios of two algorithms' periods, where both have a plan."""
         pairs = ((self.period(setting, slower), self.period(setting, faster)) for setting in self.rows)
         return [one / other for one, other in pairs if one is not None and other is not None]
 
     def speedups(self, algorithm: str) -> list[float]:
-        """Over one device, where there is a plan."""
+        """Return the speedups over one device, where there is a plan."""
         return [
             self.sequential_seconds[setting.network] / (result.period_seconds or math.nan)
             for setting, result in self.results(algorithm)
@@ -107,7 +107,7 @@ class Evaluation:
 
 
 def evaluation_of(folder: Path) -> Evaluation:
-    """Of the files of a folder."""
+    """Read the table from the files of a folder."""
     results, sequential_seconds = {}, {}
     for algorithm in ALGORITHMS:
         path = folder / f"{algorithm}.jsonl"
@@ -125,6 +125,6 @@ def longer(period: float | None, other: float | None) -> bool:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """NaN of nothing."""
+    """Return the geometric mean; NaN where there are no values."""
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan

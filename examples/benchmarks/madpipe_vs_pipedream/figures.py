@@ -24,13 +24,13 @@ LINES = {
 }
 BOUND = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
 NUM_COLORS = 64
-"""Of an image file, which makes it a third as large."""
+"""The number of colors of an image file; so few make it a third as large."""
 SPEEDUP_MEMORY_GB = (3, 5, 8, 12, 16)
-"""Of the columns of figure 8."""
+"""The memory of the columns of figure 8, in GB."""
 
 
 def draw(table: Evaluation, folder: Path) -> list[Path]:
-    """All figures of all ways of counting; their files."""
+    """Draw all figures of all ways of counting; return their files."""
     written = []
     for kept in table.values("kept"):
         of_kept = table.where(kept=kept)

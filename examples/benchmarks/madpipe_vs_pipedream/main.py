@@ -28,11 +28,11 @@ from deepspeed_partition import Chain, ChainFormatError
 from deepspeed_partition.planner.io.files import write_text
 
 PATIENCE_SECONDS = 600.0
-"""For those who prove nothing: the paper's algorithm is not to lose by being cut short."""
+"""The seconds for algorithms that prove nothing: the paper's algorithm is not to lose by being cut short."""
 
 
 def folder_of(chains: list[Chain]) -> Path:
-    """Where the results of these chains are, by the hardware that they were measured on.
+    """Return the folder of the results of these chains, by the hardware that they were measured on.
 
     Raises:
         ValueError: there are several.

@@ -15,7 +15,7 @@ RIVALS = ("pipedream", "pipedream-blind")
 
 
 def report(table: Evaluation) -> str:
-    """Everything, for each way of counting."""
+    """Write all tables, for each way of counting."""
     parts = []
     for kept, title in COUNTS.items():
         of_kept = table.where(kept=kept)

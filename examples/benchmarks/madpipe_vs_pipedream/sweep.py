@@ -63,15 +63,15 @@ class Result:
     """What an algorithm made of a setting."""
 
     period_seconds: float | None = None
-    """None: it has no plan."""
+    """The period in seconds; None where the algorithm has no plan."""
     promised_seconds: float | None = None
-    """What the partitioner expected of its cut; None where it promises just what its plan achieves, or nothing."""
+    """The period in seconds that the partitioner expected; None where it promises its plan's own, or nothing."""
     lower_bound_seconds: float | None = None
     proved_class: str | None = None
     is_contiguous: bool | None = None
     boundaries: list[int] | None = None
     devices: list[int] | None = None
-    """Of each stage."""
+    """The device of each stage."""
     planning_seconds: float
 
     @property
@@ -207,7 +207,7 @@ def sweep(
 
 
 def _smaller(settings: set[Setting]) -> dict[Setting, list[Setting]]:
-    """For each setting those with the next smaller memory, bandwidth or number of devices, the rest being equal.
+    """Find for each setting those with the next smaller memory, bandwidth or devices, the rest being equal.
 
     A plan for one of them is a plan for the setting, too, and the search starts from it: what a search over
     allocations with several shared devices finds for less is not missed for more.
@@ -263,7 +263,7 @@ def _head(algorithm: str, chains: Mapping[str, Chain], time_limit_seconds: float
 
 
 def _processor() -> str:
-    """As the machine names it; its architecture where it has no name."""
+    """Name the processor as the machine does; its architecture where it has no name."""
     try:
         lines: Iterator[str] = iter(Path("/proc/cpuinfo").read_text().splitlines())
     except OSError:

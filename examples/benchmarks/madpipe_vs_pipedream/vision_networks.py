@@ -163,7 +163,7 @@ class Branches(nn.Module):
 
 
 def _module_a(inputs: int, pooled: int) -> Branches:
-    """35 x 35 in the paper: 5 x 5 convolutions, the double ones as two of 3 x 3."""
+    """Build the module of 35 x 35 in the paper: 5 x 5 convolutions, the double ones as two of 3 x 3."""
     return Branches(
         _conv(inputs, 64, 1),
         nn.Sequential(_conv(inputs, 48, 1), _conv(48, 64, 5, padding=2)),
@@ -192,7 +192,7 @@ def _factorized(widths: Sequence[int], *, rows_first: bool) -> list[nn.Module]:
 
 
 def _module_b(width: int) -> Branches:
-    """17 x 17 in the paper."""
+    """Build the module of 17 x 17 in the paper."""
     return Branches(
         _conv(768, 192, 1),
         nn.Sequential(_conv(768, width, 1), *_factorized([width, width, 192], rows_first=False)),
@@ -210,7 +210,7 @@ def _reduction_b() -> Branches:
 
 
 def _module_c(inputs: int) -> Branches:
-    """8 x 8 in the paper: the filter bank's outputs expanded."""
+    """Build the module of 8 x 8 in the paper: the filter bank's outputs expanded."""
 
     def split() -> Branches:
         return Branches(_conv(384, 384, (1, 3), padding=(0, 1)), _conv(384, 384, (3, 1), padding=(1, 0)))

@@ -42,7 +42,7 @@ from even_stages import FORWARD_SECONDS, MICRO_BATCHES_PER_STAGE, engines_for, e
 
 RATIOS = [0.05, 0.1, 0.25, 0.5]
 NUMBERS = 1024
-"""In each activation: what really travels takes no time worth counting."""
+"""The numbers in each activation: what really travels takes no time worth counting."""
 
 
 class Within:

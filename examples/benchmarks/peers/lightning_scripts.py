@@ -47,7 +47,7 @@ except ImportError as missing:
 
 NUM_BATCHES, BATCH_SIZE, NUM_EPOCHS = 3, 16, 2
 LIMIT_SECONDS, SECONDS_EACH = 120, 30
-"""For the start of a job, and for each script in it, when the machine is busy."""
+"""The seconds for the start of a job, and for each script in it, when the machine is busy."""
 
 UVA, EXAMPLES = "Lightning-AI+tutorials/course_UvA-DL", "Lightning-AI+pytorch-lightning/examples/pytorch"
 BASICS, BOLTS = (
@@ -66,7 +66,7 @@ INFORMER_FILES = ("masking", "attention", "embedding", "encoder", "decoder", "mo
 @dataclass(frozen=True)
 class Script:
     files: Sequence[str]
-    """Within FOLDER; the last one has the module, which may use the others' names."""
+    """The files within FOLDER; the last one has the module, which may use the others' names."""
     build: Callable[[Any], Any]
     """The LightningModule, from the names in the files."""
     data: Callable[[], Dataset]
@@ -165,7 +165,7 @@ class FirstState(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """In the place of torchvision's, which is not installed."""
+    """A small network in the place of torchvision's, which is not installed."""
 
     def __init__(self, num_classes: int = 10, **_: Any) -> None:
         super().__init__()

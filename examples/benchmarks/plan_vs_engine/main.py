@@ -45,16 +45,16 @@ from sweep import Setting, counted
 
 MICRO_BATCHES_PER_DEVICE = 4
 SECONDS_PER_DEVICE = 0.15
-"""Of computation for one micro-batch, in the mean: so long that being late by a fraction of a millisecond does not
-count."""
+"""Seconds of computation per device for one micro-batch, in the mean: so long that being late by a fraction of a
+millisecond does not count."""
 SETTINGS = {
     4: [("ResNet-50", "input", 6, 12), ("ResNet-101", "autograd", 11, 12), ("Inception-v3", "input", 5, 24),
         ("DenseNet-121", "input", 5, 12)],
     8: [("ResNet-50", "input", 12, 24), ("ResNet-101", "autograd", 13, 24), ("Inception-v3", "autograd", 9, 24),
         ("DenseNet-121", "input", 4, 24)],
 }  # fmt: skip
-"""By devices: the network, what its layers keep, GB per device, GB/s. Those where the sweep's period of madpipe is
-least against the contiguous one's."""
+"""Settings by the number of devices: the network, what its layers keep, GB per device, GB/s. They are those where
+the sweep's period of madpipe is least against the contiguous one's."""
 KINDS = ("contiguous", "madpipe", "contiguous, step", "madpipe, step")
 TIME_LIMIT_SECONDS = 10.0
 
@@ -68,7 +68,7 @@ class Promise:
 
 
 def stretched(chain: Chain, setting: Setting) -> tuple[Chain, Setting]:
-    """The same problem in slow motion."""
+    """Stretch the problem's times to slow motion."""
     factor = SECONDS_PER_DEVICE * setting.num_devices / chain.compute_seconds
     layers = tuple(
         replace(
@@ -110,7 +110,7 @@ def _num_micro_batches(num_devices: int) -> int:
 
 
 def promise_of(plan: Plan, chain: Chain) -> Promise:
-    """The period is the plan's own, if it has no step."""
+    """Return what a plan promises of a step. The period is the plan's own, if it has no step."""
     step = simulated_step(plan, chain, _num_micro_batches(plan.platform.num_devices))
     return Promise(
         step_seconds=step.step_seconds,
@@ -119,7 +119,7 @@ def promise_of(plan: Plan, chain: Chain) -> Promise:
 
 
 def measured_periods(first_layer: SleepingLayer, num_micro_batches: int) -> list[float]:
-    """Of each step, from when micro-batches left the first layer; on every rank."""
+    """Return the period of each step in seconds, from when micro-batches left the first layer; on every rank."""
     [naps] = [naps for naps in gather_objects(first_layer.naps["B"]) if naps]
     ends = [end for _, end in naps]
     return [rhythm(ends[at : at + num_micro_batches]) for at in range(0, len(ends), num_micro_batches)]

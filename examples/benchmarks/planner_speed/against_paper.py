@@ -28,11 +28,11 @@ SIZES = [(25, 4), (25, 8), (50, 4), (50, 8), (100, 8)]
 SHARES = [0.3, 0.5, 0.8]
 """Memory of all devices together, as a share of what the layers store once."""
 LONG, LONG_SHARES = 100, [0.5]
-"""The paper's program takes minutes there."""
+"""The number of layers from which the paper's program takes minutes, and the shares of memory for such chains."""
 REPEATS = 5
-"""Of the search, which is short."""
+"""The number of times that the search is repeated; it is short."""
 HOURS = 3600.0
-"""The paper's program is never cut off."""
+"""The time limit of the paper's program in seconds: it is never cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Timed(PaperMadPipe):
 
 
 def against_paper(num_layers: int, num_devices: int, time_limit: float) -> dict[str, Any]:
-    """Of each instance: seconds of both programs for the same question and of whole answers, and the periods."""
+    """Measure both programs on each instance: seconds of one question and of whole answers, and periods."""
     instances = []
     for seed, share in enumerate(SHARES if num_layers < LONG else LONG_SHARES):
         chain, platform = random_instance(num_layers, num_devices, seed, share)

@@ -43,7 +43,7 @@ LARGE_SHARE = 0.5
 
 
 def planning(algorithm: str, num_layers: int, num_devices: int, repeats: int, time_limit: float) -> dict[str, Any]:
-    """Whole calls of ``make_plan``: search, proof, schedule and replay; a row for each instance."""
+    """Measure whole calls of ``make_plan``: search, proof, schedule and replay; a row for each instance."""
     calls = []
     for seed, share in enumerate(MEMORY_SHARES * repeats):
         chain, devices = random_instance(num_layers, num_devices, seed, share)
@@ -68,7 +68,7 @@ def in_new_interpreter(*arguments: object) -> dict[str, Any]:
 
 
 def one(what: str, num_layers: int, num_devices: int, time_limit: float) -> dict[str, Any]:
-    """One call in this interpreter, which did nothing before: processor seconds, and its peak memory."""
+    """Measure one call in this interpreter, which did nothing before: processor seconds, and peak memory."""
     chain, devices = random_instance(num_layers, num_devices, 1, LARGE_SHARE)
     start = time.process_time()
     gap = None
@@ -95,7 +95,7 @@ def large(time_limit: float) -> list[dict[str, Any]]:
 
 
 def graphs() -> list[dict[str, Any]]:
-    """The published profiles: to a chain, and to a contiguous plan for 4 devices."""
+    """Measure the published profiles: to a chain, and to a contiguous plan for 4 devices."""
     rows = []
     for path in sorted(PROFILES.glob("*.graph.txt")):
         start = time.process_time()
@@ -110,7 +110,7 @@ def graphs() -> list[dict[str, Any]]:
 
 
 def import_seconds(repeats: int) -> dict[str, float]:
-    """Of ``import deepspeed_partition`` in a new interpreter, without what the interpreter itself takes."""
+    """Measure the seconds of ``import deepspeed_partition`` in an interpreter that has started."""
     script = "import time; t = time.perf_counter(); import deepspeed_partition; print(time.perf_counter() - t)"
     seconds = [
         float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
@@ -167,7 +167,7 @@ def graph_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def measure(what: str, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
-    """The figures, and the lines of their table."""
+    """Measure the figures; return them, and the lines of their table."""
     if what == "paper":
         rows: Any = [against_paper(*size, arguments.time_limit) for size in tqdm(PAPER_SIZES, disable=None)]
         return rows, markdown(rows)
@@ -185,7 +185,7 @@ def measure(what: str, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
 
 
 def save(what: str, figures: Any, lines: list[str]) -> None:
-    """The figures into results/, their table into the README between its two marks."""
+    """Save the figures into results/, and their table into the README between its two marks."""
     path = HERE / "results" / f"{what}_{platform.machine()}_{date.today():%Y%m}.json"
     path.write_text(json.dumps({"python": platform.python_version(), what: figures}, indent=1) + "\n")
     readme = HERE / "README.md"

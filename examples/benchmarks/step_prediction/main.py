@@ -32,7 +32,8 @@ from interleaved import engine_for, ratios, step_seconds
 
 MICRO_BATCHES = 16
 MILLISECONDS = [2, 12, 6, 3, 9, 4, 4, 3, 5, 2, 3, 5]
-"""Forward of each layer; the backward takes twice as long. Early layers are slow, late ones heavy."""
+"""Milliseconds of each layer's forward; the backward takes twice as long. Early layers are slow, late ones
+heavy."""
 PARAMETERS = [1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32, 8]
 BOUNDARY_BYTES = 4096
 

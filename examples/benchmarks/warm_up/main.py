@@ -49,7 +49,7 @@ SLEEP_SCALE = 4
 """Longer sleeps, so that the fraction of a millisecond by which each is late does not count."""
 CHAIN = HERE.parent / "digits_cuts" / "results" / "digits_chain_202611.json"
 CUTS = [0, 10, 12], [0, 3, 12]
-"""Of which the bytes of a move are taken: DeepSpeed's default, and the best contiguous one."""
+"""The cuts before and after a move whose bytes are counted: DeepSpeed's default, the best contiguous one."""
 ENDLESS = 10**6
 MEASURED = {
     "timed": slice(NUM_DROPPED + NUM_RECORDED, None),
@@ -61,14 +61,14 @@ Made = tuple[list[nn.Module], list[Any], Callable[..., Any]]
 
 
 def asleep() -> Made:
-    """Layers, micro-batches and a loss."""
+    """Make layers that sleep in proportion to those of the digits network, micro-batches and a loss."""
     sample = torch.zeros(MICRO_BATCH, 1), torch.zeros(MICRO_BATCH)
     layers = sleeping_layers(Chain.load(CHAIN), time_scale=SLEEP_SCALE, output_numel=1000)
     return list(layers), [sample] * MICRO_BATCHES, lambda outputs, _: outputs.sum()
 
 
 def real() -> Made:
-    """Layers, micro-batches and a loss."""
+    """Make the layers of the digits network, its micro-batches and its loss."""
     torch.manual_seed(0)
     images, labels = next(iter(loaders()[0]))
     return (
@@ -96,7 +96,7 @@ def engine_for(made: Made, method: Any, zero: int = 0, **options: Any) -> MadPip
 
 
 def one_run(made: Made, steps: int) -> dict[str, Any]:
-    """So many steps on the trial cut, and as many after the move."""
+    """Measure so many steps on the trial cut, and as many after the move."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "plan.json")  # of rank 0
         engine = engine_for(made, "madpipe", warmup_steps=steps, save_plan=path)
@@ -170,7 +170,7 @@ def stand_in_seconds() -> float:
 
 
 def bytes_of_a_move(zero: int) -> list[dict[str, int]]:
-    """Of each rank."""
+    """Measure the bytes of a move on each rank: before it, after it, at its peak, and what the peak adds."""
     engine = engine_for(real(), CUTS[0], zero)
     engine.train_batch(cycle(real()[1]))
     with LiveBytes(include=alive(engine)) as live:
