@@ -582,16 +582,17 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 logging.WARNING,
             )
             self._stay_spread(AFTER_A_RUN)
-        elif place == "rank_zero" and not self.is_global_zero:
+            return
+        if place == "rank_zero" and not self.is_global_zero:
             self._stay_spread(ON_RANK_ZERO)
         else:
             pipeline.elsewhere.show()
             pipeline.whole_in_reach = self._refuse_moves
             pipeline.allow_calls()
             pipeline.is_whole = True
-            pipeline.when_layers_moved()
             if pipeline.example_input_array is not None:
                 module.example_input_array = pipeline.example_input_array
+        pipeline.when_layers_moved()  # on every rank: those that stay spread give theirs
 
     def _stay_spread(self, sentence: str) -> None:
         self.pipeline.elsewhere.sentence = sentence
