@@ -539,8 +539,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if self.runs_lists and not self._in_step and not self._cannot_go_on and dist.get_world_size() > 1:
             try:
                 self._meet(0, error)
-            except Exception:  # which the caller raises already
-                if not is_raised_by_all(error):
+            except Exception as met:  # the caller raises ``error`` already
+                if is_raised_by_all(met):  # and not where another rank has ended instead of coming
                     raised_by_all(error)
 
     def _load(self, number: int, slot: int) -> None:
