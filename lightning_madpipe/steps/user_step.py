@@ -435,7 +435,8 @@ class UserSteps:
 
         ends = _graph_of(outputs)
         with self._metrics.watching(self._module):
-            again = self.rehearsing or self._may_run_again()
+            # A step that is watched may show a sign of another loss: then its batch runs again.
+            again = self.rehearsing or self._may_run_again() or self._is_watched(micro_batch)
             returned = self._run(micro_batch, answer, log, micro_batch.calls.append, again=again)
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)
