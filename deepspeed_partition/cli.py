@@ -49,6 +49,7 @@ from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
+from deepspeed_partition.versions import HostError
 
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -543,7 +544,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", BAD_INPUT)
-    except (MadPipeError, ValueError) as error:
+    except (MadPipeError, HostError, ValueError) as error:
         return _fail(str(error), BAD_INPUT)
 
 

@@ -5,6 +5,8 @@ hosts' tests ran on a CPU, under Python 3.11, with three sets: the newest of all
 Lightning with the newest torch; the oldest torch with the newest hosts, of the callbacks' tests only those of
 optimizers (``.ci/versions``). Versions between the ends, and all the oldest together, were not run.
 ``pyproject.toml`` has the same lower ends.
+
+The planner needs none of them, so an installation can be without: :func:`require` says it where one is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,36 @@ RANGES = {
 }
 
 
+class HostError(ImportError):
+    """A package that training or measuring needs is missing, or too old. The message says what to type."""
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Check that ``packages`` are installed, in versions that this package works with.
+
+    Args:
+        what: what needs them, the subject of the sentence.
+        extra: the extra of this distribution that brings them.
+        packages: names in :data:`RANGES`, whose modules have the same names.
+
+    Raises:
+        HostError: one is missing or older than its range.
+    """
+    missing = [package for package in packages if find_spec(package.replace("-", "_")) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise HostError(
+            f"{what} needs {' and '.join(missing)}, which {are} not installed: pip install 'madpipe[{extra}]'",
+            name=missing[0],
+        )
+    check_versions(*packages)
+
+
 def check_versions(*packages: str) -> None:
     """Check the installed versions of ``packages``, names in :data:`RANGES`; skip what is not installed.
 
     Raises:
-        ImportError: one is older than its range; the sentence says what to type.
+        HostError: one is older than its range; the sentence says what to type.
     """
     for package in packages:
         try:
@@ -45,7 +73,7 @@ def check_versions(*packages: str) -> None:
             continue
         supported = RANGES[package]
         if _numbers(installed) < _numbers(supported.oldest):
-            raise ImportError(
+            raise HostError(
                 f"MadPipe works with {package} {supported.oldest} to {supported.newest_tested} and {installed} is "
                 f"installed: pip install '{package}>={supported.oldest}'"
             )

@@ -14,8 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from deepspeed_partition.versions import check_versions
-from lightning_madpipe.checkpoint.reading import read_folders
+from deepspeed_partition.versions import HostError, check_versions, require
 
 __all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
 
@@ -23,7 +22,10 @@ NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
 
 _INSTALLED = [namespace for namespace in NAMESPACES if find_spec(namespace.partition(".")[0]) is not None]
 if not _INSTALLED:
-    raise ImportError("lightning_madpipe needs PyTorch Lightning: pip install pytorch-lightning (or lightning)")
+    raise HostError(
+        "lightning_madpipe needs PyTorch Lightning, which is not installed: pip install 'madpipe[lightning]'",
+        name="pytorch_lightning",
+    )
 
 _PREFERRED = (
     "lightning.pytorch"
@@ -67,7 +69,10 @@ def _build(namespace: str, **arguments: Any) -> Any:
 
 
 def _register() -> None:
-    check_versions("torch", "pytorch-lightning", "lightning")
+    require("lightning_madpipe", "lightning", "torch", "deepspeed")  # whose pipeline engine runs the plans
+    check_versions("pytorch-lightning", "lightning")
+    from lightning_madpipe.checkpoint.reading import read_folders  # torch
+
     for namespace in _INSTALLED:
         try:
             strategies = importlib.import_module(f"{namespace}.strategies")

@@ -17,6 +17,7 @@ from deepspeed_partition.versions import RANGES, check_versions
 tomllib = pytest.importorskip("tomllib")
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture
@@ -27,11 +28,28 @@ def installed(monkeypatch):
     return set_version
 
 
-def test_pyproject_has_the_same_lower_ends():
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    ends = dict(requirement.split(">=") for requirement in asked)
-    for package in ("torch", "deepspeed", "pytorch-lightning"):
-        assert ends[package] == RANGES[package].oldest
+def requirements_of(extra):
+    """The requirements of an extra and of the extras that it names: lower ends by package."""
+    ends = {}
+    for requirement in PROJECT["optional-dependencies"][extra]:
+        if named := re.fullmatch(r"madpipe\[(\w+)\]", requirement):
+            ends |= requirements_of(named[1])
+        else:
+            package, _, oldest = requirement.partition(">=")
+            ends[package] = oldest
+    return ends
+
+
+def test_the_extras_bring_the_hosts_from_their_lower_ends_on():
+    assert requirements_of("deepspeed") == {package: RANGES[package].oldest for package in ("torch", "deepspeed")}
+    ends = requirements_of("lightning")
+    assert ends == {package: RANGES[package].oldest for package in ("torch", "deepspeed", "pytorch-lightning")}
+    assert ends.items() <= requirements_of("test").items()
+
+
+def test_who_only_plans_gets_no_host():
+    base = {re.split("[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    assert base == {"click", "highspy", "numpy", "pulp", "rich", "tqdm"}
 
 
 def test_the_script_builds_both_ends():
@@ -69,6 +87,49 @@ def test_newer_ones_are_tried_with_a_warning(installed, version):
 def test_what_is_not_installed_is_passed_over(monkeypatch):
     monkeypatch.setitem(RANGES, "no-such-package", versions.Range("1", "2"))
     check_versions("no-such-package")
+
+
+WITHOUT = """
+import importlib.util
+absent = {absent!r}
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in absent else find_spec(name, package)
+try:
+    {statement}
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent", "said"),
+    [
+        (
+            "import deepspeed_partition; deepspeed_partition.install()", ["deepspeed"],
+            "HostError the DeepSpeed engine of MadPipe needs deepspeed, which is not installed: "
+            "pip install 'madpipe[deepspeed]'",
+        ),
+        (
+            "import lightning_madpipe", ["pytorch_lightning", "lightning"],
+            "HostError lightning_madpipe needs PyTorch Lightning, which is not installed: "
+            "pip install 'madpipe[lightning]'",
+        ),
+        (
+            "import lightning_madpipe", ["deepspeed"],
+            "HostError lightning_madpipe needs deepspeed, which is not installed: "
+            "pip install 'madpipe[lightning]'",
+        ),
+        (
+            "import deepspeed_partition.profiling", ["torch"],
+            "HostError measuring layers needs torch, which is not installed: pip install 'madpipe[deepspeed]'",
+        ),
+    ],
+    ids=["DeepSpeed for its engine", "Lightning", "DeepSpeed for Lightning", "torch for a profile"],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_what_brings_it(statement, absent, said):
+    program = WITHOUT.format(absent=absent, statement=statement)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == said, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("host", ["deepspeed_partition.engine", "lightning_madpipe"])

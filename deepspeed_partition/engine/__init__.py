@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from deepspeed_partition.versions import check_versions
+from deepspeed_partition.versions import require
 
-check_versions("torch", "deepspeed")  # before the imports that could fail with an older one
+# Before the imports that fail where one is missing, and could fail with an older one.
+require("the DeepSpeed engine of MadPipe", "deepspeed", "torch", "deepspeed")
 
-from deepspeed_partition.engine.runtime.accelerator import prepare_cuda  # noqa: E402
+from deepspeed_partition.engine.runtime.accelerator import prepare_cuda
 
 prepare_cuda()  # before anything starts CUDA
 
-from deepspeed_partition.engine.engine import MadPipeEngine, initialize  # noqa: E402
-from deepspeed_partition.engine.install import install  # noqa: E402
-from deepspeed_partition.engine.pipeline.module import PipelineModule  # noqa: E402
-from deepspeed_partition.engine.pipeline.shared_weights import TiedModule  # noqa: E402
-from deepspeed_partition.engine.runtime.environment import prepare_cpu  # noqa: E402
-from deepspeed_partition.engine.runtime.joining import watch_joining  # noqa: E402
+from deepspeed_partition.engine.engine import MadPipeEngine, initialize
+from deepspeed_partition.engine.install import install
+from deepspeed_partition.engine.pipeline.module import PipelineModule
+from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+from deepspeed_partition.engine.runtime.environment import prepare_cpu
+from deepspeed_partition.engine.runtime.joining import watch_joining
 
 __all__ = ["MadPipeEngine", "PipelineModule", "TiedModule", "initialize", "install", "prepare_cpu"]
 

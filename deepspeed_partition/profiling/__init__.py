@@ -1,5 +1,9 @@
 """Measurement of layers and links: from a list of layers and one micro-batch to a ``Chain``. Imports torch."""
 
+from deepspeed_partition.versions import require
+
+require("measuring layers", "deepspeed", "torch")  # before the imports that fail without it
+
 from deepspeed_partition.profiling.factory import load_factory, profile_factory
 from deepspeed_partition.profiling.layers import forward_stage, measure_stage, profile_chain, profile_stage
 from deepspeed_partition.profiling.links import Link, measure_links
