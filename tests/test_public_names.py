@@ -1,12 +1,36 @@
-"""The names that users rely on, and the direction of imports."""
+"""What users rely on, held against what it was, and the direction of imports."""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
+from typing import Any
 
 import deepspeed_partition
+from tests.public_surface import surface
 
+BEFORE = Path(__file__).with_name("public_surface.json")
+"""What there was before training could no longer differ in silence, and before the modules got their folders."""
+ADDED = {
+    "MadPipeStrategy/check_layers",
+    "MadPipeStrategy/checkpoint_checksums",
+    "MadPipeStrategy/loss",
+    "MadPipeStrategy/patience_seconds",
+    "MadPipeStrategy/unpickle",
+    "MadPipeStrategy/whole_model",
+    "commands/compare/--zero",
+    "commands/plan/--zero",
+    "names/deepspeed_partition.engine/TiedModule",
+    "options/checkpoint_checksums",
+    "options/patience_seconds",
+    "options/unpickle",
+    "schemas/plan.schema.json/properties/proved_of/enum/0",
+    "schemas/plan.schema.json/properties/proved_of/enum/1",
+    "schemas/plan.schema.json/properties/zero_stage/enum/0",
+    "schemas/plan.schema.json/properties/zero_stage/enum/1",
+}
+"""What came since, by its place in the document; whoever adds something public adds it here."""
 ROOT = Path(deepspeed_partition.__file__).parent
 
 
@@ -30,6 +54,24 @@ def test_public_names_of_the_hosts():
     for package in (deepspeed_partition.engine, deepspeed_partition.profiling, lightning_madpipe):
         for name in package.__all__:
             assert hasattr(package, name)
+
+
+def flat(document: Any, place: str = "") -> dict[str, Any]:
+    """Every value of a JSON document by its place; public names are places, too."""
+    if isinstance(document, list) and place.startswith("names/"):
+        return {f"{place}/{name}": name for name in document}
+    if not isinstance(document, dict | list):
+        return {place: document}
+    parts = document.items() if isinstance(document, dict) else enumerate(document)
+    below = (flat(part, f"{place}/{name}" if place else str(name)) for name, part in parts)
+    return {found: value for values in below for found, value in values.items()}
+
+
+def test_what_users_rely_on_stays():
+    """Nothing goes, and nothing means something else."""
+    before, now = flat(json.loads(BEFORE.read_text())), flat(surface())
+    assert {place: now.get(place) for place in before} == before
+    assert now.keys() - before.keys() == ADDED
 
 
 def imported_by(path: Path) -> set[str]:
