@@ -5,13 +5,17 @@
 The digits ship with scikit-learn; enlarged to 32 x 32, the early layers are heavy in time and activations and
 the late ones in weights, which is what DeepSpeed's default cut (``parameters``) gets wrong. Training begins on
 that cut; MadPipe measures the layers meanwhile, makes a plan after the first epoch and moves them. The script
-prints the plan, what it promised against what the run did, the time of a step before and after, and the pause.
+prints the plan, what it promised against what the run did, a step as it ran, the time of a step before and after,
+and the pause.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,6 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_madpipe
+from deepspeed_partition.planner.report.draw import measured_step
+from deepspeed_partition.planner.report.timeline import MeasuredTimeline
 from deepspeed_partition.planner.units import format_seconds
 from deepspeed_partition.profiling import LiveBytes
 
@@ -129,7 +135,8 @@ def main() -> None:
     pl.seed_everything(0, verbose=False)
     train, test = loaders()
     model, meter = Digits(epochs), Meter()
-    strategy = lightning_madpipe.MadPipeStrategy(num_micro_batches=MICRO_BATCHES)
+    timeline = str(Path(tempfile.gettempdir(), f"madpipe-digits-{os.getuid()}.json"))
+    strategy = lightning_madpipe.MadPipeStrategy(num_micro_batches=MICRO_BATCHES, save_timeline=timeline)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -147,6 +154,7 @@ def main() -> None:
     if trainer.is_global_zero:
         print(strategy.plan.summary())
         print_report(strategy.plan, ranks)
+        print(measured_step(MeasuredTimeline.load(timeline), width=100))
         print(f"test accuracy {accuracy:.1%} after {epochs} epochs in {seconds:.0f} s")
         after, before = (max(rank.median_seconds for rank in each) for each in (ranks, others))
         pause = meter.pause_seconds()

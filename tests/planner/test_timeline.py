@@ -16,6 +16,7 @@ from deepspeed_partition import Chain, InfeasibleError, Plan, PlanMismatchError,
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.errors import TimelineFormatError
 from deepspeed_partition.planner.plan import StepPlan
+from deepspeed_partition.planner.report.draw import measured_step
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
 from deepspeed_partition.planner.simulate.replay_step import run_step
 from deepspeed_partition.planner.step import one_f_one_b_order
@@ -175,3 +176,27 @@ def test_an_instant_is_no_time():
     still = tuple(replace(each, start_seconds=0.0, duration_seconds=0.0) for each in step.operations)
     found = timeline_of(PLAN, replace(step, operations=still)).compare(PLAN)
     assert found.measured_step_seconds == 0.0 and set(found.measured_idle_share) == {0.0}
+
+
+def test_a_measured_step_is_drawn_with_each_operation_in_its_place():
+    computations = [
+        ("F0", 0, 0.0, 2.0, 0), ("F1", 0, 3.0, 2.0, 1), ("B1", 0, 5.0, 3.0, 1), ("B0", 0, 9.0, 3.0, 0),
+    ]  # fmt: skip
+    transfers = [("SF0", 0, 2.0, 1.0, (0, 1)), ("SB0", 0, 8.0, 1.0, (0, 1))]
+    operations = [
+        TimedOperation(
+            operation=name, micro_batch=number, start_seconds=begin, duration_seconds=seconds,
+            **({"link": place} if isinstance(place, tuple) else {"device": place}),
+        )
+        for name, number, begin, seconds, place in (*computations, *transfers)
+    ]  # fmt: skip
+    plan, _ = planned(0)
+    step = TimedStep(step=7, clock_error_seconds=(0.0, 0.0), operations=tuple(operations))
+    timeline = MeasuredTimeline(chain=plan.chain, devices=(0, 1), num_micro_batches=1, steps=(step,))
+    assert measured_step(timeline, width=48).splitlines() == [
+        "step 7, 12 s: = forward, # backward, - transfer, . idle",
+        "device 0 |F0.0====" + "." * 28 + "B0.0########|",
+        "device 1 |" + "." * 12 + "F1.0====B1.0########" + "." * 16 + "|",
+        "link 1>0 |" + "." * 32 + "----" + "." * 12 + "|",
+        "link 0>1 |" + "." * 8 + "----" + "." * 36 + "|",
+    ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # these modules draw plans themselves
     from deepspeed_partition.planner.replication import Replicated
     from deepspeed_partition.planner.report.comparison import Comparison, Contender
     from deepspeed_partition.planner.report.frontier import Frontier
+    from deepspeed_partition.planner.report.timeline import MeasuredTimeline
 
 REPLICATED_ROW = "replicated*"
 FILL = {"F": "=", "B": "#", "S": "-"}
@@ -334,6 +335,36 @@ def timeline(plan: Plan, width: int = 96) -> str:
         _place(rows[place], operation, plan.period_seconds)
     label = max(map(len, rows))
     head = f"one period of {format_seconds(plan.period_seconds)}: = forward, # backward, - transfer, . idle"
+    return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
+
+
+def measured_step(timeline: MeasuredTimeline, index: int = -1, width: int = 96) -> str:
+    """Draw a training step as it ran: a row for each device, and one for each direction of each link.
+
+    ``F1.2====`` is the forward of stage 1 on micro-batch 2, ``B1.2`` its backward. On a link, ``SF0.2-`` is the
+    output of stage 0 that goes to stage 1, and ``SB0.2-`` the gradient that comes back.
+
+    Args:
+        index: number of the step among those of the timeline; -1 is the last one.
+        width: characters of the step.
+    """
+    step = timeline.steps[index]
+    first = min(operation.start_seconds for operation in step.operations)
+    seconds = max(operation.end_seconds for operation in step.operations) - first
+    rows: dict[str, list[str]] = {f"device {device}": ["."] * width for device in sorted(set(timeline.devices))}
+    for operation in sorted(step.operations, key=lambda each: (each.link or (), each.operation)):
+        place = f"device {operation.device}"
+        if operation.link is not None:
+            sender, receiver = operation.link if operation.operation.startswith("SF") else operation.link[::-1]
+            place = f"link {sender}>{receiver}"
+        row = rows.setdefault(place, ["."] * width)
+        begin = round((operation.start_seconds - first) / seconds * width)
+        end = max(begin + 1, round((operation.end_seconds - first) / seconds * width))
+        name = f"{operation.operation}.{operation.micro_batch}"
+        cells = (name + FILL[name[0]] * width) if len(name) < end - begin else FILL[name[0]] * width
+        row[begin:end] = cells[: min(end, width) - begin]
+    label = max(map(len, rows))
+    head = f"step {step.step}, {format_seconds(seconds)}: = forward, # backward, - transfer, . idle"
     return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
 
 

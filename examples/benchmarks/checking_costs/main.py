@@ -8,6 +8,7 @@ The digits network of ``examples/train_lightning.py`` is trained on a cut that i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -70,7 +71,7 @@ def measured(mode: str, images: torch.Tensor, labels: torch.Tensor, num_steps: i
     data = TensorDataset(images.repeat(num_steps, 1, 1, 1), labels.repeat(num_steps))
     trainer.fit(Digits(1), DataLoader(data, batch_size=len(images)))
     ends = times.ends
-    steps = [after[0] - before[0] for before, after in zip(ends[1:], ends[2:], strict=False)]
+    steps = [after[0] - before[0] for before, after in itertools.pairwise(ends[1:])]
     return {
         "until the first step has ended": ends[1][0] - ends[0][0],
         "a step, median": statistics.median(steps),
@@ -107,7 +108,9 @@ def report(rounds: dict[str, list[dict[str, float]]], arguments: argparse.Namesp
         for mode, found in rounds.items():
             seconds = statistics.median(values[name] for values in found)
             beside = [values[name] / bare[name] for values, bare in zip(found, rounds["none"], strict=True)]
-            print(f"    {mode:20} {seconds:.5f} s, {statistics.median(beside):.3f} times that of none in its round")
+            print(
+                f"    {mode:20} {seconds:.5f} s, {statistics.median(beside):.3f} times that of none in its round"
+            )
     if arguments.save:
         (HERE / "results").mkdir(exist_ok=True)
         document = {"arguments": vars(arguments), "rounds": rounds}
