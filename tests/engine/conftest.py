@@ -1,27 +1,28 @@
 """Lets the files of this folder import each other, in tests as in workers; starts the workers."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.choice import environment_for
 from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 
-@pytest.fixture(scope="session")
-def check_case(tmp_path_factory):
+@pytest.fixture(scope="module")
+def check_case(request, tmp_path_factory):
     """Checks what became of a case; a worker is started for the first one that needs it with so many processes."""
     known = {}
 
     def check(worker, num_processes, case):
         if (worker, num_processes) not in known:
             folder = tmp_path_factory.mktemp("cases")
-            known[worker, num_processes] = run_worker(HERE / worker, num_processes, folder)
+            chosen = environment_for(request, num_processes=num_processes)
+            known[worker, num_processes] = run_worker(HERE / worker, num_processes, folder, chosen)
         found = known[worker, num_processes]
         assert case in found, f"not run, because another case failed:\n{found['output'][-3000:]}"
         assert found[case] == "", found[case]
@@ -29,10 +30,9 @@ def check_case(tmp_path_factory):
     return check
 
 
-def run_worker(script: Path, num_processes: int, folder: Path) -> dict[str, str]:
-    """What became of each case of ``script``: an empty text, or what went wrong."""
+def run_worker(script: Path, num_processes: int, folder: Path, chosen: dict[str, str]) -> dict[str, str]:
+    """What became of each chosen case of ``script``: an empty text, or what went wrong."""
     out, log = folder / "outcomes.json", folder / "output.txt"
-    chosen = {name: os.environ[name] for name in ("MADPIPE_CASES",) if name in os.environ}
     run_ranks(script, [str(out), str(folder)], num_processes, log, timeout_seconds=900, variables=chosen)
     printed = log.read_text()
     if not out.exists():

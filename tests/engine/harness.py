@@ -5,11 +5,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.choice import is_chosen
 
 Case = Callable[[Path], None]
 LONGEST_CASE_SECONDS = 150
@@ -33,10 +34,9 @@ def run_cases(cases: dict[str, Case]) -> None:
     for device in (torch.cuda, torch.xpu, torch.mtia):
         device.manual_seed_all = _nothing_to_seed
     out, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    only = os.environ.get("MADPIPE_CASES")
     outcomes: dict[str, str] = {}
     for name, case in cases.items():
-        if only and not any(part in name for part in only.split(",")):
+        if not is_chosen(name):
             continue
         if dist.get_rank() == 0:
             print(f"case {name}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_madpipe  # noqa: F401  before any fork
 from deepspeed_partition.engine.runtime import watch
+from tests.choice import is_chosen
 from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 8
@@ -227,9 +228,8 @@ def main(out: Path) -> None:
     before_any_fork()
     watch.GRACE_SECONDS = 2.0
     outcomes = {}
-    only = os.environ.get("MADPIPE_CASES")
     for name in CASES:
-        if only and not any(part in name for part in only.split(",")):
+        if not is_chosen(name):
             continue
         folder = out.parent / name
         folder.mkdir()

@@ -35,6 +35,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from deepspeed_partition import InfeasibleError, PlanMismatchError  # noqa: E402
+from tests.choice import is_chosen  # noqa: E402
 
 
 def refused(run: Callable[[], Any]) -> str:
@@ -316,34 +317,41 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
 }
 
 
+class Loops:
+    """The cases of ``lightning_cases.py``, and those of this file."""
+
+    SAME_AS_SINGLE, ONLY_PIPELINE = cases.SAME_AS_SINGLE, ONLY_PIPELINE
+
+
+KINDS: dict[str, list[Any]] = {
+    "loops": [Loops, epoch_cases, map_cases],
+    "steps": [step_cases],
+    "losses": [loss_cases],
+    "callbacks": [callback_cases],
+    "names": [naming_cases],
+    "after": [after_fit_cases],
+}
+"""The modules with the cases of a kind, which a start of processes runs one after the other."""
+
+
+READ_BY = {"plain": ["plan_files"]}
+"""Cases that read what the first one wrote."""
+
+
 def run(mode: str, num_processes: int, folder: Path) -> None:
     """Write the records beside ``folder``, where the cases keep their files."""
     folder.mkdir(exist_ok=True)
     pipelined = mode != "reference"
     host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
-    same, only_pipeline = cases.SAME_AS_SINGLE[num_processes], ONLY_PIPELINE[num_processes]
-    for more in (epoch_cases, map_cases):
-        same = [*same, *more.SAME_AS_SINGLE[num_processes]]
-        only_pipeline = [*only_pipeline, *more.ONLY_PIPELINE[num_processes]]
-    if os.environ.get("CASES_OF") == "steps":
-        same, only_pipeline = step_cases.SAME_AS_SINGLE[num_processes], step_cases.ONLY_PIPELINE[num_processes]
-    if os.environ.get("CASES_OF") == "losses":
-        same, only_pipeline = loss_cases.SAME_AS_SINGLE[num_processes], loss_cases.ONLY_PIPELINE[num_processes]
-    if os.environ.get("CASES_OF") == "callbacks":
-        same = callback_cases.SAME_AS_SINGLE[num_processes]
-        only_pipeline = callback_cases.ONLY_PIPELINE[num_processes]
-    if os.environ.get("CASES_OF") == "names":
-        same, only_pipeline = naming_cases.SAME_AS_SINGLE[num_processes], naming_cases.ONLY_PIPELINE[num_processes]
-    if os.environ.get("CASES_OF") == "after":
-        same = after_fit_cases.SAME_AS_SINGLE[num_processes]
-        only_pipeline = after_fit_cases.ONLY_PIPELINE[num_processes]
-    chosen = list(same) if mode != "launcher" else [cases.plain]
+    kind = KINDS[os.environ.get("CASES_OF", "loops")]
+    chosen = [case for module in kind for case in module.SAME_AS_SINGLE[num_processes]]
+    if mode == "launcher":
+        chosen = [cases.plain]
     if mode == "pipeline":
-        chosen += only_pipeline
-    wanted = os.environ.get("CASES")
+        chosen += [case for module in kind for case in module.ONLY_PIPELINE[num_processes]]
     results = {}
     for case in chosen:
-        if wanted is None or case.__name__ in wanted.split(","):
+        if is_chosen(case.__name__) or any(map(is_chosen, READ_BY.get(case.__name__, ()))):
             try:
                 results[case.__name__] = case(host)
                 if dist.is_initialized():

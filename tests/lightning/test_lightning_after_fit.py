@@ -10,8 +10,8 @@ from test_lightning_pipeline import Records, assert_same, records_of, run, torch
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(2, tmp_path_factory.mktemp("after"), "after")
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 2, tmp_path_factory.mktemp("after"), "after")
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Records:
-    return records_of(2, folder, "callbacks")
+def two(request: pytest.FixtureRequest, folder: Path) -> Records:
+    return records_of(request, 2, folder, "callbacks")
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(4, tmp_path_factory.mktemp("callbacks-4"), "callbacks")
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 4, tmp_path_factory.mktemp("callbacks-4"), "callbacks")
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ from lightning_madpipe.steps.losses import (
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(2, tmp_path_factory.mktemp("two"), "losses")
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 2, tmp_path_factory.mktemp("two"), "losses")
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(4, tmp_path_factory.mktemp("four"), "losses")
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 4, tmp_path_factory.mktemp("four"), "losses")
 
 
 LABELS = ["labels", "batch['labels']", "[:, 1:]", -100]

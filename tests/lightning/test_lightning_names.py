@@ -9,9 +9,9 @@ from test_lightning_pipeline import Records, assert_same, records_of
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
     folder: Path = tmp_path_factory.mktemp("names")
-    return records_of(2, folder, "names")
+    return records_of(request, 2, folder, "names")
 
 
 @pytest.mark.parametrize("case", ["groups_by_name", "hooks_and_attributes"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.choice import environment_for
 from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -71,25 +72,24 @@ class Records:
         return self.ranks[0][case]
 
 
-def records_of(num_processes: int, folder: Path, kind: str = "loops") -> Records:
-    """Run the cases of a kind in one process with Lightning alone, and through the strategy."""
+def records_of(request: pytest.FixtureRequest, num_processes: int, folder: Path, kind: str = "loops") -> Records:
+    """Run the chosen cases of a kind in one process with Lightning alone, and through the strategy."""
+    variables = {"CASES_OF": kind, **environment_for(request)}
     for mode, num_ranks in (("reference", None), ("pipeline", num_processes)):
         log, arguments = folder / f"{mode}.log", [mode, str(num_processes), str(folder / mode)]
-        code = run_ranks(
-            SCRIPT, arguments, num_ranks, log, timeout_seconds=TIMEOUT_SECONDS, variables={"CASES_OF": kind}
-        )
+        code = run_ranks(SCRIPT, arguments, num_ranks, log, timeout_seconds=TIMEOUT_SECONDS, variables=variables)
         check_end(code, f"{SCRIPT.name} {' '.join(arguments)}", log)
     return Records(folder, "pipeline", num_processes)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(2, tmp_path_factory.mktemp("two"))
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(4, tmp_path_factory.mktemp("four"))
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 4, tmp_path_factory.mktemp("four"))
 
 
 def assert_same(actual: Any, expected: Any, path: str = "", tolerance: float = 1e-5) -> None:

@@ -30,13 +30,13 @@ from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(2, tmp_path_factory.mktemp("two"), "steps")
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 2, tmp_path_factory.mktemp("two"), "steps")
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return records_of(4, tmp_path_factory.mktemp("four"), "steps")
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    return records_of(request, 4, tmp_path_factory.mktemp("four"), "steps")
 
 
 # Records.of asserts that every rank saw the same.
