@@ -22,6 +22,12 @@ LONGEST_FIRST = ("tests/engine", "tests/lightning")
 """Folders whose files take longest: a worker that begins with them does not end with one of them alone."""
 
 
+def pytest_configure(config):
+    """Let processes that tests start find this package."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="also run the cases that are many of a kind")
 
@@ -43,8 +49,7 @@ def outcomes_of(request, tmp_path_factory):
 
     def run(script, timeout_seconds):
         out = tmp_path_factory.mktemp(Path(script).stem) / "outcomes.json"
-        paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **ON_THE_CPU, "PYTHONPATH": paths, **environment_for(request)}
+        environment = {**os.environ, **ON_THE_CPU, **environment_for(request)}
         command = [sys.executable, str(request.path.with_name(script)), str(out)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
         assert out.exists(), done.stdout[-2000:] + done.stderr[-8000:]

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
 import deepspeed
 from emulation import Links, over, sleeping_layers
 from interleaved import engine_for_plan, step_seconds
-from plans import chain_of, packed, platform_of
+
+from tests.engine.plans import chain_of, packed, platform_of
 
 NUM_MICRO_BATCHES = 4
 LAYER_SECONDS, LINK_SECONDS = 0.001, 0.005

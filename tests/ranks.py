@@ -132,7 +132,6 @@ def _let_end(ranks: list[multiprocessing.process.BaseProcess]) -> None:
 def _rank(script: Path, arguments: list[str], environment: dict[str, str], log: Path) -> None:
     _enter(environment, log)
     gc.freeze()  # a million objects of the libraries, through which each collection would go
-    sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 

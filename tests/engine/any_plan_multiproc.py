@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
-import boundaries as transfers
-import caught_cases
-import device_cases
-import host_cases
-import pipelines
-import plans
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
-from harness import run_cases
-from pipelines import Counted, Whole, halving, loss_fn, micro_batch, mlp, tied, train_alone
-from running import (
+from torch import nn
+
+from deepspeed_partition import Plan
+from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.runtime import host_staging
+from deepspeed_partition.planner.errors import PlanMismatchError
+from tests.engine import boundaries as transfers
+from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans
+from tests.engine.harness import run_cases
+from tests.engine.pipelines import Counted, Whole, halving, loss_fn, micro_batch, mlp, tied, train_alone
+from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
     all_tensors,
@@ -35,12 +37,6 @@ from running import (
     train,
     two,
 )  # fmt: skip
-from torch import nn
-
-from deepspeed_partition import Plan
-from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.runtime import host_staging
-from deepspeed_partition.planner.errors import PlanMismatchError
 
 MAPS = {
     2: {

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pipelines
 import torch
 from deepspeed.pipe import LayerSpec
-from pipelines import WIDTH, train_alone
-from running import adam, batches, cut, planned, raised, recomputes_on_a_cpu, same, start, train
 from torch import Tensor, nn
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from tests.engine import pipelines
+from tests.engine.pipelines import WIDTH, train_alone
+from tests.engine.running import adam, batches, cut, planned, raised, recomputes_on_a_cpu, same, start, train
 
 
 class Opening(nn.Module):

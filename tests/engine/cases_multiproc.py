@@ -8,18 +8,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-import boundaries as transfers
 import deepspeed
-import faults
-import pipelines
-import third_party
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from harness import run_cases
-from pipelines import Counted, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
-from running import (
+from torch import nn
+
+import deepspeed_partition
+from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.repairs import reduction_buffer_bytes
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.warmup.run_platform import num_states, training_bytes
+from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
+from deepspeed_partition.planner.plan import Plan
+from tests.engine import boundaries as transfers
+from tests.engine import faults, pipelines, third_party
+from tests.engine.harness import run_cases
+from tests.engine.pipelines import Counted, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
+from tests.engine.running import (
     ADAM,
     NUM_MICRO_BATCHES,
     NUM_STEPS,
@@ -35,16 +42,7 @@ from running import (
     train,
     two,
 )  # fmt: skip
-from torch import nn
-from warm_up_cases import heard
-
-import deepspeed_partition
-from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.repairs import reduction_buffer_bytes
-from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.warmup.run_platform import num_states, training_bytes
-from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
-from deepspeed_partition.planner.plan import Plan
+from tests.engine.warm_up_cases import heard
 
 # Training equals training in one process
 

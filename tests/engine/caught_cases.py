@@ -10,18 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pipelines
-import plans
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
-from pipelines import Counted, loss_fn, mlp, tied, train_alone, two_groups
-from running import NUM_MICRO_BATCHES, all_tensors, batches, cut, mine, planned, same, start, train
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.pipeline.batch_attempt import RaisedElsewhere
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from tests.engine import pipelines, plans
+from tests.engine.pipelines import Counted, loss_fn, mlp, tied, train_alone, two_groups
+from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, batches, cut, mine, planned, same, start, train
 
 FAULT: list[Any] = []
 """Where the next error comes: ``forward``, ``backward`` or ``loss``, and after how many calls."""

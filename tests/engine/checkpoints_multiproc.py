@@ -19,14 +19,14 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from harness import forget_engines
-from loading_cases import CASES
-from pipelines import train_alone
-from running import same, train
-from saved_layouts import KINDS, LAYOUTS, STEPS, begin, data_of, noisy, plan_of
-from training_state_multiproc import OPTIMIZERS, warm_up
 
 from deepspeed_partition.engine import MadPipeEngine
+from tests.engine.harness import forget_engines
+from tests.engine.loading_cases import CASES
+from tests.engine.pipelines import train_alone
+from tests.engine.running import same, train
+from tests.engine.saved_layouts import KINDS, LAYOUTS, STEPS, begin, data_of, noisy, plan_of
+from tests.engine.training_state_multiproc import OPTIMIZERS, warm_up
 from tests.ranks import before_any_fork, run_job
 
 

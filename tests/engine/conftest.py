@@ -1,7 +1,6 @@
 """Lets the files of this folder import each other, in tests as in workers; starts the workers."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from tests.choice import environment_for
 from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
-import plans
 import torch
 import torch.distributed as dist
-from pipelines import mlp, train_alone
-from running import NUM_MICRO_BATCHES, adam, batches, raised, same, start, train
 
 from deepspeed_partition import Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
@@ -25,6 +22,9 @@ from deepspeed_partition.engine.runtime import collectives, host_staging, transf
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Transfer
+from tests.engine import plans
+from tests.engine.pipelines import mlp, train_alone
+from tests.engine.running import NUM_MICRO_BATCHES, adam, batches, raised, same, start, train
 
 DEVICES, CUTS = (0, 1, 0, 1), [0, 1, 4, 6, 8]
 

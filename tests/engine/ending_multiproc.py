@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
-from pipelines import micro_batch, mlp
-from running import NUM_MICRO_BATCHES
 from torch import nn
 
+from tests.engine.any_plan_multiproc import begin, plan_for
+from tests.engine.pipelines import micro_batch, mlp
+from tests.engine.running import NUM_MICRO_BATCHES
 from tests.ranks import before_any_fork, run_job
 
 

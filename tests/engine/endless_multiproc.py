@@ -9,9 +9,9 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from pipelines import loss_fn, micro_batch, mlp
 
 import deepspeed_partition
+from tests.engine.pipelines import loss_fn, micro_batch, mlp
 
 
 def main() -> None:

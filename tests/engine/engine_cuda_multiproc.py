@@ -14,18 +14,18 @@ from typing import Any
 from unittest.mock import patch
 
 import deepspeed
-import plans
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
-from pipelines import mlp, train_alone
-from running import NUM_MICRO_BATCHES, adam, batches, same, start, train
 from torch import nn
 
 from deepspeed_partition import Plan
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes
+from tests.engine import plans
+from tests.engine.pipelines import mlp, train_alone
+from tests.engine.running import NUM_MICRO_BATCHES, adam, batches, same, start, train
 
 NUM_STEPS = 4
 DIGITS = 1e-4

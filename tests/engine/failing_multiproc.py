@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import deepspeed
 import torch
-from any_plan_multiproc import begin, plan_for
-from pipelines import micro_batch, mlp
+
+from tests.engine.any_plan_multiproc import begin, plan_for
+from tests.engine.pipelines import micro_batch, mlp
 
 NUM_READ = 10
 """Micro-batches: two steps and a half."""

@@ -14,12 +14,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
-from pipelines import mlp, train_alone, two_groups
-from running import adam, batches, cut, planned, same, start, train
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, repairs
 from deepspeed_partition.engine.runtime.environment import logger
+from tests.engine.pipelines import mlp, train_alone, two_groups
+from tests.engine.running import adam, batches, cut, planned, same, start, train
 
 STOCK = {"module_class": deepspeed.PipelineModule, "start_engine": deepspeed.initialize}
 

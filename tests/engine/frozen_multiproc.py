@@ -15,11 +15,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from pipelines import micro_batch, mlp
-from running import start
 from torch import nn
 
 from deepspeed_partition.engine.runtime import watch
+from tests.engine.pipelines import micro_batch, mlp
+from tests.engine.running import start
 from tests.ranks import before_any_fork, run_job
 
 CASES = {"stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3}

@@ -8,14 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pipelines
-import plans
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from pipelines import Counted, Whole, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
-from running import (
+from torch import nn
+
+import deepspeed_partition
+from deepspeed_partition import Plan
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.planner.errors import PlanMismatchError
+from tests.engine import pipelines, plans
+from tests.engine.pipelines import (
+    Counted,
+    Whole,
+    halving,
+    loss_fn,
+    micro_batch,
+    mlp,
+    tied,
+    train_alone,
+    two_groups,
+)
+from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
     all_tensors,
@@ -26,12 +41,6 @@ from running import (
     start,
     train,
 )
-from torch import nn
-
-import deepspeed_partition
-from deepspeed_partition import Plan
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule
-from deepspeed_partition.planner.errors import PlanMismatchError
 
 CONTIGUOUS = {2: [0, 2, 8], 3: [0, 2, 5, 8]}
 MAPS = {

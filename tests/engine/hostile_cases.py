@@ -18,16 +18,16 @@ from unittest.mock import patch
 import numpy
 import torch
 import torch.distributed as dist
-from pipelines import mlp
-from running import all_tensors, raised, start, train
-from saved_layouts import KINDS, LAYOUTS, STEPS, begin, config_of, data_of, losses_after
-from training_state_multiproc import OPTIMIZERS, warm_up
-from warm_up_cases import heard
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
 from deepspeed_partition.planner.errors import PlanFormatError
+from tests.engine.pipelines import mlp
+from tests.engine.running import all_tensors, raised, start, train
+from tests.engine.saved_layouts import KINDS, LAYOUTS, STEPS, begin, config_of, data_of, losses_after
+from tests.engine.training_state_multiproc import OPTIMIZERS, warm_up
+from tests.engine.warm_up_cases import heard
 
 KIND = "AdamW, ZeRO 1"
 TAG = f"global_step{STEPS}"

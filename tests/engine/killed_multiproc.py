@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-from pipelines import mlp, train_alone
-from running import batches, planned, start, train
-from training_state_multiproc import OPTIMIZERS, warm_up
 
 from deepspeed_partition.engine.checkpoint import atomic_folders, checkpoint_engine
 from deepspeed_partition.engine.repartition import layer_moves, optimizer_state
 from deepspeed_partition.engine.warmup import run_plan
 from tests.deaths import kill, kill_before, run_deaths
+from tests.engine.pipelines import mlp, train_alone
+from tests.engine.running import batches, planned, start, train
+from tests.engine.training_state_multiproc import OPTIMIZERS, warm_up
 
 NUM_STEPS = 6
 SAVED_EVERY = 2

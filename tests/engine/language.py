@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import pipelines
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+
+from tests.engine import pipelines
 
 WORDS, WIDTH, HEADS, LENGTH = 31, 16, 2, 6
 NUM_BLOCKS = 4

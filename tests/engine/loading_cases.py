@@ -12,23 +12,33 @@ from typing import Any
 from unittest.mock import patch
 
 import deepspeed
-import hostile_cases
-import pipelines
 import torch
-from any_plan_multiproc import plan_for
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from pipelines import mlp
-from running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, same, start, train
-from saved_layouts import KINDS, LAYOUTS, STEPS, Kind, begin, config_of, data_of, losses_after, plan_of, run
 from torch import nn
-from training_state_multiproc import OPTIMIZERS, Traced, warm_up
-from warm_up_cases import heard
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
+from tests.engine import hostile_cases, pipelines
+from tests.engine.any_plan_multiproc import plan_for
+from tests.engine.pipelines import mlp
+from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, same, start, train
+from tests.engine.saved_layouts import (
+    KINDS,
+    LAYOUTS,
+    STEPS,
+    Kind,
+    begin,
+    config_of,
+    data_of,
+    losses_after,
+    plan_of,
+    run,
+)
+from tests.engine.training_state_multiproc import OPTIMIZERS, Traced, warm_up
+from tests.engine.warm_up_cases import heard
 
 
 def waiting(kind: Kind, **options: Any) -> MadPipeEngine:

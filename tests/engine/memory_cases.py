@@ -13,12 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import plans
 import torch
-from any_plan_multiproc import MAPS
 from deepspeed.pipe import LayerSpec
-from pipelines import loss_fn
-from running import recomputes_on_a_cpu, start
 from torch import nn
 
 from deepspeed_partition import Chain, Plan, Platform, replay
@@ -28,6 +24,10 @@ from deepspeed_partition.engine.runtime.transfers import Shapes
 from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step
 from deepspeed_partition.profiling import LiveBytes, profile_chain
 from deepspeed_partition.schedule.instructions import Compute
+from tests.engine import plans
+from tests.engine.any_plan_multiproc import MAPS
+from tests.engine.pipelines import loss_fn
+from tests.engine.running import recomputes_on_a_cpu, start
 
 NUM_MICRO_BATCHES = 6
 ROWS, INPUTS = 256, 128

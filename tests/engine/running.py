@@ -6,15 +6,15 @@ import copy
 from typing import Any
 
 import deepspeed
-import pipelines
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from pipelines import Counted, loss_fn, micro_batch
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from tests.engine import pipelines
+from tests.engine.pipelines import Counted, loss_fn, micro_batch
 
 NUM_MICRO_BATCHES = 4
 NUM_STEPS = 4

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pipelines
 import torch
-from any_plan_multiproc import plan_for
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from pipelines import mlp
-from running import NUM_MICRO_BATCHES, batches, start
 from torch import nn
-from training_state_multiproc import OPTIMIZERS, Frozen, Noisy, turned, warm_up
 
 from deepspeed_partition.engine import MadPipeEngine
+from tests.engine import pipelines
+from tests.engine.any_plan_multiproc import plan_for
+from tests.engine.pipelines import mlp
+from tests.engine.running import NUM_MICRO_BATCHES, batches, start
+from tests.engine.training_state_multiproc import OPTIMIZERS, Frozen, Noisy, turned, warm_up
 
 STEPS = 2
 """Before the checkpoint, and after it."""

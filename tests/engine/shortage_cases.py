@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pipelines
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
-from pipelines import mlp, train_alone, two_groups
-from running import (
+from torch import nn
+
+from deepspeed_partition.engine.warmup import warm_up
+from tests.engine import pipelines
+from tests.engine.pipelines import mlp, train_alone, two_groups
+from tests.engine.running import (
     NUM_MICRO_BATCHES,
     all_tensors,
     batches,
@@ -22,10 +25,7 @@ from running import (
     train,
     two,
 )
-from torch import nn
-from warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
-
-from deepspeed_partition.engine.warmup import warm_up
+from tests.engine.warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
 
 FAILURES: list[str] = []
 """What the next tries of a step fail at, on the rank that has the layer."""

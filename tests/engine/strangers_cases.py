@@ -11,14 +11,20 @@ from typing import Any
 from unittest.mock import patch
 
 import deepspeed
-import pipelines
-import plans
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule
-from pipelines import WIDTH, WORDS, Block, halving, mlp, train_alone, two_groups
-from running import (
+from torch import nn
+
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
+from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
+from deepspeed_partition.engine.runtime import environment
+from deepspeed_partition.planner.errors import PlanMismatchError
+from tests.engine import pipelines, plans
+from tests.engine.pipelines import WIDTH, WORDS, Block, halving, mlp, train_alone, two_groups
+from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
     batches,
@@ -31,14 +37,7 @@ from running import (
     start,
     train,
 )
-from torch import nn
-from warm_up_cases import heard
-
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
-from deepspeed_partition.engine.engine import initialize_with
-from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
-from deepspeed_partition.engine.runtime import environment
-from deepspeed_partition.planner.errors import PlanMismatchError
+from tests.engine.warm_up_cases import heard
 
 WARM_UP, AFTER = 3, 2
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import run_cases
-from strangers_cases import CASES
+from tests.engine.harness import run_cases
+from tests.engine.strangers_cases import CASES
 
 CASES = {case.__name__: case for case in CASES}
 

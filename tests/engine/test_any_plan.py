@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from any_plan_multiproc import CASES
+from tests.engine.any_plan_multiproc import CASES
 
 WORKER = Path(__file__).with_name("any_plan_multiproc.py")
 

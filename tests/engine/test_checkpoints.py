@@ -7,10 +7,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from loading_cases import CASES
-from saved_layouts import KINDS, LAYOUTS
-
 from deepspeed_partition.engine.checkpoint import atomic_folders
+from tests.engine.loading_cases import CASES
+from tests.engine.saved_layouts import KINDS, LAYOUTS
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 import deepspeed  # noqa: E402
 import deepspeed.pipe  # noqa: E402
-import plans  # noqa: E402
 
 from deepspeed_partition import Chain, LayerProfile, Platform, engine, make_plan  # noqa: E402
 from deepspeed_partition.engine.checkpoint import saved_cut  # noqa: E402
@@ -37,6 +36,7 @@ from deepspeed_partition.planner.errors import (  # noqa: E402
     PlanFormatError,
     PlanMismatchError,
 )
+from tests.engine import plans  # noqa: E402
 from tests.planner.instances import chain  # noqa: E402
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-import plans
 import pytest
-from device_rules import Hosts, Rules, computations, first_kernels, never_reached
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan
 from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.engine import plans
+from tests.engine.device_rules import Hosts, Rules, computations, first_kernels, never_reached
 
 pytest.importorskip("torch")
 

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ending_multiproc import CASES
+from tests.engine.ending_multiproc import CASES
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_cuda_multiproc import CASES  # noqa: E402
+from tests.engine.engine_cuda_multiproc import CASES  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("engine_cuda_multiproc.py")
 ON_A_CPU = os.environ.get("MADPIPE_GPU_TESTS") == "cpu"

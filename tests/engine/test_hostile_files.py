@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import plans
 from hypothesis import given, settings
 
 from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
@@ -19,6 +18,7 @@ from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io.files import is_plain
 from lightning_madpipe.checkpoint.checkpoint_folders import MODEL_FILE, SavedModel, _saved_model
+from tests.engine import plans
 from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
 
 STATE = {

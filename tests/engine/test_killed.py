@@ -13,10 +13,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from killed_multiproc import DEATHS, MOVES_AT, NUM_STEPS, PLANNED
-from running import same
-
 from tests.deaths import check_ends
+from tests.engine.killed_multiproc import DEATHS, MOVES_AT, NUM_STEPS, PLANNED
+from tests.engine.running import same
 
 WORKER = Path(__file__).with_name("endless_multiproc.py")
 NUM_PROCESSES = 3

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Platform, make_plan, replay
 from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.engine import plans
 from tests.planner.instances import of_case, solved_cases
 
 pytest.importorskip("torch")

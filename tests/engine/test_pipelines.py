@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases_multiproc import CASES  # noqa: E402
+from tests.engine.cases_multiproc import CASES  # noqa: E402
 
 
 @pytest.mark.parametrize(

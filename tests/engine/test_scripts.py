@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from running import divides_gradients_once
-
+from tests.engine.running import divides_gradients_once
 from tests.ranks import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"

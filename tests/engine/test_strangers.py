@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from strangers_multiproc import CASES  # noqa: E402
+from tests.engine.strangers_multiproc import CASES  # noqa: E402
 
 
 @pytest.mark.parametrize("case", CASES)

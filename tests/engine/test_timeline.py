@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from timeline_multiproc import NAMES
+from tests.engine.timeline_multiproc import NAMES
 
 
 @pytest.mark.parametrize("case", NAMES)

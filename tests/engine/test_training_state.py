@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from training_state_multiproc import CASES  # noqa: E402
+from tests.engine.training_state_multiproc import CASES  # noqa: E402
 
 
 @pytest.mark.parametrize(

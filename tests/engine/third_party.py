@@ -11,13 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import language
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.utils import RepeatingLoader
-from pipelines import loss_fn, mlp, train_alone
-from running import (
+
+import deepspeed_partition
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.pipeline.module import DualPipeVModule
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import logger
+from deepspeed_partition.planner.errors import InfeasibleError
+from tests.engine import language
+from tests.engine.pipelines import loss_fn, mlp, train_alone
+from tests.engine.running import (
     ADAM,
     adam,
     batches,
@@ -30,13 +37,6 @@ from running import (
     same,
     train,
 )
-
-import deepspeed_partition
-from deepspeed_partition.engine import MadPipeEngine
-from deepspeed_partition.engine.pipeline.module import DualPipeVModule
-from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import logger
-from deepspeed_partition.planner.errors import InfeasibleError
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
 

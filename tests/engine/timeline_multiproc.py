@@ -14,18 +14,18 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from any_plan_multiproc import begin, plan_for
 from deepspeed.pipe import LayerSpec
-from harness import run_cases
-from memory_cases import no_more_bytes_than_planned
-from pipelines import mlp
-from running import NUM_MICRO_BATCHES, batches, mine, raised, start, train
 from torch import nn
 
 from deepspeed_partition import Plan
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.recorded_timeline import NUM_STEPS
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
+from tests.engine.any_plan_multiproc import begin, plan_for
+from tests.engine.harness import run_cases
+from tests.engine.memory_cases import no_more_bytes_than_planned
+from tests.engine.pipelines import mlp
+from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, raised, start, train
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.002, 0.004
 MAPS = {

@@ -9,22 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pipelines
-import shortage_cases
 import torch
 import torch.distributed as dist
-import warm_up_cases
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from harness import run_cases
-from pipelines import mlp, tied, train_alone, weights_and_biases
-from running import ADAM, adam, batches, planned, raised, same, start, train
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from tests.engine import pipelines, shortage_cases, warm_up_cases
+from tests.engine.harness import run_cases
+from tests.engine.pipelines import mlp, tied, train_alone, weights_and_biases
+from tests.engine.running import ADAM, adam, batches, planned, raised, same, start, train
 
 STEPS = 3
 """Before each move and after the last."""

@@ -9,22 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pipelines
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
-from pipelines import mlp, tied, train_alone, two_groups
-from running import (
-    NUM_MICRO_BATCHES,
-    batches,
-    cut,
-    planned,
-    raised,
-    recomputes_on_a_cpu,
-    same,
-    start,
-    train,
-)
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
@@ -38,6 +25,19 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling import profile_chain
 from deepspeed_partition.profiling.in_place import InPlaceClock
+from tests.engine import pipelines
+from tests.engine.pipelines import mlp, tied, train_alone, two_groups
+from tests.engine.running import (
+    NUM_MICRO_BATCHES,
+    batches,
+    cut,
+    planned,
+    raised,
+    recomputes_on_a_cpu,
+    same,
+    start,
+    train,
+)
 
 WARM_UP, AFTER = 3, 2
 

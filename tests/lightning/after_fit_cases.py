@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
 import torchmetrics
@@ -24,6 +23,8 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.lightning import lightning_cases as cases
 
 CUT = {"algorithm": [0, 3, 8]}
 

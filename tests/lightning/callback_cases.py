@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import checkpoint_cases
-import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
-from checkpoint_cases import Keeping
-from lightning_cases import CUT, ENDS, end, refused, seeded, trained
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.tuner import Tuner
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
+
+from tests.lightning import checkpoint_cases
+from tests.lightning import lightning_cases as cases
+from tests.lightning.checkpoint_cases import Keeping
+from tests.lightning.lightning_cases import CUT, ENDS, end, refused, seeded, trained
 
 # Hooks
 

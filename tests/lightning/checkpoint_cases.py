@@ -16,12 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
-from lightning_cases import CUT, end, refused, seeded, trained
 from pytorch_lightning import callbacks as shipped
 from torch import nn
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import CUT, end, refused, seeded, trained
 
 # Checkpoints
 

@@ -18,13 +18,13 @@ import torch
 torch.set_num_threads(1)
 
 import lightning.pytorch as unified  # noqa: E402
-import lightning_cases as cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
-from lightning_cases import refused  # noqa: E402
 from pytorch_lightning.cli import LightningCLI  # noqa: E402
 from torch import nn  # noqa: E402
 
 import lightning_madpipe  # noqa: E402
+from tests.lightning import lightning_cases as cases  # noqa: E402
+from tests.lightning.lightning_cases import refused  # noqa: E402
 
 HAND_CUT = {"algorithm": [0, 4, 8], "num_micro_batches": 4, "bandwidth": 1e9, "latency_seconds": 0.0}
 TRAINER = {

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning_cases as cases
 import pytorch_lightning as pl
+
+from tests.lightning import lightning_cases as cases
 
 
 def run(folder: Path, **arguments: Any) -> dict[str, float]:

@@ -8,17 +8,18 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import lightning_cases as cases
 import numpy
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from after_fit_cases import Said
-from lightning_cases import Host
-from loop_cases import plain, refused, seeded
 from pytorch_lightning.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.after_fit_cases import Said
+from tests.lightning.lightning_cases import Host
+from tests.lightning.loop_cases import plain, refused, seeded
 
 
 class Drawing(nn.Module):

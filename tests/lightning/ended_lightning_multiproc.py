@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_madpipe  # noqa: F401  before any fork
 from deepspeed_partition.engine.runtime import watch
 from tests.choice import is_chosen
+from tests.lightning import lightning_cases as cases
 from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 8

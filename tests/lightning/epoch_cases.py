@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning_cases as cases
-import map_cases
 import pytorch_lightning as pl
 import torch
-from loop_cases import Stream
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
@@ -21,6 +18,9 @@ from torch.utils.data import DataLoader
 
 from deepspeed_partition import Chain, Plan
 from deepspeed_partition.engine.runtime import environment
+from tests.lightning import lightning_cases as cases
+from tests.lightning import map_cases
+from tests.lightning.loop_cases import Stream
 
 # What a run says
 

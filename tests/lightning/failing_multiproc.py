@@ -13,8 +13,9 @@ import torch
 
 torch.set_num_threads(1)
 
-import lightning_cases as cases  # noqa: E402
 from torch import nn  # noqa: E402
+
+from tests.lightning import lightning_cases as cases  # noqa: E402
 
 
 class Fails(nn.Module):

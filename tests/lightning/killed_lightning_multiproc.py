@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning_cases as cases
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import ConcatDataset, DataLoader
@@ -21,6 +20,7 @@ from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.repartition import layer_moves
 from deepspeed_partition.engine.warmup import run_plan
 from tests.deaths import kill, kill_before, run_deaths
+from tests.lightning import lightning_cases as cases
 
 NUM_STEPS, STEPS_PER_EPOCH, SAVED_EVERY = 8, 4, 3
 CUTS = {2: [0, 2, 8], 1: [0, 8]}

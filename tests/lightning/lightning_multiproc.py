@@ -20,22 +20,24 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)
 
-import after_fit_cases  # noqa: E402
-import callback_cases  # noqa: E402
-import epoch_cases  # noqa: E402
-import lightning_cases as cases  # noqa: E402
-import loss_cases  # noqa: E402
-import map_cases  # noqa: E402
-import naming_cases  # noqa: E402
 import pytorch_lightning as pl  # noqa: E402
-import step_cases  # noqa: E402
-from harness import forget_engines  # noqa: E402  found in tests/engine, as map_cases finds its plans
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from deepspeed_partition import InfeasibleError, PlanMismatchError  # noqa: E402
 from tests.choice import is_chosen  # noqa: E402
+from tests.engine.harness import forget_engines  # noqa: E402
+from tests.lightning import (  # noqa: E402
+    after_fit_cases,
+    callback_cases,
+    epoch_cases,
+    loss_cases,
+    map_cases,
+    naming_cases,
+    step_cases,
+)
+from tests.lightning import lightning_cases as cases  # noqa: E402
 
 
 def refused(run: Callable[[], Any]) -> str:

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning_cases as cases
 import pytorch_lightning as pl
 import torch
 
 import lightning_madpipe.checkpoint.saving
+from tests.lightning import lightning_cases as cases
 
 
 class FailingAlone(pl.Callback):

@@ -10,16 +10,17 @@ from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import lightning_cases as cases
 import numpy
 import pytorch_lightning as pl
 import torch
-from lightning_cases import Host
 from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import Host
 
 
 def plain(value: Any) -> Any:

@@ -9,18 +9,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import lightning_cases as cases
-import map_cases
 import pytorch_lightning as pl
 import torch
-from epoch_cases import Moves
-from lightning_cases import Host
-from loop_cases import pipeline_index, refused, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning import map_cases
+from tests.lightning.epoch_cases import Moves
+from tests.lightning.lightning_cases import Host
+from tests.lightning.loop_cases import pipeline_index, refused, seeded
 
 VOCABULARY, LENGTH, PAD = 17, 7, 0
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning_cases as cases
 import torch
-from loop_cases import named_samples
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-import plans
+from tests.engine import plans
+from tests.lightning import lightning_cases as cases
+from tests.lightning.loop_cases import named_samples
 
 MAPS = {"0-1-0": ((0, 1, 0), [0, 3, 6, 8]), "0-1-1-0": ((0, 1, 1, 0), [0, 2, 4, 5, 8])}
 CUTS = {

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning_cases as cases
 import torch
-from lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host
 
 MOVES = {"algorithm": [0, 4, 5], "warmup_steps": 2, "warmup_epochs": 0}
 

@@ -11,14 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import drawing_cases
-import lightning_cases as cases
-import loop_cases
 import numpy
 import pytorch_lightning as pl
 import torch
-from lightning_cases import Host
-from loop_cases import pipeline_index, plain, refused, seeded
 from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCallback
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from torch.nn import functional as F
@@ -32,6 +27,11 @@ from torchmetrics.classification import (
     MulticlassPrecision,
     MulticlassRecall,
 )
+
+from tests.lightning import drawing_cases, loop_cases
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import Host
+from tests.lightning.loop_cases import pipeline_index, plain, refused, seeded
 
 # Predictions
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from test_lightning_parts import HalfAPipeline
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +19,7 @@ from lightning_madpipe.steps.forward_reads import Read
 from lightning_madpipe.steps.layer_check import Verdict, _Check, check_layers
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces, Left, left_by_code
+from tests.lightning.test_lightning_parts import HalfAPipeline
 
 
 class Net(pl.LightningModule):

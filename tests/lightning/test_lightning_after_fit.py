@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_lightning_pipeline import Records, assert_same, records_of, run, torchrun
+
+from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of, run, torchrun
 
 
 @pytest.fixture(scope="module")

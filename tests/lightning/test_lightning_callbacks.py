@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import pytorch_lightning.callbacks
 import torch
-from test_lightning_pipeline import Records, assert_same, records_of, run, torchrun
 
 import lightning_madpipe
+from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of, run, torchrun
 
 HERE = Path(__file__).parent
 FEATURES = Path(lightning_madpipe.__file__).parent / "FEATURES.md"
@@ -139,15 +139,15 @@ def test_whole_model_files_of_two_pipelines_are_those_of_one(four: Records) -> N
 
 
 def test_a_whole_model_file_needs_neither_deepspeed_nor_this_package(two: Records, folder: Path) -> None:
-    program = f"""
+    program = """
 import sys
 class Blocked:
     def find_spec(self, name, *_):
         if name.split(".")[0] in ("deepspeed", "deepspeed_partition", "lightning_madpipe"):
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-sys.path.insert(0, {str(HERE)!r})
-import checkpoint_cases, json
+import json
+from tests.lightning import checkpoint_cases
 modules = [checkpoint_cases.Keeping.load_from_checkpoint(path) for path in sys.argv[1:]]
 print(json.dumps([checkpoint_cases.outputs(module) for module in modules]))
 """
@@ -391,8 +391,7 @@ WRONG_STARTS: dict[str, tuple[str, str]] = {
 def test_a_wrong_start_is_told_what_to_do(start: str, tmp_path: Path) -> None:
     program, sentence = WRONG_STARTS[start]
     prelude = (
-        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from pytorch_lightning import Trainer\nfrom lightning_cases import Classifier, loader\n"
+        "from pytorch_lightning import Trainer\nfrom tests.lightning.lightning_cases import Classifier, loader\n"
         "ONE = dict(accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_checkpointing=False)\n"
     )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

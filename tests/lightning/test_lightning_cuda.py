@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lightning_cases as cases
 import pytest
 import torch
-from cuda_multiproc import run
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.cuda_multiproc import run
 
 SCRIPT = Path(__file__).parent / "cuda_multiproc.py"
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pytorch_lightning")
 
-from ended_lightning_multiproc import CASES
+from tests.lightning.ended_lightning_multiproc import CASES
 
 
 @pytest.fixture(scope="module")

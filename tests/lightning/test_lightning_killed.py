@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pytorch_lightning")
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from killed_lightning_multiproc import CUTS, DEATHS, NUM_STEPS
 
 from tests.deaths import check_ends
+from tests.lightning.killed_lightning_multiproc import CUTS, DEATHS, NUM_STEPS
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_lightning_pipeline import Records, assert_same, records_of
 
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.steps.batches import split_batch
@@ -23,6 +22,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
+from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
 
 @pytest.fixture(scope="module")

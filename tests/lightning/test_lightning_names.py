@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_lightning_pipeline import Records, assert_same, records_of
+
+from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 from torch import nn
 
 import lightning_madpipe
@@ -30,6 +29,7 @@ from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read
 from lightning_madpipe.steps.losses import error_in_words
 from lightning_madpipe.steps.metrics import copied
 from lightning_madpipe.steps.user_step import MicroBatch, UserSteps, result_of, rule_of
+from tests.lightning.lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 
 
 class Pair(NamedTuple):

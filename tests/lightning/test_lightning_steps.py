@@ -15,9 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_cases import Classifier
-from test_lightning_parts import HalfAPipeline
-from test_lightning_pipeline import HERE, Records, assert_same, python, records_of, torchrun
 from torch import nn
 from torchmetrics import Metric
 
@@ -27,6 +24,9 @@ from lightning_madpipe.steps.batches import join_pieces, map_children, split_bat
 from lightning_madpipe.steps.metrics import metrics_of
 from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
+from tests.lightning.lightning_cases import Classifier
+from tests.lightning.test_lightning_parts import HalfAPipeline
+from tests.lightning.test_lightning_pipeline import HERE, Records, assert_same, python, records_of, torchrun
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from networks import networks
 from torch import nn
 
 from deepspeed_partition.profiling import layer_profiles, measure_links, measure_stage, profile_chain
+from tests.profiling.networks import networks
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
 SIZES = (

@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from networks import after_a_step, frozen, networks
 from torch import nn
 
 from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.profiling import LiveBytes, layer_profiles, profile_chain
 from deepspeed_partition.profiling.in_place_memory import InPlaceMemory
 from deepspeed_partition.profiling.measure import MeasuredLayer, Spread
+from tests.profiling.networks import after_a_step, frozen, networks
 
 LOSSES: dict[str, Callable[..., Any] | None] = {
     "none": None,

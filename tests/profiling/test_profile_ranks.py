@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from networks import networks
-from profile_multiproc import QUICK, sizes
 
 from deepspeed_partition.profiling import measure_links, profile_chain
 from deepspeed_partition.profiling.links import LARGE_BYTES, SMALL_BYTES, fit
 from deepspeed_partition.profiling.sharing import share_of
+from tests.profiling.networks import networks
+from tests.profiling.profile_multiproc import QUICK, sizes
 
 HERE = Path(__file__).parent
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from networks import HiddenKeeper, Keeper, after_a_step, networks
 from torch import nn
 
 from deepspeed_partition.profiling import LiveBytes, profile_chain
+from tests.profiling.networks import HiddenKeeper, Keeper, after_a_step, networks
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
 
