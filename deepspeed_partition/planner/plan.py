@@ -266,8 +266,8 @@ class Plan:
             )
         except PlanFormatError:
             raise
-        except ValueError as flaw:
-            raise PlanFormatError(f"{where}: {flaw}") from None
+        except ValueError as error:
+            raise PlanFormatError(f"{where}: {error}") from None
 
     def __post_init__(self) -> None:
         boundaries = self.allocation.boundaries  # raises where the stages do not follow one another

@@ -213,6 +213,6 @@ class _DryRun:
         self._require(not unread, f"nobody waits for {sorted(unread)[:1]}")
 
     @staticmethod
-    def _require(holds: bool, flaw: str) -> None:
+    def _require(holds: bool, message: str) -> None:
         if not holds:
-            raise LoweringError(f"the lists of instructions cannot be run: {flaw}")
+            raise LoweringError(f"the lists of instructions cannot be run: {message}")

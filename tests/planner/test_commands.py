@@ -111,7 +111,7 @@ def test_compare_where_nothing_fits(chain, capsys):
         (["--time-limit", "0"], "time_limit_seconds is 0.0: it is more than 0"),
     ],
 )
-def test_a_flaw_of_the_problem_is_no_row(chain, capsys, options, message):
+def test_an_error_in_the_problem_is_no_row(chain, capsys, options, message):
     assert cli.run(["compare", chain, *PLATFORM, *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

@@ -256,7 +256,7 @@ def test_a_graph_file_is_read_where_a_chain_is(tmp_path, text):
         ("node3 -- LSTM(8, 8) -- ", "-- ", "line 4: not a node"),  # once a ValueError, found by the fuzzer
     ],
 )
-def test_flaws_of_a_graph_are_named_with_their_line(tmp_path, old, new, message):
+def test_errors_in_a_graph_are_named_with_their_line(tmp_path, old, new, message):
     path = tmp_path / "bad.graph.txt"
     assert old in GRAPH
     path.write_text(GRAPH.replace(old, new, 1))

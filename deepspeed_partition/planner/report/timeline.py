@@ -171,8 +171,8 @@ class MeasuredTimeline:
                     for step in mapping["steps"]
                 ),
             )
-        except ValueError as flaw:
-            raise TimelineFormatError(f"{where}: {flaw}") from None
+        except ValueError as error:
+            raise TimelineFormatError(f"{where}: {error}") from None
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> MeasuredTimeline:

@@ -57,13 +57,14 @@ def run_step(plan: Plan, chain: Chain) -> Timeline | str:
     committed later cannot start earlier.
     """
     assert plan.step is not None
-    flaw = _order_flaw(plan)
-    if flaw is not None:
-        return flaw
+    violation = _order_violation(plan)
+    if violation is not None:
+        return violation
     return _StepRun(plan, chain).run()
 
 
-def _order_flaw(plan: Plan) -> str | None:
+def _order_violation(plan: Plan) -> str | None:
+    """Return a sentence where the orders are not each forward and backward once, on its device; else None."""
     assert plan.step is not None
     wanted = {
         (f"{kind}{index}", micro_batch): stage.device

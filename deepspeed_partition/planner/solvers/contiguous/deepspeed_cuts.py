@@ -41,8 +41,8 @@ def by_type(chain: Chain, num_stages: int, pattern: str) -> Cuts:
     """
     try:
         matches = re.compile(pattern, re.IGNORECASE).search
-    except (re.error, OverflowError, RecursionError) as flaw:
-        raise ValueError(f"algorithm {shown('type:' + pattern)}: not a regular expression: {flaw}") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"algorithm {shown('type:' + pattern)}: not a regular expression: {error}") from None
     weights = [float(matches(layer.type or layer.name) is not None) for layer in chain.layers]
     if not any(weights):
         types = sorted({layer.type or layer.name for layer in chain.layers})
