@@ -45,6 +45,15 @@ def chain(
     return Chain(input_bytes=input_bytes, layers=tuple(layers), name="test")
 
 
+def three_layers(pick: random.Random) -> Chain:
+    """Three layers, times so small that every pattern can be tried."""
+    return chain(
+        [1, pick.randint(1, 2), 1], [1, 1, pick.randint(1, 2)], weights=[pick.randint(0, 2) for _ in range(3)],
+        outputs=[pick.choice([0, 2, 2]) for _ in range(3)], stash=[pick.randint(1, 9) for _ in range(3)],
+        transient=[pick.choice([0, 0, 4]) for _ in range(3)],
+    )  # fmt: skip
+
+
 def solved_cases(kind: str) -> list[dict]:
     cases = json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]
     return [case for case in cases if case["kind"] == kind]

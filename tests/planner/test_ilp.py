@@ -19,7 +19,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern import ilp, one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
 from tests.planner import oracles
-from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases
+from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases, three_layers
 
 
 def scheduled(made, platform, cuts, devices, shorter_than=None, deadline=None):
@@ -76,11 +76,7 @@ def test_contiguous_allocations_equal_1f1b(seed):
 def test_three_stages_equal_every_order_and_shift(seed):
     """Times so small that every pattern can be tried: one of that period exists, and none of a shorter one."""
     pick = random.Random(seed)
-    made = chain(
-        [1, pick.randint(1, 2), 1], [1, 1, pick.randint(1, 2)], weights=[pick.randint(0, 2) for _ in range(3)],
-        outputs=[pick.choice([0, 2, 2]) for _ in range(3)], stash=[pick.randint(1, 9) for _ in range(3)],
-        transient=[pick.choice([0, 0, 4]) for _ in range(3)],
-    )  # fmt: skip
+    made = three_layers(pick)
     free = Platform(num_devices=2, memory_bytes=1000, bandwidth=2, comm_buffers=pick.choice([2, 3]))
     placed = (0, 1, 2, 3), (0, 1, 0)
     smallest = max(device.bytes_for_one for device in Road(problem_of(made, free), Placement(*placed)).memory)
