@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,6 +91,53 @@ class Allocation:
     def crossing(self, cut: int) -> bool:
         """Return whether the tensor between stage ``cut`` and the next one travels to another device."""
         return self.stages[cut].device != self.stages[cut + 1].device
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Allocation as solvers compare it: two that differ in nothing but the numbers of their devices are equal.
+
+    Stages that follow one another on a device are one stage. Devices are numbered in the order in which the chain
+    first reaches them, since they are all alike. No layer is recomputed.
+    """
+
+    cuts: tuple[int, ...]
+    """Boundaries: the first layer of each stage, and the number of layers."""
+    devices: tuple[int, ...]
+    """Device of each stage; that of the next stage is another one."""
+
+    @classmethod
+    def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
+        """Make a placement: stages that follow one another on a device become one; devices are renumbered."""
+        number: dict[int, int] = {}
+        merged_cuts, merged = [0], list[int]()
+        for stop, device in zip(cuts[1:], devices, strict=True):
+            device = number.setdefault(device, len(number))
+            if merged and merged[-1] == device:
+                merged_cuts[-1] = stop
+            else:
+                merged.append(device)
+                merged_cuts.append(stop)
+        return cls(tuple(merged_cuts), tuple(merged))
+
+    @classmethod
+    def contiguous(cls, cuts: tuple[int, ...]) -> Placement:
+        return cls(cuts, tuple(range(len(cuts) - 1)))
+
+    @property
+    def stages(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Layers (half-open) and device of each stage."""
+        return zip(pairwise(self.cuts), self.devices, strict=True)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether each device has one stage."""
+        return len(set(self.devices)) == len(self.devices)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of devices with several stages."""
+        return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
 
 
 def check_boundaries(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:

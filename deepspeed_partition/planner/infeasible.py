@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Solver, bytes_needed
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 Solve = Callable[[Problem, Solver], object]

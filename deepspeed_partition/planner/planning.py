@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from deepspeed_partition.planner.allocation import check_boundaries
+from deepspeed_partition.planner.allocation import Placement, check_boundaries
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.data_parallel import Split, check_zero_stage, seconds_of, splits_of
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
@@ -40,7 +40,7 @@ from deepspeed_partition.planner.solvers.non_contiguous import min_memory_alloca
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.step_search import (
     fixed_step,
     memory_of_flush,

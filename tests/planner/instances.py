@@ -10,10 +10,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, LayerProfile, Platform
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers.interface import Constraints, Problem
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 
 FREE = 2.0**1000
 """A bandwidth at which transfers take no time."""

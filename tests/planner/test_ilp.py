@@ -13,11 +13,12 @@ import pytest
 
 from deepspeed_partition import Platform, make_plan
 from deepspeed_partition.planner import planning
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Answer
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern import ilp, one_f_one_b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
 from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases, three_layers
 

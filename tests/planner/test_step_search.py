@@ -8,18 +8,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.simulate.step_simulator import StepEngine, eager, in_order
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
@@ -209,10 +210,7 @@ def one_at_a_time(made: Chain, platform: Platform, placement: Placement) -> Plan
     begins = accumulate((operation.ticks for operation in road.operations[:-1]), initial=0)
     pattern = Pattern(placement, tuple(road.operations), road.sequential, tuple(begins))
     steady = pattern.schedule(problem.times.clock)
-    stages = tuple(
-        PlannedStage(layers=layers, device=device, in_flight=1)
-        for layers, device in zip(pairwise(placement.cuts), placement.devices, strict=True)
-    )
+    stages = tuple(PlannedStage(layers=layers, device=device, in_flight=1) for layers, device in placement.stages)
     plan = make_plan(made, platform, [0, made.num_layers])
     return replace(plan, stages=stages, operations=steady.operations, period_seconds=steady.period_seconds)
 

@@ -17,12 +17,12 @@ from instances import random_instance
 from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, make_plan
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.planning import problem_of
 from deepspeed_partition.planner.solvers.contiguous.optimal import best_cut
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import Grid, PaperMadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import best_special
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement
 
 SIZES = [(25, 4), (25, 8), (50, 4), (50, 8), (100, 8)]
 SHARES = [0.3, 0.5, 0.8]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.planner.allocation import Allocation, Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.solvers.bounds import lower_bound
@@ -40,7 +40,6 @@ from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_u
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import (
     Estimate,
     Pattern,
-    Placement,
     Road,
     one_by_one,
 )

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.contiguous.optimal import cut_at, narrow
@@ -41,7 +42,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices imp
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.min_memory_schedule import estimated_bytes, most_compact
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Pattern, Road
 
 FIRST_SECONDS = 1.0
 """Seconds to find out whether any partition is fast enough, where the time is up: then there is some plan."""

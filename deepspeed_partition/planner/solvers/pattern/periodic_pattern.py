@@ -22,10 +22,11 @@ from typing import Literal
 
 import numpy as np
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
-from deepspeed_partition.planner.solvers.interface import Cuts, Problem
+from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.pairwise_memory import Integers, Side, least_room, may_share
 
@@ -38,45 +39,6 @@ what is easy to schedule."""
 Shifts = Sequence[int]
 Orders = Mapping[Resource, Sequence[int]]
 """Operations of each resource in one period, in order, as positions on the path of a micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Boundaries and the device of each stage; neighbouring stages are on different devices.
-
-    Devices are numbered in the order in which the chain first reaches them: they are all alike.
-    """
-
-    cuts: Cuts
-    devices: tuple[int, ...]
-
-    @classmethod
-    def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
-        """Make a placement: stages that follow one another on a device become one; devices are renumbered."""
-        number: dict[int, int] = {}
-        merged_cuts, merged = [0], list[int]()
-        for stop, device in zip(cuts[1:], devices, strict=True):
-            device = number.setdefault(device, len(number))
-            if merged and merged[-1] == device:
-                merged_cuts[-1] = stop
-            else:
-                merged.append(device)
-                merged_cuts.append(stop)
-        return cls(tuple(merged_cuts), tuple(merged))
-
-    @classmethod
-    def contiguous(cls, cuts: Cuts) -> Placement:
-        return cls(cuts, tuple(range(len(cuts) - 1)))
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Return whether each device has one stage."""
-        return len(set(self.devices)) == len(self.devices)
-
-    @property
-    def num_shared(self) -> int:
-        """Number of devices with several stages."""
-        return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from math import ceil, comb, inf
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.memory import UNLIMITED
 from deepspeed_partition.planner.simulate.step_simulator import (
     Choice,
@@ -51,7 +52,7 @@ from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem,
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import neighbours
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b as steady_1f1b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 
 MOST_OPERATIONS = 500_000
 """Most forwards and backwards that are simulated for contiguous partitions, and as many beyond: a few seconds
