@@ -12,11 +12,10 @@ import pulp
 import pytest
 
 from deepspeed_partition import Platform, make_plan
-from deepspeed_partition.planner import planning
+from deepspeed_partition.planner import assembly
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Answer
-from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern import ilp, one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
@@ -107,7 +106,7 @@ def test_tensors_that_wait_beyond_their_buffers_have_room_where_the_replay_finds
     for late in range(len(best.begins)):
         begins = (*best.begins[:late], *(begin + 2 * best.period for begin in best.begins[late:]))
         pattern = replace(best, begins=begins if late else best.begins)
-        replayed = planning._assemble(problem, MadPipe(), Answer(()), pattern, None)[1]
+        replayed = assembly.assemble(problem, "madpipe", Answer(()), pattern)[1]
         needed = max(use.total for use in replayed.memory)
         assert Road(problem.with_memory(needed), placement).fits_with_waiting(pattern)
         assert not Road(problem.with_memory(needed - 1), placement).fits_with_waiting(pattern)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_partition.planner.allocation import Allocation, Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
-from deepspeed_partition.planner.memory import buffer_slots
+from deepspeed_partition.planner.memory import reserves_all_slots
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_cut, narrow
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
@@ -144,7 +144,7 @@ class _PeriodSearch(BestFirstSearch):
         class_bound = self.to_beat if one else self._class_bound()
         several = self._several_special()
         proved = proved_class(one or self.reached(class_bound), several)
-        counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
+        counted = reserves_all_slots(self.problem.platform)
         return Answer(
             cuts=() if self.cuts is None else (self.cuts,),
             patterns=tuple(reversed(self.patterns)),
