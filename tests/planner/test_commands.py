@@ -330,7 +330,7 @@ def test_completion_through_the_environment_as_a_shell_asks():
     assert done.stdout == "plain,show\n"
 
 
-def test_standard_input_and_output(chain):
+def test_standard_input_and_output():
     command = [sys.executable, "-m", "deepspeed_partition", "plan", "-", *PLATFORM, "-o", "-"]
     done = subprocess.run(command, input=json.dumps(CHAIN), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -159,7 +159,7 @@ def test_transfers_that_share_a_link_do_not_overlap():
     assert links == {(0, 1), (1, 0)} and plan.period_seconds == 9
 
 
-def test_a_deadline_stops_the_solver_within_a_solve(monkeypatch):
+def test_a_deadline_stops_the_solver_within_a_solve():
     """From a signal handler, for one. What PuLP then calls a solution may be none: it must not be believed."""
     case = solved_cases("schedule")[3]
     made, platform = of_case(case, 2, case["M"])
