@@ -75,7 +75,7 @@ class Options:
             if not isinstance(value, bool) and not (is_optional and value is None):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
         if isinstance(self.algorithm, list | tuple):
-            if not all(isinstance(cut, int) and not isinstance(cut, bool) for cut in self.algorithm):
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")
             object.__setattr__(self, "algorithm", tuple(self.algorithm))
         try:

@@ -76,7 +76,8 @@ class Allocation:
     @classmethod
     def contiguous(cls, boundaries: Sequence[int]) -> Allocation:
         """Make one stage per device: ``[0, 3, 8]`` puts layers 0 to 3 on device 0, and 3 to 8 on device 1."""
-        return cls(tuple(Stage(layers=cut, device=device) for device, cut in enumerate(pairwise(boundaries))))
+        stages = enumerate(pairwise(boundaries))
+        return cls(tuple(Stage(layers=layers, device=device) for device, layers in stages))
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ def check_boundaries(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]
         ValueError: they do not increase from 0 to the number of layers; one sentence says what is wrong.
     """
     cuts = tuple(boundaries)
-    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in cuts):
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in cuts):
         raise ValueError(f"boundaries {list(cuts)} are not whole numbers")
     rising = all(left < right for left, right in pairwise(cuts))
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != chain.num_layers or not rising:

@@ -75,7 +75,7 @@ class StageTable:
         for start in range(chain.num_layers):
             transient[start, start + 1 :] = np.maximum.accumulate(of_layer[start:])
         slots = buffer_slots(platform)
-        inner = [min(slots * chain.boundary_bytes(cut), 2**60) for cut in range(1, chain.num_layers)]
+        inner = [min(slots * chain.boundary_bytes(boundary), 2**60) for boundary in range(1, chain.num_layers)]
         buffers = np.array([0, *inner, 0], dtype=np.int64)
         scaled = _times(weights[None, :] - weights[:, None], Fraction(str(platform.weight_copies)))
         self.weights: NDArray[np.int64] = weights

@@ -19,7 +19,7 @@ from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Pla
 from deepspeed_partition.planner.simulate.step_simulator import in_order
 from deepspeed_partition.planner.simulate.step_simulator import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous import deepspeed_cuts
+from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
@@ -320,13 +320,13 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
                 "and `madpipe compare` show what it does"
             )
         if text == "uniform":
-            return deepspeed_cuts.FixedCut(text, deepspeed_cuts.uniform)
+            return deepspeed_partitions.FixedPartition(text, deepspeed_partitions.uniform)
         if text == "parameters":
-            return deepspeed_cuts.FixedCut(text, deepspeed_cuts.parameters)
+            return deepspeed_partitions.FixedPartition(text, deepspeed_partitions.parameters)
         if text.startswith("type:"):
             pattern = text.removeprefix("type:")
-            return deepspeed_cuts.FixedCut(
-                text, lambda chain, stages: deepspeed_cuts.by_type(chain, stages, pattern)
+            return deepspeed_partitions.FixedPartition(
+                text, lambda chain, stages: deepspeed_partitions.by_type(chain, stages, pattern)
             )
         if text and set(text) <= set("0123456789, -"):
             return solver_of(_boundaries_in(text))
@@ -336,7 +336,7 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
     if isinstance(algorithm, Iterable):
         cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))
-        return deepspeed_cuts.FixedCut(name, lambda chain, stages: check_boundaries(cuts, chain))
+        return deepspeed_partitions.FixedPartition(name, lambda chain, stages: check_boundaries(cuts, chain))
     return algorithm
 
 

@@ -129,7 +129,7 @@ class _PatternRun:
 def _road(devices: Sequence[int], kinds: str) -> list[str]:
     """Return the operations that every micro-batch goes through: ``F0 SF0 F1 B1 SB0 B0``."""
     last = len(devices) - 1
-    crosses = [devices[cut] != devices[cut + 1] for cut in range(last)]
+    crosses = [devices[boundary] != devices[boundary + 1] for boundary in range(last)]
     road = []
     for stage in range(last + 1):
         road += [f"F{stage}"] + [f"SF{stage}"] * (stage < last and crosses[stage])

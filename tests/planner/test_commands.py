@@ -120,9 +120,9 @@ def test_an_error_in_the_problem_is_no_row(chain, capsys, options, message):
 
 def test_a_cut_is_written_as_algorithm_takes_it_or_with_its_devices():
     plan = make_plan(Chain.from_dict(CHAIN), Platform(num_devices=2, memory_bytes=500e6, bandwidth=12e9))
-    assert draw.cut(plan) == "0,1,2"
+    assert draw.allocation_text(plan) == "0,1,2"
     crossed = tuple(replace(stage, device=1 - stage.device) for stage in plan.stages)
-    assert draw.cut(replace(plan, stages=crossed)) == "0..1@1 1..2@0"
+    assert draw.allocation_text(replace(plan, stages=crossed)) == "0..1@1 1..2@0"
 
 
 # convert, and graphs wherever chains are read

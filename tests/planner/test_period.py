@@ -142,7 +142,7 @@ def test_a_longer_period_needs_less() -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
 
 
-def test_a_fixed_cut_at_a_period_runs_as_it_is() -> None:
+def test_a_fixed_partition_at_a_period_runs_as_it_is() -> None:
     platform = Platform(num_devices=2, memory_bytes=ROOM, bandwidth=20.0)
     plan = make_plan(LAYERS, platform, [0, 1, 4], period_seconds=10)
     assert (plan.boundaries, plan.period_seconds) == ([0, 1, 4], 10)

@@ -86,7 +86,7 @@ def test_never_slower_than_the_periodic_plan(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_never_slower_than_any_cut_under_the_usual_orders(seed: int) -> None:
+def test_never_slower_than_any_partition_under_the_usual_orders(seed: int) -> None:
     """DeepSpeed's 1F1B, one that hides transfers, and GPipe's flush, on every cut, where they fit."""
     pick = random.Random(seed)
     made, platform = random_instance(seed, most_layers=6)
@@ -262,10 +262,10 @@ def test_a_stage_on_two_devices_in_turn_shortens_a_step() -> None:
     assert plan is not None
     assert [stage.device for stage in plan.stages] == [0, 1, 0]
     assert plan.blocking_step_seconds is None
-    best_cut = step_of(made, plan.platform, 12, "contiguous")
-    assert best_cut is not None
-    assert best_cut.step_seconds >= 9 * 12 > plan.step_seconds
-    assert best_cut.blocking_step_seconds is not None
+    contiguous = step_of(made, plan.platform, 12, "contiguous")
+    assert contiguous is not None
+    assert contiguous.step_seconds >= 9 * 12 > plan.step_seconds
+    assert contiguous.blocking_step_seconds is not None
 
 
 def test_a_deadline_that_has_passed_leaves_a_plan() -> None:

@@ -163,14 +163,15 @@ class StepEngine:
                     back = len(self.ticks) - 1 - position
                     kept = _alive(run.begins[position], run.ends[back], moments, instants=True)
                     total += kept * self.stash[stage]
-            for cut, num_bytes in enumerate(self.crossing_bytes):
-                total += self._buffers(run, cut, place, moments) * num_bytes
+            for boundary, num_bytes in enumerate(self.crossing_bytes):
+                total += self._buffers(run, boundary, place, moments) * num_bytes
             peaks.append(int((total + transient).max()))
         return peaks
 
-    def _buffers(self, run: StepRun, cut: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _buffers(self, run: StepRun, boundary: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of tensors of a boundary that are kept on a device, at each of ``moments``."""
-        down, up = cut, len(self.ticks) - 2 - cut  # the positions before the activation and before the gradient
+        # The positions before the activation and before the gradient.
+        down, up = boundary, len(self.ticks) - 2 - boundary
         count = np.zeros(len(moments), dtype=np.int64)
         if self.link[down] < 0:
             if self.device[down] == place:

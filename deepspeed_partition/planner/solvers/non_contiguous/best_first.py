@@ -39,18 +39,18 @@ class BestFirstSearch(ABC):
     Args:
         cuts: the contiguous partition that costs least; None where none is known.
         best: its cost.
-        cuts_are_best: whether no contiguous partition costs less.
+        contiguous_is_best: whether no contiguous partition costs less.
         worst: the largest cost that is allowed.
     """
 
     def __init__(
-        self, problem: Problem, cuts: Cuts | None, best: int | None, cuts_are_best: bool, worst: int
+        self, problem: Problem, cuts: Cuts | None, best: int | None, contiguous_is_best: bool, worst: int
     ) -> None:
         self.problem = problem
         self.cuts = cuts
         self.best = best
         """Least cost so far; None where nothing is found."""
-        self.cuts_are_best = cuts_are_best
+        self.contiguous_is_best = contiguous_is_best
         """True: no contiguous partition costs less. What is proved of other allocations builds on it."""
         self.worst = worst
         self.bounds: dict[Placement, int | None] = {}

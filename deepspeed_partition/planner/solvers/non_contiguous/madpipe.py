@@ -31,7 +31,7 @@ from deepspeed_partition.planner.allocation import Allocation, Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import reserves_all_slots
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_cut, narrow
+from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_partition, narrow
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.non_contiguous.best_first import (
     BEAM_WIDTH,
@@ -121,12 +121,12 @@ class _PeriodSearch(BestFirstSearch):
 
     def __init__(self, problem: Problem, start: Iterable[Allocation] = ()) -> None:
         self.start = [_placement(problem, allocation) for allocation in start]
-        found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
+        found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
         super().__init__(
             problem,
             cuts=None if found is None else found.cuts,
             best=None if found is None else found.period,
-            cuts_are_best=found is None or found.proved,
+            contiguous_is_best=found is None or found.proved,
             worst=problem.longest_period,
         )
         self.patterns: list[Pattern] = []
@@ -140,7 +140,7 @@ class _PeriodSearch(BestFirstSearch):
         for placement in self.start:
             if len(set(placement.devices)) <= self.problem.platform.num_devices:
                 self.try_one(placement)
-        one = self._one_special() and self.cuts_are_best
+        one = self._one_special() and self.contiguous_is_best
         class_bound = self.to_beat if one else self._class_bound()
         several = self._several_special()
         proved = proved_class(one or self.reached(class_bound), several)
@@ -174,7 +174,7 @@ class _PeriodSearch(BestFirstSearch):
 
     def _class_bound(self) -> int:
         """Return a period, in ticks, below which no allocation with at most one special device exists."""
-        if not self.cuts_are_best:
+        if not self.contiguous_is_best:
             return self.bound
         untried = min(self.tried_below, self.to_beat)
         return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))

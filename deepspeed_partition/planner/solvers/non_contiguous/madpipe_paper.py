@@ -290,7 +290,7 @@ class Grid:
         """
         self.problem.deadline.check()
         delay, normals, memory, load = np.unravel_index(states.codes, self.shape)
-        cut, compute = self.scale * int(self.transfer[start]), self.scale * int(self.loads[start, stop])
+        transfer, compute = self.scale * int(self.transfer[start]), self.scale * int(self.loads[start, stop])
         room = memory <= stages.special_fits[start][delay]
         if start == 0:
             # Without normal devices left the special one takes all the rest, whose time is not rounded.
@@ -305,7 +305,7 @@ class Grid:
 
         places = np.flatnonzero(~none_left & stages.normal_fits[start][delay])
         codes = states.codes[places] + self._step(0) * further[places] - self._step(1)
-        costs = np.maximum(states.costs[places], max(compute, cut))
+        costs = np.maximum(states.costs[places], max(compute, transfer))
         yield False, places, codes, costs if start else np.maximum(costs, load[places] * self.total)
 
         places = np.flatnonzero(~none_left & room)
@@ -313,7 +313,7 @@ class Grid:
         adds = stages.special_adds[start][delay[places]]
         codes = states.codes[places] + self._step(0) * further[places] + self._step(2) * adds
         codes += loaded - load[places]
-        yield True, places, codes, np.maximum(states.costs[places], np.maximum(loaded * self.total, cut))
+        yield True, places, codes, np.maximum(states.costs[places], np.maximum(loaded * self.total, transfer))
 
     def _step(self, axis: int) -> int:
         return math.prod(self.shape[axis + 1 :])

@@ -26,7 +26,7 @@ from dataclasses import replace
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.solvers.contiguous.optimal import cut_at, narrow
+from deepspeed_partition.planner.solvers.contiguous.optimal import narrow, partition_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, stage_bytes
 from deepspeed_partition.planner.solvers.non_contiguous.best_first import (
     BEAM_WIDTH,
@@ -60,11 +60,11 @@ def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | Non
         return best[1]
 
     def decide(memory_bytes: int) -> Cuts | None:
-        return cut_at(problem.with_memory(memory_bytes), period)
+        return partition_at(problem.with_memory(memory_bytes), period)
 
     try:
         first = replace(problem, deadline=problem.deadline.at_least(FIRST_SECONDS))
-        cuts = cut_at(first.with_memory(LARGEST_MEMORY_BYTES), period)
+        cuts = partition_at(first.with_memory(LARGEST_MEMORY_BYTES), period)
         if cuts is not None:
             narrow(decide, need, cuts, need(cuts, 0), 1)
     except DeadlinePassed:
@@ -95,15 +95,15 @@ class _MemorySearch(BestFirstSearch):
     """Search for the least memory at a period; the cost of an allocation is the bytes of its largest device."""
 
     def __init__(
-        self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, cuts_are_best: bool
+        self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, contiguous_is_best: bool
     ) -> None:
         cuts, best = (None, None) if contiguous is None else contiguous
-        super().__init__(problem, cuts, best, cuts_are_best, LARGEST_MEMORY_BYTES)
+        super().__init__(problem, cuts, best, contiguous_is_best, LARGEST_MEMORY_BYTES)
         self.period = period
         self.pattern: Pattern | None = None
 
     def run(self) -> Answer:
-        one, several = self._one_special() and self.cuts_are_best, self._several_special()
+        one, several = self._one_special() and self.contiguous_is_best, self._several_special()
         proved = proved_class(one, several)
         if self.pattern is not None:
             return Answer((), self.pattern.period if proved else None, (self.pattern,), proved_class=proved)

@@ -225,12 +225,12 @@ class Road:
 
         ends: dict[int, list[tuple[tuple[int, int], tuple[int, int], int]]] = defaultdict(list)
         devices = pattern.placement.devices
-        for cut, sent_bytes in enumerate(self.sent_bytes):
-            there, back = when(f"SF{cut}"), when(f"SB{cut}")
-            above = (when(f"F{cut}")[1], there[1]), (back[0], when(f"B{cut}")[0])
-            below = (there[0], when(f"F{cut + 1}")[0]), (when(f"B{cut + 1}")[1], back[1])
-            ends[devices[cut]].append((*above, sent_bytes))
-            ends[devices[cut + 1]].append((*below, sent_bytes))
+        for boundary, sent_bytes in enumerate(self.sent_bytes):
+            there, back = when(f"SF{boundary}"), when(f"SB{boundary}")
+            above = (when(f"F{boundary}")[1], there[1]), (back[0], when(f"B{boundary}")[0])
+            below = (there[0], when(f"F{boundary + 1}")[0]), (when(f"B{boundary + 1}")[1], back[1])
+            ends[devices[boundary]].append((*above, sent_bytes))
+            ends[devices[boundary + 1]].append((*below, sent_bytes))
         for device in self.memory:
             mine = ends[devices[device.stages[0]]]
             moments = {when(f"{kind}{stage}")[0] for stage in device.stages for kind in "FB"}

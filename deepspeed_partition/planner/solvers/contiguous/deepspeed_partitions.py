@@ -95,11 +95,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedCut:
+class FixedPartition:
     """Solver with one given partition: a baseline, or boundaries that a user wrote."""
 
     name: str
-    cut: Callable[[Chain, int], Cuts]
+    partition: Callable[[Chain, int], Cuts]
     """Function from the chain and the number of devices to the boundaries."""
 
     def solve(self, problem: Problem) -> Answer:
@@ -112,7 +112,7 @@ class FixedCut:
 
     def _cuts(self, problem: Problem) -> Cuts:
         constraints = problem.constraints
-        cuts = self.cut(problem.chain, constraints.max_stages)
+        cuts = self.partition(problem.chain, constraints.max_stages)
         num_stages = len(cuts) - 1
         if num_stages > constraints.max_stages:
             raise ValueError(
