@@ -93,7 +93,7 @@ class Road:
         self.stash = [int(table.stash[stage]) for stage in pairwise(cuts)]
         self.transient = [int(table.transient[stage]) for stage in pairwise(cuts)]
         self.slots = buffer_slots(platform)
-        self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
+        self.sent_bytes = [chain.boundary_bytes(boundary) for boundary in cuts[1:-1]]
         """Bytes over the boundary after each stage but the last."""
         at_ends = [0, *(self.slots * sent for sent in self.sent_bytes), 0]
         self.memory: list[DeviceMemory] = []

@@ -155,7 +155,7 @@ class _Rule:
     """Rule by which the devices of an allocation take turns."""
 
     name: str
-    """Name of the rule: ``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``overlapping.eager``)."""
+    """Name of the rule: ``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``step_simulator.eager``)."""
     depths: tuple[int, ...]
     """Most micro-batches in flight of each stage."""
 
