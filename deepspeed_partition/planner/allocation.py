@@ -141,7 +141,7 @@ class Placement:
         return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
 
 
-def check_boundaries(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:
+def checked_partition(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:
     """Check boundaries that a user wrote, and return them as a tuple.
 
     Raises:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from deepspeed_partition.planner.allocation import Placement, check_boundaries
+from deepspeed_partition.planner.allocation import Placement, checked_partition
 from deepspeed_partition.planner.assembly import assemble
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.data_parallel import Split, check_zero_stage, seconds_of, splits_of
@@ -336,7 +336,7 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
     if isinstance(algorithm, Iterable):
         cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))
-        return deepspeed_partitions.FixedPartition(name, lambda chain, stages: check_boundaries(cuts, chain))
+        return deepspeed_partitions.FixedPartition(name, lambda chain, stages: checked_partition(cuts, chain))
     return algorithm
 
 
