@@ -42,7 +42,7 @@ from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
-from deepspeed_partition.planner.replication import plan_replicated
+from deepspeed_partition.planner.replication import Replicated, plan_replicated
 from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
@@ -176,8 +176,8 @@ def plan(
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
         no_effect["--start"], no_effect["--zero"] = starts or None, zero
         _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
-        machines = machine_devices, machine_bandwidth
-        _plan_replicated(layers, _platform(**platform), *machines, time_limit, output, as_json)
+        found = _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, time_limit)
+        _hand_over_replicated(found, output, as_json)
         return
     no_effect = {"--machine-devices": machine_devices, "--machine-bandwidth": machine_bandwidth}
     _refuse(no_effect, f"has an effect with --algorithm {REPLICATED} alone")
@@ -395,9 +395,7 @@ def _plan_replicated(
     machine_devices: int | None,
     machine_bandwidth: float | None,
     time_limit: float,
-    output: str | None,
-    as_json: bool,
-) -> None:
+) -> Plan | Replicated:
     if (machine_devices is None) != (machine_bandwidth is None):
         raise click.UsageError(
             "--machine-devices and --machine-bandwidth go together", click.get_current_context()
@@ -410,7 +408,7 @@ def _plan_replicated(
         )
     num_machines = 1 if machine_devices is None else num_devices // machine_devices
     with _watched_search() as deadline:
-        found = plan_replicated(
+        return plan_replicated(
             chain,
             platform,
             num_machines,
@@ -418,6 +416,9 @@ def _plan_replicated(
             time_limit_seconds=time_limit,
             deadline=deadline,
         )
+
+
+def _hand_over_replicated(found: Plan | Replicated, output: str | None, as_json: bool) -> None:
     if isinstance(found, Plan):
         _hand_over(found, output, as_json, lambda: draw.summary(found, _width()))
     elif output is not None:

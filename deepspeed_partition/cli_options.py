@@ -22,8 +22,8 @@ def quantity(parse: Callable[[str], float]) -> Callback:
     def read(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
         try:
             return None if value is None else parse(value)
-        except ValueError as flaw:
-            raise click.BadParameter(str(flaw), ctx=ctx, param=param) from None
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx=ctx, param=param) from None
 
     return read
 

@@ -62,8 +62,8 @@ class Options:
                 continue
             try:
                 object.__setattr__(self, key, read(value))
-            except (TypeError, ValueError) as flaw:
-                raise ValueError(f"madpipe option {key!r}: {flaw}") from None
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"madpipe option {key!r}: {error}") from None
         if self.memory == 0:
             raise ValueError("madpipe option 'memory': it is more than 0")
         for key in ("plan", "save_plan", "save_timeline"):
@@ -75,13 +75,13 @@ class Options:
             if not isinstance(value, bool) and not (is_optional and value is None):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
         if isinstance(self.algorithm, list | tuple):
-            if not all(isinstance(cut, int) and not isinstance(cut, bool) for cut in self.algorithm):
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")
             object.__setattr__(self, "algorithm", tuple(self.algorithm))
         try:
             solver_of(self.algorithm)
-        except ValueError as flaw:
-            raise ValueError(f"madpipe option 'algorithm': {flaw}") from None
+        except ValueError as error:
+            raise ValueError(f"madpipe option 'algorithm': {error}") from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Options:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -76,7 +76,8 @@ class Allocation:
     @classmethod
     def contiguous(cls, boundaries: Sequence[int]) -> Allocation:
         """Make one stage per device: ``[0, 3, 8]`` puts layers 0 to 3 on device 0, and 3 to 8 on device 1."""
-        return cls(tuple(Stage(layers=cut, device=device) for device, cut in enumerate(pairwise(boundaries))))
+        stages = enumerate(pairwise(boundaries))
+        return cls(tuple(Stage(layers=layers, device=device) for device, layers in stages))
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -93,14 +94,61 @@ class Allocation:
         return self.stages[cut].device != self.stages[cut + 1].device
 
 
-def check_boundaries(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Allocation as solvers compare it: two that differ in nothing but the numbers of their devices are equal.
+
+    Stages that follow one another on a device are one stage. Devices are numbered in the order in which the chain
+    first reaches them, since they are all alike. No layer is recomputed.
+    """
+
+    cuts: tuple[int, ...]
+    """Boundaries: the first layer of each stage, and the number of layers."""
+    devices: tuple[int, ...]
+    """Device of each stage; that of the next stage is another one."""
+
+    @classmethod
+    def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
+        """Make a placement: stages that follow one another on a device become one; devices are renumbered."""
+        number: dict[int, int] = {}
+        merged_cuts, merged = [0], list[int]()
+        for stop, device in zip(cuts[1:], devices, strict=True):
+            device = number.setdefault(device, len(number))
+            if merged and merged[-1] == device:
+                merged_cuts[-1] = stop
+            else:
+                merged.append(device)
+                merged_cuts.append(stop)
+        return cls(tuple(merged_cuts), tuple(merged))
+
+    @classmethod
+    def contiguous(cls, cuts: tuple[int, ...]) -> Placement:
+        return cls(cuts, tuple(range(len(cuts) - 1)))
+
+    @property
+    def stages(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Layers (half-open) and device of each stage."""
+        return zip(pairwise(self.cuts), self.devices, strict=True)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether each device has one stage."""
+        return len(set(self.devices)) == len(self.devices)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of devices with several stages."""
+        return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
+
+
+def checked_partition(boundaries: Iterable[int], chain: Chain) -> tuple[int, ...]:
     """Check boundaries that a user wrote, and return them as a tuple.
 
     Raises:
         ValueError: they do not increase from 0 to the number of layers; one sentence says what is wrong.
     """
     cuts = tuple(boundaries)
-    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in cuts):
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in cuts):
         raise ValueError(f"boundaries {list(cuts)} are not whole numbers")
     rising = all(left < right for left, right in pairwise(cuts))
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != chain.num_layers or not rising:

@@ -106,7 +106,7 @@ class TimedChain:
 
 def one_way_seconds(chain: Chain, platform: Platform) -> list[float]:
     """Seconds, L + 1 entries. Entry l: one tensor over the boundary before layer l; 0 at the ends of the chain."""
-    inner = [platform.transfer_seconds(chain.boundary_bytes(cut)) for cut in range(1, chain.num_layers)]
+    inner = [platform.transfer_seconds(chain.boundary_bytes(boundary)) for boundary in range(1, chain.num_layers)]
     return [0.0, *inner, 0.0]
 
 

@@ -121,14 +121,14 @@ def bytes_sent(plan: Plan, chain: Chain) -> float:
     once for a micro-batch in each pipeline.
     """
     degree = plan.data_parallel or 1
-    cuts = sum(
+    over_boundaries = sum(
         2 * chain.boundary_bytes(before.layers[1])
         for before, after in pairwise(plan.stages)
         if before.device != after.device
     )
     if plan.step is None:
-        return cuts + allreduce_bytes(chain, degree) / degree
-    return degree * plan.step.num_micro_batches * cuts + allreduce_bytes(chain, degree)
+        return over_boundaries + allreduce_bytes(chain, degree) / degree
+    return degree * plan.step.num_micro_batches * over_boundaries + allreduce_bytes(chain, degree)
 
 
 def bytes_sent_without_pipeline(chain: Chain, num_devices: int, *, per_step: bool) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.solvers.interface import Problem, Solver, bytes_needed
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Solver, bytes_needed
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 Solve = Callable[[Problem, Solver], object]
@@ -29,11 +30,10 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
         )
     cuts, smallest = found
     if isinstance(cuts, Placement):
-        return _infeasible_shared(problem, cuts, smallest)
+        return _device_too_small(problem, cuts, smallest)
     if problem.num_micro_batches is not None:
         smallest = _enough_for_step(problem, solver, solve, smallest)
     needs = bytes_needed(problem, cuts)
-    would_do = f"{exact_bytes(smallest)} ({format_bytes(smallest)})"
     if smallest > LARGEST_MEMORY_BYTES:
         return InfeasibleError(
             f"no plan fits into {format_bytes(memory)} per device, nor into any device there may be: the "
@@ -42,10 +42,15 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     if max(needs) <= memory:
         return InfeasibleError(
             f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though "
-            f"there is room for one; the smallest memory with which one does is {would_do}: give more memory or "
-            "devices, or another algorithm",
+            f"there is room for one; the smallest memory with which one does is {_exact_and_rounded(smallest)}: "
+            "give more memory or devices, or another algorithm",
             smallest_memory_bytes=smallest,
         )
+    return _stage_too_large(problem, cuts, needs, smallest)
+
+
+def _stage_too_large(problem: Problem, cuts: Cuts, needs: list[int], smallest: int) -> InfeasibleError:
+    """Return the error for the largest stage of the contiguous partition that needs the least memory."""
     stage = max(range(len(needs)), key=needs.__getitem__)
     start, stop = cuts[stage], cuts[stage + 1]
     names = [layer.name for layer in problem.chain.layers[start:stop]]
@@ -57,31 +62,31 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     depth = ""
     if problem.in_deepspeed:
         depth = f" with {problem.depth(len(needs) - stage)} micro-batches in flight"
-    return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: stage {stage}, {which}, needs "
-        f"{format_bytes(needs[stage])}{depth}, {exact_bytes(needs[stage] - memory)} more than there are; "
-        f"the smallest memory that would do is {would_do}: give more memory or devices, or use a smaller "
-        "micro-batch",
-        stage=stage,
-        short_bytes=needs[stage] - memory,
-        smallest_memory_bytes=smallest,
+    short = needs[stage] - problem.platform.memory_bytes
+    return _no_plan_fits(
+        problem,
+        f"stage {stage}, {which}, needs {format_bytes(needs[stage])}{depth}, {exact_bytes(short)} more than there "
+        f"are; the smallest memory that would do is {_exact_and_rounded(smallest)}: give more memory or devices, "
+        "or use a smaller micro-batch",
+        smallest,
+        short,
+        stage,
     )
 
 
-def _infeasible_shared(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
+def _device_too_small(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
     """Return the error for an allocation that needs the least memory and has several stages on a device."""
-    memory = problem.platform.memory_bytes
     device = max(Road(problem, placement).memory, key=lambda each: each.bytes_for_one)
     stages = [placement.cuts[stage : stage + 2] for stage in device.stages]
-    return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: layers "
-        f"{' and '.join(f'{start} to {stop}' for start, stop in stages)} on one device need "
-        f"{format_bytes(smallest)}, {exact_bytes(smallest - memory)} more than there are; the "
-        f"smallest memory that would do is {exact_bytes(smallest)} ({format_bytes(smallest)}): give more memory "
-        "or devices, or use a smaller micro-batch",
-        stage=device.stages[0],
-        short_bytes=smallest - memory,
-        smallest_memory_bytes=smallest,
+    short = smallest - problem.platform.memory_bytes
+    return _no_plan_fits(
+        problem,
+        f"layers {' and '.join(f'{start} to {stop}' for start, stop in stages)} on one device need "
+        f"{format_bytes(smallest)}, {exact_bytes(short)} more than there are; the smallest memory that would do "
+        f"is {_exact_and_rounded(smallest)}: give more memory or devices, or use a smaller micro-batch",
+        smallest,
+        short,
+        device.stages[0],
     )
 
 
@@ -105,25 +110,39 @@ def out_of_time(algorithm: str) -> InfeasibleError:
 
 
 def piles_up(problem: Problem, smallest: int) -> InfeasibleError:
-    memory = problem.platform.memory_bytes
-    return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: tensors pile up before a slow link "
-        f"and need {exact_bytes(smallest - memory)} more than there are; {exact_bytes(smallest)} "
-        f"({format_bytes(smallest)}) "
-        "would do: give more memory or bandwidth, or fewer micro-batches",
-        short_bytes=smallest - memory,
-        smallest_memory_bytes=smallest,
+    short = smallest - problem.platform.memory_bytes
+    return _no_plan_fits(
+        problem,
+        f"tensors pile up before a slow link and need {exact_bytes(short)} more than there are; "
+        f"{_exact_and_rounded(smallest)} would do: give more memory or bandwidth, or fewer micro-batches",
+        smallest,
+        short,
     )
 
 
 def no_room_for_flush(problem: Problem, smallest: int) -> InfeasibleError:
     """Return the error for a flush, where micro-batches stay in flight until their batch is complete."""
-    memory = problem.platform.memory_bytes
+    return _no_plan_fits(
+        problem,
+        "the loss of a batch is computed on all of its outputs, so every stage keeps its "
+        f"{problem.fewest_in_flight} micro-batches in flight; {_exact_and_rounded(smallest)} would do: give more "
+        "memory or devices, use smaller batches, or the mean over micro-batches, if that is what the loss may be",
+        smallest,
+        max(smallest - problem.platform.memory_bytes, 0),
+    )
+
+
+def _no_plan_fits(
+    problem: Problem, why: str, smallest: int, short: int, stage: int | None = None
+) -> InfeasibleError:
+    """Return the error with its numbers as attributes: the smallest memory that would do, and what is short."""
     return InfeasibleError(
-        f"no plan fits into {format_bytes(memory)} per device: the loss of a batch is computed on all of its "
-        f"outputs, so every stage keeps its {problem.fewest_in_flight} micro-batches in flight; "
-        f"{exact_bytes(smallest)} ({format_bytes(smallest)}) would do: give more memory or devices, use smaller "
-        "batches, or the mean over micro-batches, if that is what the loss may be",
-        short_bytes=max(smallest - memory, 0),
+        f"no plan fits into {format_bytes(problem.platform.memory_bytes)} per device: {why}",
+        stage=stage,
+        short_bytes=short,
         smallest_memory_bytes=smallest,
     )
+
+
+def _exact_and_rounded(num_bytes: int) -> str:
+    return f"{exact_bytes(num_bytes)} ({format_bytes(num_bytes)})"

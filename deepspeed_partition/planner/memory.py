@@ -34,13 +34,13 @@ def stage_memory(chain: Chain, platform: Platform, start: int, stop: int, in_fli
     return MemoryUse(
         weights=platform.weights_bytes(sum(layer.weight_bytes for layer in layers)),
         stash=in_flight * sum(chain.stash(layer) for layer in layers),
-        buffers=buffer_slots(platform) * _cut_bytes(chain, start, stop),
+        buffers=buffer_slots(platform) * _boundary_bytes(chain, start, stop),
         transient=max(layer.transient_bytes for layer in layers),
     )
 
 
 def buffer_slots(platform: Platform) -> int:
-    """Return the number of tensors kept at each end of a boundary.
+    """Return the number of tensors for which buffers count at each end of a boundary.
 
     Under 1F1B* up to two tensors wait there: an activation and a gradient, or two gradients. So fewer buffers
     save nothing that can be counted on; where they do, the replay finds a smaller peak.
@@ -48,7 +48,12 @@ def buffer_slots(platform: Platform) -> int:
     return max(2, platform.comm_buffers)
 
 
-def _cut_bytes(chain: Chain, start: int, stop: int) -> int:
+def reserves_all_slots(platform: Platform) -> bool:
+    """Return whether the platform reserves all buffers that count here; otherwise less memory may do."""
+    return platform.comm_buffers >= buffer_slots(platform)
+
+
+def _boundary_bytes(chain: Chain, start: int, stop: int) -> int:
     before = chain.boundary_bytes(start) if start > 0 else 0
     after = chain.boundary_bytes(stop) if stop < chain.num_layers else 0
     return before + after
@@ -70,7 +75,7 @@ class StageTable:
         for start in range(chain.num_layers):
             transient[start, start + 1 :] = np.maximum.accumulate(of_layer[start:])
         slots = buffer_slots(platform)
-        inner = [min(slots * chain.boundary_bytes(cut), 2**60) for cut in range(1, chain.num_layers)]
+        inner = [min(slots * chain.boundary_bytes(boundary), 2**60) for boundary in range(1, chain.num_layers)]
         buffers = np.array([0, *inner, 0], dtype=np.int64)
         scaled = _times(weights[None, :] - weights[:, None], Fraction(str(platform.weight_copies)))
         self.weights: NDArray[np.int64] = weights

@@ -11,13 +11,7 @@ from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.problem import Chain, Platform
-from deepspeed_partition.planner.schedule import (
-    Order,
-    PeriodicSchedule,
-    PlacedOperation,
-    place_from_dict,
-    place_to_dict,
-)
+from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation
 
 PLAN_FORMAT = "madpipe-plan/1"
 
@@ -211,7 +205,7 @@ class Plan:
         if self.class_lower_bound_seconds is not None:
             data["class_lower_bound_seconds"] = self.class_lower_bound_seconds
         data["stages"] = [_stage_to_dict(stage) for stage in self.stages]
-        data["operations"] = [_operation_to_dict(operation) for operation in self.operations]
+        data["operations"] = [operation.to_dict() for operation in self.operations]
         data["peak_memory_bytes"] = list(self.peak_memory_bytes)
         data["memory"] = [
             {"weights": use.weights, "stash": use.stash, "buffers": use.buffers, "transient": use.transient}
@@ -252,7 +246,7 @@ class Plan:
                 proved_of=mapping.get("proved_of"),
                 class_lower_bound_seconds=_optional_float(mapping.get("class_lower_bound_seconds")),
                 stages=tuple(_stage_from_dict(stage) for stage in mapping["stages"]),
-                operations=tuple(_operation_from_dict(operation) for operation in mapping["operations"]),
+                operations=tuple(PlacedOperation.from_dict(operation) for operation in mapping["operations"]),
                 memory=tuple(
                     MemoryUse(**{key: int(use[key]) for key in MemoryUse.__dataclass_fields__})
                     for use in mapping["memory"]
@@ -266,8 +260,8 @@ class Plan:
             )
         except PlanFormatError:
             raise
-        except ValueError as flaw:
-            raise PlanFormatError(f"{where}: {flaw}") from None
+        except ValueError as error:
+            raise PlanFormatError(f"{where}: {error}") from None
 
     def __post_init__(self) -> None:
         boundaries = self.allocation.boundaries  # raises where the stages do not follow one another
@@ -341,25 +335,6 @@ def _stage_from_dict(data: Mapping[str, Any]) -> PlannedStage:
         rematerialize=blocks if isinstance(blocks, bool) else tuple((int(a), int(b)) for a, b in blocks),
         in_flight=int(data["in_flight"]),
         num_trainable_parameters=_optional_int(trainable),
-    )
-
-
-def _operation_to_dict(operation: PlacedOperation) -> dict[str, Any]:
-    return {
-        "operation": operation.operation,
-        **place_to_dict(operation.device, operation.link),
-        "start_seconds": operation.start_seconds,
-        "duration_seconds": operation.duration_seconds,
-        "shift": operation.shift,
-    }
-
-
-def _operation_from_dict(data: Mapping[str, Any]) -> PlacedOperation:
-    return PlacedOperation(
-        **place_from_dict(data),
-        start_seconds=float(data["start_seconds"]),
-        duration_seconds=float(data["duration_seconds"]),
-        shift=int(data["shift"]),
     )
 
 

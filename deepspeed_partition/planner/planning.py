@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
-from deepspeed_partition.planner.allocation import check_boundaries
+from deepspeed_partition.planner.allocation import Placement, checked_partition
+from deepspeed_partition.planner.assembly import assemble
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.data_parallel import Split, check_zero_stage, seconds_of, splits_of
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
-from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
+from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush, out_of_time, piles_up
-from deepspeed_partition.planner.memory import StageTable, buffer_slots, stage_memory
-from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
+from deepspeed_partition.planner.memory import StageTable, reserves_all_slots
+from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
-from deepspeed_partition.planner.schedule import Order
-from deepspeed_partition.planner.simulate.replay import Replay, replay
 from deepspeed_partition.planner.simulate.step_simulator import in_order
 from deepspeed_partition.planner.simulate.step_simulator import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous import deepspeed_cuts
+from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
@@ -34,13 +31,12 @@ from deepspeed_partition.planner.solvers.interface import (
     Problem,
     Solver,
     Step,
-    fits,
 )
 from deepspeed_partition.planner.solvers.non_contiguous import min_memory_allocation
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.step_search import (
     fixed_step,
     memory_of_flush,
@@ -128,52 +124,66 @@ def make_plan(
         splits = [Split(None, platform, num_micro_batches)]
     else:
         splits = splits_of(platform, num_micro_batches, data_parallel, zero_stage)
-    flushes = _checked_flushes(
+    flush_sizes = _checked_flushes(
         flushes, num_micro_batches, others=bool(data_parallel or num_stages or every_stage_trains)
     )
-    overall = Deadline(time_limit(time_limit_seconds), within=deadline)
+
+    def plan_for(split: Split, limit_seconds: float, is_one_of_many: bool) -> Plan:
+        problem = problem_of(
+            chain,
+            split.platform,
+            split.num_micro_batches,
+            num_stages,
+            every_stage_trains,
+            every_device_trains,
+            time_limit_seconds=limit_seconds,
+            deadline=deadline,
+        )
+        problem = replace(
+            problem,
+            num_pipelines=split.num_pipelines,
+            zero_stage=zero_stage,
+            is_one_of_many=is_one_of_many,
+            flushes=flush_sizes,
+        )
+        return _solve(problem, solver) if period_seconds is None else _solve_at(problem, solver, period_seconds)
+
+    plans = _plans_of(splits, plan_for, Deadline(time_limit(time_limit_seconds), within=deadline))
+    in_deepspeed = num_stages is not None or every_stage_trains
+
+    def memory_and_time(plan: Plan) -> tuple[float, float]:
+        wanted = 0 if period_seconds is None else max(plan.peak_memory_bytes)
+        return wanted, seconds_of(plan, in_deepspeed=in_deepspeed)
+
+    best = min(reversed(plans), key=memory_and_time)
+    return replace(best, planning_seconds=time.perf_counter() - started)
+
+
+def _plans_of(
+    splits: Sequence[Split], plan_for: Callable[[Split, float, bool], Plan], deadline: Deadline
+) -> list[Plan]:
+    """Return the plans of the splits that have one, those of the shortest pipelines first.
+
+    Args:
+        plan_for: plans a split in so many seconds; it is also told whether other splits come after it.
+
+    Raises:
+        InfeasibleError, ValueError: none has one; the reason is that of the longest pipelines, and a lack of
+            memory comes before any other reason.
+    """
     plans: list[Plan] = []
     refusals: list[InfeasibleError | ValueError] = []
     # Start with the shortest pipelines: they take hardly any of the time, which leaves more for the others.
     for num_left, split in zip(range(len(splits), 0, -1), reversed(splits), strict=True):
-        limit = max(overall.remaining_seconds(), SHORTEST_TIME_LIMIT_SECONDS) / num_left
+        limit = max(deadline.remaining_seconds(), SHORTEST_TIME_LIMIT_SECONDS) / num_left
         try:
-            problem = problem_of(
-                chain,
-                split.platform,
-                split.num_micro_batches,
-                num_stages,
-                every_stage_trains,
-                every_device_trains,
-                time_limit_seconds=limit,
-                deadline=deadline,
-            )
-            problem = replace(
-                problem,
-                num_pipelines=split.num_pipelines,
-                zero_stage=zero_stage,
-                is_one_of_many=num_left > 1,
-                flushes=flushes,
-            )
-            if period_seconds is None:
-                plan = _solve(problem, solver)
-            else:
-                plan = _solve_at(problem, solver, period_seconds)
+            plans.append(plan_for(split, limit, num_left > 1))
         except (InfeasibleError, ValueError) as refusal:
             refusals.append(refusal)
-        else:
-            plans.append(plan)
-    if not plans:
-        of_memory = (refusal for refusal in reversed(refusals) if isinstance(refusal, InfeasibleError))
-        raise next(of_memory, refusals[-1])
-    in_deepspeed = num_stages is not None or every_stage_trains
-
-    def order(plan: Plan) -> tuple[float, float]:
-        wanted = 0 if period_seconds is None else max(plan.peak_memory_bytes)
-        return wanted, seconds_of(plan, in_deepspeed=in_deepspeed)
-
-    best = min(reversed(plans), key=order)
-    return replace(best, planning_seconds=time.perf_counter() - started)
+    if plans:
+        return plans
+    of_memory = (refusal for refusal in reversed(refusals) if isinstance(refusal, InfeasibleError))
+    raise next(of_memory, refusals[-1])
 
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
@@ -190,7 +200,7 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
         raise infeasible(problem, solver, _solve)
     too_large: list[int] = []
     for found, step in _candidates(problem, answer):
-        plan, replayed = _assemble(problem, solver, answer, found, step)
+        plan, replayed = assemble(problem, solver.name, answer, found, step)
         over = max(use.total for use in replayed.memory)
         if over > problem.platform.memory_bytes:
             too_large.append(over)  # only the step shows tensors that wait for a slow link
@@ -216,6 +226,44 @@ def _candidates(problem: Problem, answer: Answer) -> Iterator[tuple[Cuts | Patte
 
 def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     """Return the plan of a chosen period that needs the least memory."""
+    _check_period(problem, solver, period_seconds)
+    clock, memory = problem.times.clock, problem.platform.memory_bytes
+    period = min(clock.ticks(float(period_seconds)), problem.longest_period)
+    roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
+    answer = _answer_at(problem, roomy, solver, period)
+    every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
+    if not every:
+        best = _solve(roomy, solver)
+        raise InfeasibleError(
+            f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
+            f"shortest {'found is' if problem.deadline.passed() else 'is'} {format_seconds(best.period_seconds)}"
+        )
+    plan, replayed = assemble(roomy, solver.name, answer, every[0], chosen_period=period)
+    bound_seconds = clock.seconds(lower_bound(problem))
+    proved = answer.best_period is not None and reserves_all_slots(problem.platform)
+    plan = replace(
+        plan,
+        platform=problem.platform,
+        lower_bound_seconds=bound_seconds,
+        gap=plan.period_seconds / bound_seconds - 1,
+        proved=proved,
+        proved_class=answer.proved_class if proved else None,
+        proved_of="memory" if proved else None,
+    )
+    needs = max(use.total for use in replayed.memory)
+    if needs > memory:
+        raise InfeasibleError(
+            f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
+            f"device {'at the least' if proved else 'in the best plan found'}, {exact_bytes(needs - memory)} more "
+            "than there are: choose a longer period or give more memory",
+            short_bytes=needs - memory,
+            smallest_memory_bytes=needs,
+        )
+    return plan
+
+
+def _check_period(problem: Problem, solver: Solver, period_seconds: float) -> None:
+    """Refuse a period that is malformed, or that this problem or solver has no plan for."""
     if problem.num_micro_batches is not None:
         raise ValueError(
             f"period_seconds is {period_seconds}: a period is of the steady state, and num_micro_batches asks for "
@@ -232,46 +280,20 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
         raise ValueError(
             f"{solver.name} looks for the shortest period alone: leave period_seconds out, or use madpipe"
         )
-    clock, memory = problem.times.clock, problem.platform.memory_bytes
-    period = min(clock.ticks(float(period_seconds)), problem.longest_period)
-    roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
+
+
+def _answer_at(problem: Problem, roomy: Problem, solver: Solver, period: int) -> Answer:
+    """Return the allocations of a solver that are as fast as ``period`` ticks, that of the least memory first.
+
+    Args:
+        roomy: the problem on devices with the largest memory.
+    """
     if isinstance(solver, MadPipe | Contiguous):
         special = isinstance(solver, MadPipe) and problem.constraints.any_allocation
-        answer = min_memory_allocation.answer_at(problem, period, special=special)
-    else:
-        answer = solver.solve(roomy)
-        loads = [one_f_one_b.pseudo_stage_loads(problem.times, cuts) for cuts in answer.cuts]
-        answer = Answer(tuple(cuts for cuts, load in zip(answer.cuts, loads, strict=True) if max(load) <= period))
-    every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
-    found = every[0] if every else None
-    if found is None:
-        best = _solve(roomy, solver)
-        raise InfeasibleError(
-            f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
-            f"shortest {'found is' if problem.deadline.passed() else 'is'} {format_seconds(best.period_seconds)}"
-        )
-    plan, replayed = _assemble(roomy, solver, answer, found, None, period)
-    bound = clock.seconds(lower_bound(problem))
-    proved = answer.best_period is not None and problem.platform.comm_buffers >= buffer_slots(problem.platform)
-    plan = replace(
-        plan,
-        platform=problem.platform,
-        lower_bound_seconds=bound,
-        gap=plan.period_seconds / bound - 1,
-        proved=proved,
-        proved_class=answer.proved_class if proved else None,
-        proved_of="memory" if proved else None,
-    )
-    needs = max(use.total for use in replayed.memory)
-    if needs > memory:
-        raise InfeasibleError(
-            f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
-            f"device {'at the least' if proved else 'in the best plan found'}, {exact_bytes(needs - memory)} more "
-            "than there are: choose a longer period or give more memory",
-            short_bytes=needs - memory,
-            smallest_memory_bytes=needs,
-        )
-    return plan
+        return min_memory_allocation.answer_at(problem, period, special=special)
+    answer = solver.solve(roomy)
+    loads = [one_f_one_b.pseudo_stage_loads(problem.times, cuts) for cuts in answer.cuts]
+    return Answer(tuple(cuts for cuts, load in zip(answer.cuts, loads, strict=True) if max(load) <= period))
 
 
 def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
@@ -298,13 +320,13 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
                 "and `madpipe compare` show what it does"
             )
         if text == "uniform":
-            return deepspeed_cuts.FixedCut(text, deepspeed_cuts.uniform)
+            return deepspeed_partitions.FixedPartition(text, deepspeed_partitions.uniform)
         if text == "parameters":
-            return deepspeed_cuts.FixedCut(text, deepspeed_cuts.parameters)
+            return deepspeed_partitions.FixedPartition(text, deepspeed_partitions.parameters)
         if text.startswith("type:"):
             pattern = text.removeprefix("type:")
-            return deepspeed_cuts.FixedCut(
-                text, lambda chain, stages: deepspeed_cuts.by_type(chain, stages, pattern)
+            return deepspeed_partitions.FixedPartition(
+                text, lambda chain, stages: deepspeed_partitions.by_type(chain, stages, pattern)
             )
         if text and set(text) <= set("0123456789, -"):
             return solver_of(_boundaries_in(text))
@@ -314,7 +336,7 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
     if isinstance(algorithm, Iterable):
         cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))
-        return deepspeed_cuts.FixedCut(name, lambda chain, stages: check_boundaries(cuts, chain))
+        return deepspeed_partitions.FixedPartition(name, lambda chain, stages: checked_partition(cuts, chain))
     return algorithm
 
 
@@ -340,6 +362,27 @@ def problem_of(
     Raises:
         ValueError: an argument is malformed, or no plan could follow it.
     """
+    _check_counts(chain, platform, num_micro_batches, num_stages)
+    _check_trainable(chain, platform, num_stages, every_stage_trains, every_device_trains)
+    return Problem(
+        chain=chain,
+        platform=platform,
+        constraints=Constraints(
+            max_stages=num_stages or platform.num_devices,
+            exactly=num_stages is not None,
+            every_stage_trains=every_stage_trains,
+            every_device_trains=every_device_trains,
+        ),
+        times=TimedChain(chain, platform),
+        table=StageTable(chain, platform),
+        num_micro_batches=num_micro_batches,
+        in_deepspeed=num_micro_batches is not None and (num_stages is not None or every_stage_trains),
+        deadline=Deadline(time_limit(time_limit_seconds), within=deadline),
+    )
+
+
+def _check_counts(chain: Chain, platform: Platform, num_micro_batches: int | None, num_stages: int | None) -> None:
+    """Refuse a chain that is too long, and numbers of micro-batches or stages that no plan can have."""
     if chain.num_layers > MOST_LAYERS:
         raise ValueError(
             f"chain {chain.name!r} has {chain.num_layers} layers and the planner takes {MOST_LAYERS}: group layers"
@@ -356,6 +399,12 @@ def problem_of(
             f"{num_stages} stages need at least {num_stages} layers and the chain has {chain.num_layers}: "
             "use fewer stages, or split the layers more finely"
         )
+
+
+def _check_trainable(
+    chain: Chain, platform: Platform, num_stages: int | None, every_stage_trains: bool, every_device_trains: bool
+) -> None:
+    """Refuse a chain with too few layers that train, where each stage or device needs one."""
     training = sum(1 for layer in chain.layers if layer.num_trainable_parameters)
     needed, parts = num_stages or 1, "stages"
     if every_device_trains:
@@ -365,21 +414,6 @@ def problem_of(
             f"{needed} {parts} with trainable parameters each need as many such layers and the chain "
             f"has {training}: use fewer {parts}"
         )
-    return Problem(
-        chain=chain,
-        platform=platform,
-        constraints=Constraints(
-            max_stages=num_stages or platform.num_devices,
-            exactly=num_stages is not None,
-            every_stage_trains=every_stage_trains,
-            every_device_trains=every_device_trains,
-        ),
-        times=TimedChain(chain, platform),
-        table=StageTable(chain, platform),
-        num_micro_batches=num_micro_batches,
-        in_deepspeed=num_micro_batches is not None and (num_stages is not None or every_stage_trains),
-        deadline=Deadline(time_limit(time_limit_seconds), within=deadline),
-    )
 
 
 def _checked_flushes(
@@ -418,97 +452,6 @@ def time_limit(seconds: float | None) -> float:
     return seconds
 
 
-def _assemble(
-    problem: Problem,
-    solver: Solver,
-    answer: Answer,
-    found: Cuts | Pattern,
-    step: Step | None,
-    chosen_period: int | None = None,
-) -> tuple[Plan, Replay]:
-    """Return the plan of a contiguous partition that has room, or of a pattern, and what its replay found."""
-    times, platform = problem.times, problem.platform
-    memory = [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * platform.num_devices
-    if isinstance(found, Pattern):
-        placement, period = found.placement, found.period
-        pattern = found.schedule(times.clock)
-        in_flight = [1] * len(placement.devices)  # until the replay has counted
-    else:
-        placement = Placement.contiguous(found)
-        loads = one_f_one_b.pseudo_stage_loads(times, found)
-        room = [int(problem.table.max_in_flight[stage]) for stage in pairwise(found)]
-        least = chosen_period or one_f_one_b.least_period(loads, room)
-        assert least is not None, "a solver returned a cut without room"
-        period = least
-        pattern = one_f_one_b.schedule(times, found, period)
-        in_flight = one_f_one_b.in_flight(loads, period)
-        memory[: len(in_flight)] = [
-            stage_memory(problem.chain, platform, start, stop, count)
-            for (start, stop), count in zip(pairwise(found), in_flight, strict=True)
-        ]
-    bound = lower_bound(problem)
-    bound_seconds = times.clock.seconds(bound)
-    reached = period <= math.ceil(bound)
-    best = answer.best_period == period and platform.comm_buffers >= buffer_slots(platform)
-    proved = (reached or best) and step is None  # nothing is proved about a step
-    plan = Plan(
-        chain=ChainReference.of(problem.chain),
-        platform=platform,
-        algorithm=solver.name,
-        period_seconds=pattern.period_seconds,
-        lower_bound_seconds=bound_seconds,
-        gap=pattern.period_seconds / bound_seconds - 1,
-        proved=proved,
-        proved_class=None if not proved else "any allocation" if reached else answer.proved_class,
-        proved_of="period" if proved else None,
-        class_lower_bound_seconds=None if answer.class_bound is None else times.clock.seconds(answer.class_bound),
-        stages=tuple(
-            PlannedStage(
-                layers=(start, stop),
-                layer_names=tuple(layer.name for layer in problem.chain.layers[start:stop]),
-                device=device,
-                in_flight=count,
-                num_trainable_parameters=sum(
-                    layer.num_trainable_parameters or 0 for layer in problem.chain.layers[start:stop]
-                ),
-            )
-            for (start, stop), device, count in zip(
-                pairwise(placement.cuts), placement.devices, in_flight, strict=True
-            )
-        ),
-        operations=pattern.operations,
-        memory=tuple(memory),
-        peak_memory_bytes=tuple(use.total for use in memory),
-        step=None if step is None else _step_plan(problem, placement, step),
-        data_parallel=problem.num_pipelines,
-        zero_stage=problem.zero_stage if problem.num_pipelines else None,
-        allreduce_seconds=tuple(problem.allreduce_seconds(placement.cuts)) if problem.num_pipelines else (),
-    )
-    replayed = replay(plan, problem.chain)
-    counted = isinstance(found, Pattern) or step is not None or platform.comm_buffers < buffer_slots(platform)
-    if replayed.memory and counted:
-        # Only the timeline shows how many tensors wait at a cut (more than its buffers before a slow link in a
-        # step that fills and drains, fewer than two where less than two are reserved), and that a stage which
-        # takes no time lets a micro-batch go the moment the next one comes, and how stages share a device.
-        plan = _as_replayed(plan, replayed)
-        replayed = replay(plan, problem.chain)
-    broken = [violation for violation in replayed.violations if "bytes short" not in violation]
-    if broken or not replayed.memory:
-        raise BrokenPlanError(
-            f"MadPipe made a plan for {problem.chain.name!r} that its own replay refuses, which is a bug: "
-            f"{'; '.join(broken)}"
-        )
-    return plan, replayed
-
-
-def _as_replayed(plan: Plan, found: Replay) -> Plan:
-    stages = tuple(
-        replace(stage, in_flight=count) for stage, count in zip(plan.stages, found.in_flight, strict=True)
-    )
-    peaks = tuple(use.total for use in found.memory)
-    return replace(plan, stages=stages, memory=found.memory, peak_memory_bytes=peaks)
-
-
 def _step_in_deepspeed(problem: Problem, cuts: Cuts) -> Step:
     """Return the step in DeepSpeed's order, run by an engine that overlaps transfers."""
     assert problem.num_micro_batches is not None
@@ -519,18 +462,3 @@ def _step_in_deepspeed(problem: Problem, cuts: Cuts) -> Step:
     run = engine.run(problem.num_micro_batches, in_order(orders))
     assert run is not None
     return Step(cuts, engine.named(orders), run.ticks)
-
-
-def _step_plan(problem: Problem, placement: Placement, step: Step) -> StepPlan:
-    assert problem.num_micro_batches is not None
-    seconds = problem.times.clock.seconds
-    blocking = None
-    if placement.is_contiguous and fits(replace(problem, in_deepspeed=True), placement.cuts):
-        blocking = seconds(problem.blocking_step(placement.cuts, problem.num_micro_batches))
-    idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - len(step.orders))
-    return StepPlan(
-        num_micro_batches=problem.num_micro_batches,
-        step_seconds=seconds(step.ticks),
-        blocking_step_seconds=blocking,
-        order=step.orders + idle,
-    )

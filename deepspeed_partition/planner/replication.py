@@ -13,7 +13,7 @@ from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan, problem_of, time_limit
 from deepspeed_partition.planner.problem import Chain, Platform
-from deepspeed_partition.planner.solvers.contiguous.deepspeed_cuts import FixedCut
+from deepspeed_partition.planner.solvers.contiguous.deepspeed_partitions import FixedPartition
 from deepspeed_partition.planner.solvers.contiguous.replicated import (
     MOST_REPLICAS,
     REPLICATED,
@@ -120,7 +120,7 @@ def plan_replicated(
     counts = {stage.num_replicas for stage in found.pipeline.stages}
     if len(found.levels) == 1 and len(counts) == 1:
         cuts = (0, *(stage.layers[1] for stage in found.pipeline.stages))
-        straight = FixedCut(REPLICATED, lambda chain, stages: cuts)
+        straight = FixedPartition(REPLICATED, lambda chain, stages: cuts)
         return make_plan(chain, platform, straight, data_parallel=counts.pop(), deadline=deadline)
     needs, memory = found.fewest_bytes, platform.memory_bytes
     largest = max(needs)

@@ -90,31 +90,41 @@ def profile_chain(
     """
     conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers)
-    shared = dist.is_initialized() and dist.get_world_size(group) > 1
-    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if shared else (0, 1)
     inputs, labels = _split(sample, loss_fn)
+    rank, num_ranks = _place_in(group)
     with training_conditions(conditions.device), _loss_kept(loss_fn):
         boundary = with_grad(to_device(inputs, conditions.device), False)
         finish = _finish(loss_fn, labels, conditions)
         start, stop = share_of(len(sources), rank, num_ranks)
         silent = None if progress and rank == 0 else True  # None is tqdm's word for all but a terminal
         with tqdm(total=stop - start, desc=name, unit="layer", disable=silent) as bar:
-            if shared:
+            if num_ranks > 1:
                 measured = measure_shared(sources, boundary, conditions, finish, group, on_layer=bar.update)
             else:
                 measured, _ = measure_layers(sources, boundary, conditions, finish, on_layer=bar.update)
+    chain = _chain_of(measured, inputs, name, conditions)
+    if rank == 0:
+        for sentence in suspicious(chain):
+            logger.warning(sentence)
+    return chain
+
+
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank of this process in a group and the number of ranks; alone it is rank 0 of 1."""
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        return dist.get_rank(group), dist.get_world_size(group)
+    return 0, 1
+
+
+def _chain_of(measured: Sequence[MeasuredLayer], inputs: Boundary, name: str, conditions: Conditions) -> Chain:
     first = tensors_of(inputs)[0]
-    chain = Chain(
+    return Chain(
         name=name,
         input_bytes=bytes_of(inputs),
         layers=tuple(layer_profiles(measured)),
         micro_batch_size=first.shape[0] if first.dim() else None,
         hardware=hardware_name(conditions.device),
     )
-    if rank == 0:
-        for sentence in suspicious(chain):
-            logger.warning(sentence)
-    return chain
 
 
 def profile_stage(

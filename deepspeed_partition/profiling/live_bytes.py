@@ -15,7 +15,27 @@ _LOCK = threading.RLock()
 counter knows."""
 
 
-class LiveBytes(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
+    """Mode that notes every call of an operator, after it was made."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        raise NotImplementedError
+
+
+class LiveBytes(_OperatorWatch):
     """Counter of the bytes of storages that operators create inside the context, until they are freed.
 
     It works around a whole training step, backward included. What exists already counts only where it is
@@ -67,17 +87,6 @@ class LiveBytes(TorchDispatchMode):
         storages = (reference() for reference, _ in list(self._live.values()))
         return [storage for storage in storages if storage is not None]
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.note(func, args, kwargs or {}, result)
-        return result
-
     def note(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
@@ -113,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
             self._current_bytes -= size
 
 
-class SwitchedCounter(TorchDispatchMode):
+class SwitchedCounter(_OperatorWatch):
     """Mode that shows ``counter`` what is made; the counter may be changed at any time.
 
     The modes of a backward are those that are entered when it begins: a mode that is entered within it ends with
@@ -122,17 +131,12 @@ class SwitchedCounter(TorchDispatchMode):
 
     counter: LiveBytes | None = None
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Hand the call to the counter, if there is one."""
         if self.counter is not None:
-            self.counter.note(func, args, kwargs or {}, result)
-        return result
+            self.counter.note(func, args, kwargs, result)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

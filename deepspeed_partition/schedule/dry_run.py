@@ -124,10 +124,10 @@ class _DryRun:
         self.done.add((f"{kind}{stage}", micro_batch))
         made = output_of(f"{kind}{stage}", micro_batch, len(self.devices))
         if made is not None and len(set(made.ends(self.devices))) == 2:
-            self.at_end[device][made.cut] += 1
+            self.at_end[device][made.boundary] += 1
 
     def _require_input(self, message: Message, instruction: Compute) -> None:
-        here = self.devices[message.cut] == self.devices[message.cut + 1]
+        here = self.devices[message.boundary] == self.devices[message.boundary + 1]
         found = message.producer in self.done if here else message in self.waited_for
         self._require(found, f"{instruction} finds no {message.channel} of micro-batch {message.micro_batch}")
 
@@ -148,18 +148,18 @@ class _DryRun:
             if message not in self.posted[device, peer]:
                 return False
             self.left.add(message)
-            self.at_end[device][message.cut] -= 1
+            self.at_end[device][message.boundary] -= 1
         elif instruction.kind == "R":
             self._match(peer, device, message, self.posted)
             self.open[message.channel] += 1
             self.num_posted[message.channel] = max(self.num_posted[message.channel], self.open[message.channel])
-            self.at_end[device][message.cut] += 1
+            self.at_end[device][message.boundary] += 1
         else:
             self._require(message in self.posted[peer, device], f"{instruction} waits for what was not posted")
             if message not in self.sent[peer, device]:
                 return False
             self.open[message.channel] -= 1
-            self.at_end[device][message.cut] -= 1
+            self.at_end[device][message.boundary] -= 1
             self.waited_for.add(message)
         return True
 
@@ -213,6 +213,6 @@ class _DryRun:
         self._require(not unread, f"nobody waits for {sorted(unread)[:1]}")
 
     @staticmethod
-    def _require(holds: bool, flaw: str) -> None:
+    def _require(holds: bool, message: str) -> None:
         if not holds:
-            raise LoweringError(f"the lists of instructions cannot be run: {flaw}")
+            raise LoweringError(f"the lists of instructions cannot be run: {message}")

@@ -59,9 +59,9 @@ class _Spans:
 class _End:
     """One end of a boundary on a device, in the timetable."""
 
-    def __init__(self, timetable: Timetable, device: int, cut: int) -> None:
+    def __init__(self, timetable: Timetable, device: int, boundary: int) -> None:
         instants = timetable.instants
-        messages = [each for each in timetable.messages if each.cut == cut]
+        messages = [each for each in timetable.messages if each.boundary == boundary]
         sent = [each for each in messages if each.ends(timetable.device_of_stage)[0] == device]
         self.departing = _Spans((instants[each.producer][1], instants[each.transfer][1]) for each in sent)
         received = [each for each in messages if each.ends(timetable.device_of_stage)[1] == device]
@@ -89,9 +89,9 @@ class _Device:
                 self.to_send[destination].append(message)
             elif destination == device:
                 self.to_post[source].append(message)
-        mine = {message.cut for message in timetable.messages if device in message.ends(self.devices)}
-        self.ends = {cut: _End(timetable, device, cut) for cut in sorted(mine)}
-        self.room = {cut: self._room(cut) for cut in self.ends}
+        mine = {message.boundary for message in timetable.messages if device in message.ends(self.devices)}
+        self.ends = {boundary: _End(timetable, device, boundary) for boundary in sorted(mine)}
+        self.room = {boundary: self._room(boundary) for boundary in self.ends}
         self.posts = self._places_of_posts()
         self.unsent: dict[int, deque[Message]] = defaultdict(deque)
         """Messages by boundary that are made, and not known to have left."""
@@ -99,24 +99,24 @@ class _Device:
         """Number of receives by boundary that are posted and not yet waited for."""
         self.sent: set[Message] = set()
 
-    def _most(self, index: int, cut: int) -> tuple[int, int]:
+    def _most(self, index: int, boundary: int) -> tuple[int, int]:
         """Return the most tensors at an end before a computation waits for its input, and when it begins."""
         begin, over = self.spans[index]
-        end = self.ends[cut]
+        end = self.ends[boundary]
         waiting = end.departing.until(begin) + end.arriving.until(begin)
         running = end.departing.until(over) + end.arriving.until(over)
         done = end.departing.at(over) + end.arriving.at(over)
         made = output_of(*self.order[index], len(self.devices))
         room = self.comm_buffers
         return max(room, waiting), min(
-            max(room, running), max(room, done) - int(made is not None and made.cut == cut)
+            max(room, running), max(room, done) - int(made is not None and made.boundary == boundary)
         )
 
-    def _room(self, cut: int) -> list[int]:
+    def _room(self, boundary: int) -> list[int]:
         """Return, for each place, how many receives may be posted early without a wait for later departures."""
-        end, room = self.ends[cut], []
+        end, room = self.ends[boundary], []
         for index, (begin, over) in enumerate(self.spans):
-            waiting, running = self._most(index, cut)
+            waiting, running = self._most(index, boundary)
             kept = end.departing.at(begin)
             room += [waiting - kept - end.arriving.until(begin), running - kept - end.arriving.until(over)]
         return room
@@ -134,13 +134,13 @@ class _Device:
                 index = min(bisect_right(overs, start), consumer)
                 latest = 2 * index + int(index < consumer and start >= self.spans[index][0])
                 if message.direction == "B":  # a gradient has the shape of its output
-                    place = max(place, 2 * self.index[f"F{message.cut}", message.micro_batch] + 2)
+                    place = max(place, 2 * self.index[f"F{message.boundary}", message.micro_batch] + 2)
                 earliest = place
                 before = consumers[message.channel]
                 if len(before) >= slots:
                     earliest = max(earliest, 2 * before[-slots] + 1)
                 before.append(consumer)
-                place, room = max(place, latest), self.room[message.cut]
+                place, room = max(place, latest), self.room[message.boundary]
                 while place > earliest and room[place - 1] > 0:
                     place -= 1
                     room[place] -= 1
@@ -151,21 +151,23 @@ class _Device:
         slots = _Slots()
         only_forwards = all(name[0] == "F" for name, _ in self.order)
         for index, (name, micro_batch) in enumerate(self.order):
-            last_starts = {cut: self.spans[index][int((self.device, cut) in strict)] for cut in self.ends}
+            last_starts = {
+                boundary: self.spans[index][int((self.device, boundary) in strict)] for boundary in self.ends
+            }
             needed = input_of(name, micro_batch, len(self.devices))
             early, late = self.posts.get(2 * index, []), self.posts.get(2 * index + 1, [])
             self._count(early)
-            most = {cut: self._most(index, cut) for cut in self.ends}
-            for cut, (waiting, _) in most.items():
-                yield from self._leave(cut, waiting, last_starts[cut])
+            most = {boundary: self._most(index, boundary) for boundary in self.ends}
+            for boundary, (waiting, _) in most.items():
+                yield from self._leave(boundary, waiting, last_starts[boundary])
             for source, message in early:
                 yield Transfer("R", message, source)
-            if needed is not None and needed.cut in self.ends:
+            if needed is not None and needed.boundary in self.ends:
                 yield Transfer("W", needed, needed.ends(self.devices)[0])
-                self.open[needed.cut] -= 1
+                self.open[needed.boundary] -= 1
             self._count(late)
-            for cut, (_, running) in most.items():
-                yield from self._leave(cut, running, last_starts[cut])
+            for boundary, (_, running) in most.items():
+                yield from self._leave(boundary, running, last_starts[boundary])
             for source, message in late:
                 yield Transfer("R", message, source)
             stage = int(name[1:])
@@ -174,17 +176,17 @@ class _Device:
                 slots.give_back(stage, micro_batch)
             yield Compute(name[0], stage, micro_batch, slot)
             made = output_of(name, micro_batch, len(self.devices))
-            if made is not None and made.cut in self.ends:
-                self.unsent[made.cut].append(made)
+            if made is not None and made.boundary in self.ends:
+                self.unsent[made.boundary].append(made)
             yield from self._send(index)
 
     def _count(self, posts: list[tuple[int, Message]]) -> None:
-        self.open.update(message.cut for _, message in posts)
+        self.open.update(message.boundary for _, message in posts)
 
-    def _leave(self, cut: int, most: int, last_start: int) -> Iterator[Instruction]:
+    def _leave(self, boundary: int, most: int, last_start: int) -> Iterator[Instruction]:
         """Yield waits until no more than ``most`` tensors are at that end, or none whose transfer began before."""
-        unsent = self.unsent[cut]
-        while unsent and len(unsent) + self.open[cut] > most and unsent[0] in self.sent:
+        unsent = self.unsent[boundary]
+        while unsent and len(unsent) + self.open[boundary] > most and unsent[0] in self.sent:
             if self.instants[unsent[0].transfer][0] >= last_start:
                 break
             yield Transfer("D", unsent[0], unsent.popleft().ends(self.devices)[1])

@@ -26,14 +26,14 @@ class Message(NamedTuple):
 
     direction: str
     """Direction: ``F`` is an activation, down the chain; ``B`` is its gradient, up."""
-    cut: int
+    boundary: int
     """Number of the boundary: between the stage of this number and the next one."""
     micro_batch: int
 
     @property
     def channel(self) -> str:
         """Name of the direction over the boundary: ``F0`` is for all activations over boundary 0."""
-        return f"{self.direction}{self.cut}"
+        return f"{self.direction}{self.boundary}"
 
     @property
     def transfer(self) -> tuple[str, int]:
@@ -43,16 +43,16 @@ class Message(NamedTuple):
     @property
     def producer(self) -> tuple[str, int]:
         """Computation that makes the tensor."""
-        return (f"F{self.cut}" if self.direction == "F" else f"B{self.cut + 1}"), self.micro_batch
+        return (f"F{self.boundary}" if self.direction == "F" else f"B{self.boundary + 1}"), self.micro_batch
 
     @property
     def consumer(self) -> tuple[str, int]:
         """Computation that needs the tensor."""
-        return (f"F{self.cut + 1}" if self.direction == "F" else f"B{self.cut}"), self.micro_batch
+        return (f"F{self.boundary + 1}" if self.direction == "F" else f"B{self.boundary}"), self.micro_batch
 
     def ends(self, devices: Sequence[int]) -> tuple[int, int]:
         """Return the devices that it comes from and goes to, from the device of each stage."""
-        ends = devices[self.cut], devices[self.cut + 1]
+        ends = devices[self.boundary], devices[self.boundary + 1]
         return ends if self.direction == "F" else (ends[1], ends[0])
 
 
@@ -111,7 +111,7 @@ class Transfer:
         """Text for a message: ``the output of stage 1 for micro-batch 5``."""
         message = self.message
         what = "output" if message.direction == "F" else "gradient of the output"
-        return f"the {what} of stage {message.cut} for micro-batch {message.micro_batch}"
+        return f"the {what} of stage {message.boundary} for micro-batch {message.micro_batch}"
 
 
 Instruction = Compute | Transfer

@@ -167,7 +167,9 @@ def _program(times: Timetable, comm_buffers: int) -> Program:
     Otherwise devices stay within that room at as many ends of boundaries, tried one after the other, as is
     possible without a circle of waits.
     """
-    ends = {(device, message.cut) for message in times.messages for device in message.ends(times.device_of_stage)}
+    ends = {
+        (device, message.boundary) for message in times.messages for device in message.ends(times.device_of_stage)
+    }
 
     def tried(strict: AbstractSet[tuple[int, int]]) -> Program:
         written = Program(

@@ -46,68 +46,90 @@ def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
     Raises:
         LoweringError: the pattern lacks an operation.
     """
-    devices = tuple(stage.device for stage in plan.stages)
-    road = _road(devices, kinds)
-    placed = {each.operation: each for each in plan.operations}
-    missing = [name for name in road if name not in placed]
-    if missing:
-        raise LoweringError(
-            f"the pattern of the plan has no {missing[0]}: every stage has its forward and backward, and every "
-            "cut between two devices its transfers"
-        )
-    period = plan.period_seconds
-    ticks_of = _ticks({"period": period})
-    begins, lasts = {}, {}
-    for name in road:
-        begins[name] = placed[name].shift * TICKS + ticks_of(placed[name].start_seconds)
-        lasts[name] = ticks_of(placed[name].duration_seconds)
-    followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # of (position, micro-batch)
-    num_before: Counter[tuple[int, int]] = Counter()
+    return _PatternRun(plan, num_micro_batches, kinds).run()
 
-    def comes_before(before: tuple[int, int], after: tuple[int, int]) -> None:
-        if after[1] < num_micro_batches:
-            followers[before].append(after)
-            num_before[after] += 1
 
-    for position, name in enumerate(road):
-        for micro_batch in range(num_micro_batches):
-            here = position, micro_batch
-            comes_before(here, (position, micro_batch + 1))
-            if position + 1 < len(road):
-                comes_before(here, (position + 1, micro_batch))
-            if name[0] == "B":
-                stage = int(name[1:])
-                comes_before(here, (road.index(f"F{stage}"), micro_batch + plan.stages[stage].in_flight))
-    orders: list[list[Operation]] = [[] for _ in range(plan.platform.num_devices)]
-    messages: list[Message] = []
-    instants: dict[Operation, tuple[int, int]] = {}
-    free: dict[object, int] = defaultdict(int)
-    earliest: dict[tuple[int, int], int] = defaultdict(int)
-    ready = [(begins[road[0]], 0, 0)]
-    while ready:
-        begin, position, micro_batch = heapq.heappop(ready)
-        name = road[position]
-        place = placed[name].device if name[0] != "S" else frozenset(placed[name].link or ())
-        begin = max(begin, free[place])
-        instants[name, micro_batch] = begin, begin + lasts[name]
-        free[place] = begin + lasts[name]
-        if name[0] == "S":
-            messages.append(Message(name[1], int(name[2:]), micro_batch))
-        else:
-            orders[devices[int(name[1:])]].append((name, micro_batch))
-        for after in followers[position, micro_batch]:
-            earliest[after] = max(earliest[after], begin + lasts[name])
-            num_before[after] -= 1
-            if not num_before[after]:
-                planned = after[1] * TICKS + begins[road[after[0]]]
-                heapq.heappush(ready, (max(planned, earliest[after]), *after))
-    return Timetable(devices, tuple(tuple(order) for order in orders), tuple(messages), instants)
+class _PatternRun:
+    """Run of a pattern over all micro-batches.
+
+    An operation on a micro-batch is a pair of numbers: its position on the road, and the micro-batch.
+    """
+
+    def __init__(self, plan: Plan, num_micro_batches: int, kinds: str) -> None:
+        self.plan, self.num_micro_batches = plan, num_micro_batches
+        self.devices = tuple(stage.device for stage in plan.stages)
+        self.road = _road(self.devices, kinds)
+        placed = {each.operation: each for each in plan.operations}
+        missing = [name for name in self.road if name not in placed]
+        if missing:
+            raise LoweringError(
+                f"the pattern of the plan has no {missing[0]}: every stage has its forward and backward, and "
+                "every cut between two devices its transfers"
+            )
+        operations = [placed[name] for name in self.road]
+        ticks_of = _ticks({"period": plan.period_seconds})
+        self.begins = [each.shift * TICKS + ticks_of(each.start_seconds) for each in operations]
+        """Ticks at which each operation of the road begins on micro-batch 0, by the pattern."""
+        self.lasts = [ticks_of(each.duration_seconds) for each in operations]
+        self.places: list[object] = [
+            each.device if each.link is None else frozenset(each.link) for each in operations
+        ]
+        """Device or link of each operation of the road."""
+        self.followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        """Operations on micro-batches that each of them must come before."""
+        self.num_before: Counter[tuple[int, int]] = Counter()
+        """Number of those that must come before each of them, and have not come yet."""
+        self._state_order()
+
+    def _state_order(self) -> None:
+        """State what must come before what: the path, the order of micro-batches, and room in each stage."""
+        for position, name in enumerate(self.road):
+            for micro_batch in range(self.num_micro_batches):
+                here = position, micro_batch
+                self._comes_before(here, (position, micro_batch + 1))
+                if position + 1 < len(self.road):
+                    self._comes_before(here, (position + 1, micro_batch))
+                if name[0] == "B":
+                    stage = int(name[1:])
+                    next_in_flight = micro_batch + self.plan.stages[stage].in_flight
+                    self._comes_before(here, (self.road.index(f"F{stage}"), next_in_flight))
+
+    def _comes_before(self, before: tuple[int, int], after: tuple[int, int]) -> None:
+        if after[1] < self.num_micro_batches:
+            self.followers[before].append(after)
+            self.num_before[after] += 1
+
+    def run(self) -> Timetable:
+        orders: list[list[Operation]] = [[] for _ in range(self.plan.platform.num_devices)]
+        messages: list[Message] = []
+        instants: dict[Operation, tuple[int, int]] = {}
+        free: dict[object, int] = defaultdict(int)
+        earliest: dict[tuple[int, int], int] = defaultdict(int)
+        ready = [(self.begins[0], 0, 0)]
+        while ready:
+            begin, position, micro_batch = heapq.heappop(ready)
+            name, place = self.road[position], self.places[position]
+            begin = max(begin, free[place])
+            end = begin + self.lasts[position]
+            instants[name, micro_batch] = begin, end
+            free[place] = end
+            if name[0] == "S":
+                messages.append(Message(name[1], int(name[2:]), micro_batch))
+            else:
+                orders[self.devices[int(name[1:])]].append((name, micro_batch))
+            for after in self.followers[position, micro_batch]:
+                earliest[after] = max(earliest[after], end)
+                self.num_before[after] -= 1
+                if not self.num_before[after]:
+                    planned = after[1] * TICKS + self.begins[after[0]]
+                    heapq.heappush(ready, (max(planned, earliest[after]), *after))
+        return Timetable(self.devices, tuple(tuple(order) for order in orders), tuple(messages), instants)
 
 
 def _road(devices: Sequence[int], kinds: str) -> list[str]:
     """Return the operations that every micro-batch goes through: ``F0 SF0 F1 B1 SB0 B0``."""
     last = len(devices) - 1
-    crosses = [devices[cut] != devices[cut + 1] for cut in range(last)]
+    crosses = [devices[boundary] != devices[boundary + 1] for boundary in range(last)]
     road = []
     for stage in range(last + 1):
         road += [f"F{stage}"] + [f"SF{stage}"] * (stage < last and crosses[stage])

@@ -151,7 +151,9 @@ def test_waits_for_the_computing_stream_end_on_all_devices_at_once(headers):
 def as_written(orders, devices, comm_buffers=2) -> Program:
     """The lists without the step that moves sends and receives."""
     times = of_orders(orders, devices, {}, max(1, comm_buffers // 2))
-    ends = {(device, message.cut) for message in times.messages for device in message.ends(times.device_of_stage)}
+    ends = {
+        (device, message.boundary) for message in times.messages for device in message.ends(times.device_of_stage)
+    }
     number = 1 + max(number for order in orders for _, number in order)
     lists = lists_of(times, comm_buffers, strict=ends)
     program = Program(device_of_stage=tuple(devices), num_micro_batches=number, lists=lists)

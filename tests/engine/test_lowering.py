@@ -144,11 +144,11 @@ def most_bytes(plan, chain, program, device):
             name = f"{each.kind}{each.stage}"
             needed = input_of(name, each.micro_batch, num_stages)
             made = output_of(name, each.micro_batch, num_stages)
-            kept -= across[needed.cut] if needed and needed.cut not in crossing else 0
+            kept -= across[needed.boundary] if needed and needed.boundary not in crossing else 0
             kept += stash[each.stage] if each.kind == "F" else 0
             most = max(most, kept + sum(max(buffers, waiting.get(cut, 0)) * across[cut] for cut in ends))
             kept -= stash[each.stage] if each.kind == "B" else 0
-            kept += across[made.cut] if made and made.cut not in crossing else 0
+            kept += across[made.boundary] if made and made.boundary not in crossing else 0
         most = max(most, kept + sum(max(buffers, after.get(cut, 0)) * across[cut] for cut in ends))
         waiting = after
     return most

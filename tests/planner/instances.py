@@ -10,10 +10,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, LayerProfile, Platform
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers.interface import Constraints, Problem
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 
 FREE = 2.0**1000
 """A bandwidth at which transfers take no time."""
@@ -43,6 +44,15 @@ def chain(
             )
         )
     return Chain(input_bytes=input_bytes, layers=tuple(layers), name="test")
+
+
+def three_layers(pick: random.Random) -> Chain:
+    """Three layers, times so small that every pattern can be tried."""
+    return chain(
+        [1, pick.randint(1, 2), 1], [1, 1, pick.randint(1, 2)], weights=[pick.randint(0, 2) for _ in range(3)],
+        outputs=[pick.choice([0, 2, 2]) for _ in range(3)], stash=[pick.randint(1, 9) for _ in range(3)],
+        transient=[pick.choice([0, 0, 4]) for _ in range(3)],
+    )  # fmt: skip
 
 
 def solved_cases(kind: str) -> list[dict]:

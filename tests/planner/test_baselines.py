@@ -7,7 +7,7 @@ import random
 import pytest
 
 from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
-from deepspeed_partition.planner.solvers.contiguous import deepspeed_cuts
+from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 
 PLENTY = Platform(num_devices=3, memory_bytes=10**9, bandwidth=1e9)
 
@@ -32,10 +32,10 @@ def test_cuts_equal_deepspeeds(seed):
     pick = random.Random(seed)
     count, stages = pick.randint(1, 14), pick.randint(1, 7)
     weights = [pick.choice([0, 0, 1, pick.random(), pick.randint(0, 5)]) for _ in range(count)]
-    assert deepspeed_cuts.partition_balanced(weights, stages) == [
+    assert deepspeed_partitions.partition_balanced(weights, stages) == [
         int(p) for p in utils.partition_balanced(weights, stages)
     ]
-    assert deepspeed_cuts.partition_uniform(count, stages) == [
+    assert deepspeed_partitions.partition_uniform(count, stages) == [
         int(p) for p in utils.partition_uniform(count, stages)
     ]
 

@@ -111,7 +111,7 @@ def test_compare_where_nothing_fits(chain, capsys):
         (["--time-limit", "0"], "time_limit_seconds is 0.0: it is more than 0"),
     ],
 )
-def test_a_flaw_of_the_problem_is_no_row(chain, capsys, options, message):
+def test_an_error_in_the_problem_is_no_row(chain, capsys, options, message):
     assert cli.run(["compare", chain, *PLATFORM, *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -120,9 +120,9 @@ def test_a_flaw_of_the_problem_is_no_row(chain, capsys, options, message):
 
 def test_a_cut_is_written_as_algorithm_takes_it_or_with_its_devices():
     plan = make_plan(Chain.from_dict(CHAIN), Platform(num_devices=2, memory_bytes=500e6, bandwidth=12e9))
-    assert draw.cut(plan) == "0,1,2"
+    assert draw.allocation_text(plan) == "0,1,2"
     crossed = tuple(replace(stage, device=1 - stage.device) for stage in plan.stages)
-    assert draw.cut(replace(plan, stages=crossed)) == "0..1@1 1..2@0"
+    assert draw.allocation_text(replace(plan, stages=crossed)) == "0..1@1 1..2@0"
 
 
 # convert, and graphs wherever chains are read
@@ -330,7 +330,7 @@ def test_completion_through_the_environment_as_a_shell_asks():
     assert done.stdout == "plain,show\n"
 
 
-def test_standard_input_and_output(chain):
+def test_standard_input_and_output():
     command = [sys.executable, "-m", "deepspeed_partition", "plan", "-", *PLATFORM, "-o", "-"]
     done = subprocess.run(command, input=json.dumps(CHAIN), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

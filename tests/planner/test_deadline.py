@@ -13,11 +13,12 @@ import pytest
 
 from deepspeed_partition import Platform, make_plan, replay
 from deepspeed_partition.planner import deadline as module
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.pattern import ilp
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner.instances import chain, problem_of
 
 

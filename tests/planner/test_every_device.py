@@ -10,9 +10,10 @@ from itertools import pairwise
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.pattern import ilp
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
 from tests.planner.instances import FREE, problem_of, random_instance
 from tests.planner.test_step_search import LINKS, shortest_of_all

@@ -1,4 +1,4 @@
-"""Chain and plan files: to the letter of their formats, exact round trips, and every flaw named."""
+"""Chain and plan files: to the letter of their formats, exact round trips, and every error named."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_bandwidth_of_a_link_is_that_of_its_slower_direction():
         ("warm_up.peak_bytes.0", "much", "warm_up.peak_bytes[0] is 'much', not an integer or a null"),
     ],
 )  # fmt: skip
-def test_flaws_of_a_chain_are_named(tmp_path, path, value, message):
+def test_errors_in_a_chain_are_named(tmp_path, path, value, message):
     file = tmp_path / "chain.json"
     file.write_text(json.dumps(changed(path, value)))
     with pytest.raises(ChainFormatError) as raised:
@@ -281,7 +281,7 @@ def test_the_plan_file_has_the_documented_fields():
         ("period_seconds", 0, "period_seconds is 0, less than 1e-15"),
     ],
 )
-def test_flaws_of_a_plan_are_named(path, value, message):
+def test_errors_in_a_plan_are_named(path, value, message):
     plan = make_plan(Chain.from_dict(CHAIN), PLATFORM).to_dict()
     with pytest.raises(PlanFormatError) as raised:
         Plan.from_dict(changed(path, value, plan))

@@ -120,7 +120,7 @@ def _places(value) -> Iterator[tuple]:
         yield from _places(inner)
 
 
-def chain_has_no_other_flaw(data: dict) -> bool:
+def chain_has_no_other_error(data: dict) -> bool:
     total, before = data["input_bytes"], data["input_bytes"]
     for layer in data["layers"]:
         stash = layer.get("stash_bytes", before)
@@ -129,7 +129,7 @@ def chain_has_no_other_flaw(data: dict) -> bool:
     return total <= 2**58
 
 
-def plan_has_no_other_flaw(data: dict) -> bool:
+def plan_has_no_other_error(data: dict) -> bool:
     """The checks that the schema's comment lists."""
     devices, end = data["platform"]["num_devices"], 0
     for stage in data["stages"]:
@@ -162,12 +162,12 @@ def all_finite(value) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "document", "reader", "no_other_flaw"),
-    [("chain", CHAIN, Chain, chain_has_no_other_flaw), ("plan", PLAN, Plan, plan_has_no_other_flaw)],
+    ("kind", "document", "reader", "no_other_error"),
+    [("chain", CHAIN, Chain, chain_has_no_other_error), ("plan", PLAN, Plan, plan_has_no_other_error)],
     ids=["chain", "plan"],
 )
 def test_the_reader_accepts_what_the_schema_and_the_documented_checks_accept(
-    kind: str, document: dict, reader, no_other_flaw: Callable[[dict], bool]
+    kind: str, document: dict, reader, no_other_error: Callable[[dict], bool]
 ):
     schema = json.loads((files.SCHEMAS / f"{kind}.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
@@ -176,7 +176,7 @@ def test_the_reader_accepts_what_the_schema_and_the_documented_checks_accept(
     @settings(many, max_examples=1200)
     @given(changed_somewhere(document))
     def compare(data: dict) -> None:
-        good = all_finite(data) and validator.is_valid(data) and no_other_flaw(data)
+        good = all_finite(data) and validator.is_valid(data) and no_other_error(data)
         seen[good] += 1
         try:
             value = reader.from_dict(data)

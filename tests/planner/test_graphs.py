@@ -70,7 +70,7 @@ def test_a_chain_conserves_its_graph(graph):
     assert sorted(order) == [index for index, each in enumerate(graph.nodes) if not each.is_input]
     for place, index in enumerate(order):
         assert all(graph.nodes[read].is_input or read in order[:place] for read in graph.nodes[index].reads)
-    cuts, chain = graph.cuts(order), graph.to_chain()
+    cuts, chain = graph.boundaries(order), graph.to_chain()
     assert (cuts[0], cuts[-1]) == (0, len(order))
     assert chain.num_layers == len(cuts) - 1
     assert chain.input_bytes == sum(each.output_bytes for each in graph.nodes if each.is_input)
@@ -110,7 +110,7 @@ def test_no_order_has_less_crossing(graph):
 @given(graphs())
 def test_every_cut_that_few_tensors_cross_is_there_and_long_layers_are_cut_further(graph):
     order = graph.order()
-    cuts, crossing = graph.cuts(order), graph.crossing(order)
+    cuts, crossing = graph.boundaries(order), graph.crossing(order)
     total = sum(graph.nodes[index].milliseconds for index in order)
     for start, stop in pairwise(cuts):
         inside = [graph.nodes[index] for index in order[start:stop]]
@@ -256,7 +256,7 @@ def test_a_graph_file_is_read_where_a_chain_is(tmp_path, text):
         ("node3 -- LSTM(8, 8) -- ", "-- ", "line 4: not a node"),  # once a ValueError, found by the fuzzer
     ],
 )
-def test_flaws_of_a_graph_are_named_with_their_line(tmp_path, old, new, message):
+def test_errors_in_a_graph_are_named_with_their_line(tmp_path, old, new, message):
     path = tmp_path / "bad.graph.txt"
     assert old in GRAPH
     path.write_text(GRAPH.replace(old, new, 1))

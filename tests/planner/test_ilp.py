@@ -12,14 +12,14 @@ import pulp
 import pytest
 
 from deepspeed_partition import Platform, make_plan
-from deepspeed_partition.planner import planning
+from deepspeed_partition.planner import assembly
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Answer
-from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern import ilp, one_f_one_b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
-from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases
+from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases, three_layers
 
 
 def scheduled(made, platform, cuts, devices, shorter_than=None, deadline=None):
@@ -76,11 +76,7 @@ def test_contiguous_allocations_equal_1f1b(seed):
 def test_three_stages_equal_every_order_and_shift(seed):
     """Times so small that every pattern can be tried: one of that period exists, and none of a shorter one."""
     pick = random.Random(seed)
-    made = chain(
-        [1, pick.randint(1, 2), 1], [1, 1, pick.randint(1, 2)], weights=[pick.randint(0, 2) for _ in range(3)],
-        outputs=[pick.choice([0, 2, 2]) for _ in range(3)], stash=[pick.randint(1, 9) for _ in range(3)],
-        transient=[pick.choice([0, 0, 4]) for _ in range(3)],
-    )  # fmt: skip
+    made = three_layers(pick)
     free = Platform(num_devices=2, memory_bytes=1000, bandwidth=2, comm_buffers=pick.choice([2, 3]))
     placed = (0, 1, 2, 3), (0, 1, 0)
     smallest = max(device.bytes_for_one for device in Road(problem_of(made, free), Placement(*placed)).memory)
@@ -110,7 +106,7 @@ def test_tensors_that_wait_beyond_their_buffers_have_room_where_the_replay_finds
     for late in range(len(best.begins)):
         begins = (*best.begins[:late], *(begin + 2 * best.period for begin in best.begins[late:]))
         pattern = replace(best, begins=begins if late else best.begins)
-        replayed = planning._assemble(problem, MadPipe(), Answer(()), pattern, None)[1]
+        replayed = assembly.assemble(problem, "madpipe", Answer(()), pattern)[1]
         needed = max(use.total for use in replayed.memory)
         assert Road(problem.with_memory(needed), placement).fits_with_waiting(pattern)
         assert not Road(problem.with_memory(needed - 1), placement).fits_with_waiting(pattern)
@@ -163,7 +159,7 @@ def test_transfers_that_share_a_link_do_not_overlap():
     assert links == {(0, 1), (1, 0)} and plan.period_seconds == 9
 
 
-def test_a_deadline_stops_the_solver_within_a_solve(monkeypatch):
+def test_a_deadline_stops_the_solver_within_a_solve():
     """From a signal handler, for one. What PuLP then calls a solution may be none: it must not be believed."""
     case = solved_cases("schedule")[3]
     made, platform = of_case(case, 2, case["M"])

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from deepspeed_partition import InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.non_contiguous import madpipe
 from deepspeed_partition.planner.solvers.pattern import ilp
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
 from tests.planner.instances import chain, instances, of_case, problem_of, random_instance, solved_cases
 
@@ -39,7 +40,7 @@ def test_solved_cases(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_solved_cases_with_one_special_device(case, monkeypatch):
-    monkeypatch.setattr(madpipe._Search, "_several_special", lambda self: False)
+    monkeypatch.setattr(madpipe._PeriodSearch, "_several_special", lambda self: False)
     made, platform = of_case(case, case["P"], case["M"])
     plan = make_plan(made, platform)
     # Where the file has no value of the class, it found the sandwich or the contiguous optimum as the best of all.
@@ -243,7 +244,7 @@ class _After(Deadline):
 
 @pytest.mark.parametrize("seed", range(0, 40, 2))
 def test_wherever_it_is_interrupted_the_class_bound_holds(seed, monkeypatch):
-    monkeypatch.setattr(madpipe._Search, "_several_special", lambda self: False)
+    monkeypatch.setattr(madpipe._PeriodSearch, "_several_special", lambda self: False)
     made, platform = random_instance(seed, most_layers=7, most_devices=4)
     try:
         best = make_plan(made, platform).period_seconds
@@ -288,8 +289,8 @@ def test_a_plan_to_start_from_is_not_lost(monkeypatch):
             bandwidth=platform.bandwidth * 2,
         )
         with monkeypatch.context() as patched:
-            patched.setattr(madpipe._Search, "_one_special", lambda _: False)
-            patched.setattr(madpipe._Search, "_several_special", lambda _: False)
+            patched.setattr(madpipe._PeriodSearch, "_one_special", lambda _: False)
+            patched.setattr(madpipe._PeriodSearch, "_several_special", lambda _: False)
             after = make_plan(made, more, madpipe.MadPipe(start=(before.allocation,)))
         assert after.period_seconds <= before.period_seconds * (1 + 1e-12)
     assert started > 5

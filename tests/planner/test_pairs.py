@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.min_memory_schedule import estimated_bytes, most_compact
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
 from tests.planner.instances import problem_of, random_instance, shared_instance
 

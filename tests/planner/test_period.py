@@ -15,7 +15,7 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from tests.planner import oracles
-from tests.planner.instances import chain, random_instance
+from tests.planner.instances import chain, random_instance, three_layers
 
 ROOM = 10**6
 
@@ -73,11 +73,7 @@ def least_bytes_of_all(layers, platform, period: int, enough: int) -> int:
 def test_least_memory_of_all_orders_and_shifts(seed: int) -> None:
     """Three layers on two devices, times so small that every pattern of every allocation can be tried."""
     pick = random.Random(seed)
-    layers = chain(
-        [1, pick.randint(1, 2), 1], [1, 1, pick.randint(1, 2)], weights=[pick.randint(0, 2) for _ in range(3)],
-        outputs=[pick.choice([0, 2, 2]) for _ in range(3)], stash=[pick.randint(1, 9) for _ in range(3)],
-        transient=[pick.choice([0, 0, 4]) for _ in range(3)],
-    )  # fmt: skip
+    layers = three_layers(pick)
     platform = Platform(num_devices=2, memory_bytes=ROOM, bandwidth=2)
     period = pick.randint(4, 5)
     try:
@@ -146,7 +142,7 @@ def test_a_longer_period_needs_less() -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
 
 
-def test_a_fixed_cut_at_a_period_runs_as_it_is() -> None:
+def test_a_fixed_partition_at_a_period_runs_as_it_is() -> None:
     platform = Platform(num_devices=2, memory_bytes=ROOM, bandwidth=20.0)
     plan = make_plan(LAYERS, platform, [0, 1, 4], period_seconds=10)
     assert (plan.boundaries, plan.period_seconds) == ([0, 1, 4], 10)

@@ -49,7 +49,7 @@ def test_a_plan_of_others_that_marks_a_step_is_not_believed():
     assert PROOF not in draw.summary(replace(plan, proved=True, proved_class="one special device"))
 
 
-def test_a_period_and_its_memory_are_told_apart(path, tmp_path, capsys):
+def test_a_period_and_its_memory_are_told_apart():
     plan = make_plan(LAYERS, PLATFORM)
     assert (plan.proved, plan.proved_of) == (True, "period")
     assert f"period {PROOF}: {plan.proved_class}" in draw.summary(plan)

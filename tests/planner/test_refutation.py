@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_partition import Platform
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_unrefuted, refuted
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner.instances import chain, problem_of, shared_instance
 
 

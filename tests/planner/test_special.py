@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_partition import Platform
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.non_contiguous import one_special_device
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 

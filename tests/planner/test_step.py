@@ -118,7 +118,7 @@ def test_in_deepspeed_the_step_is_never_slower_than_that_of_the_shortest_period(
         assert plan.blocking_step_seconds <= of_periodic.blocking_step_seconds
 
 
-def test_the_search_for_a_step_in_deepspeed_finds_the_best_cut():
+def test_the_search_for_a_step_in_deepspeed_finds_the_best_partition():
     """On small instances, against every cut: the best in nearly all, and never far."""
     ratios = []
     for seed in range(80):

@@ -8,18 +8,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.simulate.step_simulator import StepEngine, eager, in_order
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
@@ -85,7 +86,7 @@ def test_never_slower_than_the_periodic_plan(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_never_slower_than_any_cut_under_the_usual_orders(seed: int) -> None:
+def test_never_slower_than_any_partition_under_the_usual_orders(seed: int) -> None:
     """DeepSpeed's 1F1B, one that hides transfers, and GPipe's flush, on every cut, where they fit."""
     pick = random.Random(seed)
     made, platform = random_instance(seed, most_layers=6)
@@ -209,10 +210,7 @@ def one_at_a_time(made: Chain, platform: Platform, placement: Placement) -> Plan
     begins = accumulate((operation.ticks for operation in road.operations[:-1]), initial=0)
     pattern = Pattern(placement, tuple(road.operations), road.sequential, tuple(begins))
     steady = pattern.schedule(problem.times.clock)
-    stages = tuple(
-        PlannedStage(layers=layers, device=device, in_flight=1)
-        for layers, device in zip(pairwise(placement.cuts), placement.devices, strict=True)
-    )
+    stages = tuple(PlannedStage(layers=layers, device=device, in_flight=1) for layers, device in placement.stages)
     plan = make_plan(made, platform, [0, made.num_layers])
     return replace(plan, stages=stages, operations=steady.operations, period_seconds=steady.period_seconds)
 
@@ -264,10 +262,10 @@ def test_a_stage_on_two_devices_in_turn_shortens_a_step() -> None:
     assert plan is not None
     assert [stage.device for stage in plan.stages] == [0, 1, 0]
     assert plan.blocking_step_seconds is None
-    best_cut = step_of(made, plan.platform, 12, "contiguous")
-    assert best_cut is not None
-    assert best_cut.step_seconds >= 9 * 12 > plan.step_seconds
-    assert best_cut.blocking_step_seconds is not None
+    contiguous = step_of(made, plan.platform, 12, "contiguous")
+    assert contiguous is not None
+    assert contiguous.step_seconds >= 9 * 12 > plan.step_seconds
+    assert contiguous.blocking_step_seconds is not None
 
 
 def test_a_deadline_that_has_passed_leaves_a_plan() -> None:

@@ -198,7 +198,7 @@ def test_the_optimizer_step_is_timed(clock):
     assert InPlaceClock(torch.device("cpu")).optimizer_step() is None
 
 
-def step_of(clock: Clock, measured: InPlaceClock, layer: Layer) -> None:
+def step_of(measured: InPlaceClock, layer: Layer) -> None:
     with measured.step():
         segment([measured.timed_layer(0, layer)], torch.randn(4, 8)).sum().backward()
 
@@ -209,7 +209,7 @@ def test_first_steps_are_dropped_where_there_are_others(clock):
     for steady in (False, False, True, True, True):
         if steady:
             layer.forward_seconds, layer.backward_seconds = 1.0, 2.0
-        step_of(clock, measured, layer)
+        step_of(measured, layer)
         expected = (1.0, 2.0) if steady else (100.0, 200.0)
         [times] = measured.times().values()
         assert (times.forward.median_seconds, times.backward.median_seconds) == expected
@@ -219,8 +219,8 @@ def test_a_step_that_fails_does_not_count(clock):
     layer, measured = Layer(clock, 1.0, 2.0), InPlaceClock(torch.device("cpu"))
     layer.bias.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        step_of(clock, measured, layer)
+        step_of(measured, layer)
     assert measured.num_steps == 0 and measured.times() == {}
     layer.bias = nn.Parameter(torch.zeros(8))
-    step_of(clock, measured, layer)
+    step_of(measured, layer)
     assert measured.times()[0].backward.median_seconds == 2.0

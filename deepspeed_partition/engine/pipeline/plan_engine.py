@@ -584,8 +584,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
         if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
             raise TypeError(
-                f"stage {message.cut} ends with a layer that returns {type(outputs).__name__}, and only a tensor "
-                "or a tuple of tensors can cross a cut"
+                f"stage {message.boundary} ends with a layer that returns {type(outputs).__name__}, and only a "
+                "tensor or a tuple of tensors can cross a cut"
             )
         detached = tuple(tensor.detach() for tensor in whole)
         self._between[message] = detached if isinstance(outputs, tuple) else detached[0]
@@ -594,7 +594,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         departed = self._departed[slot] = Departed(outputs)
         self.pipe_buffers["outputs"][slot] = departed.root
         accelerator = self.module.device_of_stage
-        if accelerator[message.cut] != accelerator[message.cut + 1]:
+        if accelerator[message.boundary] != accelerator[message.boundary + 1]:
             floating = tuple(tensor for tensor in detached if tensor.is_floating_point())
             self._gradient_shapes[message._replace(direction="B")] = Shapes.of(floating)
 

@@ -116,6 +116,6 @@ def merged(parts: list[Part], devices: tuple[int, ...]) -> tuple[TimedOperation,
         for name, micro_batch, start, end in part.computed
     ]
     for message, start, arrived, _ in moves_of(parts, devices):
-        link = devices[message.cut], devices[message.cut + 1]
+        link = devices[message.boundary], devices[message.boundary + 1]
         operations.append(placed(f"S{message.channel}", message.micro_batch, start, arrived, link=link))
     return tuple(sorted(operations, key=lambda each: (each.start_seconds, each.operation)))

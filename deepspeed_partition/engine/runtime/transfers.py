@@ -476,7 +476,7 @@ class Transfers:
         if known not in (None, shapes) and not self._told_each_time:
             assert known is not None
             raise ShapesDifferError(
-                f"micro-batch {message.micro_batch} crosses cut {message.cut} with the shapes "
+                f"micro-batch {message.micro_batch} crosses cut {message.boundary} with the shapes "
                 f"{[tuple(shape) for shape, _ in shapes.tensors]} and the first one of its batch did with "
                 f"{[tuple(shape) for shape, _ in known.tensors]}: build the module with dynamic_shape=True",
                 known,
@@ -487,7 +487,7 @@ class Transfers:
 
     def _send_header(self, message: Message, peer: int, shapes: Shapes) -> None:
         header = shapes.header()
-        work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
+        work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary)
         self._headers.do(functools.partial(_wait_holding, work, header, self.ranks[peer]))
 
     def wait_until_left(self, message: Message, peer: int) -> None:
@@ -505,7 +505,7 @@ class Transfers:
         if told or self._on_streams:
             self._headers_posted.add(message.channel)
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-            work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.cut)
+            work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary)
             expected = header, work
         self._lines[peer].post(message, expected)
         if self._on_streams:

@@ -246,7 +246,7 @@ def links_of(parts: Sequence[Sequence[Part]], devices: Sequence[int]) -> tuple[L
     sizes: dict[tuple[int, str], list[int]] = defaultdict(list)
     for step in zip(*parts, strict=True):
         for move in moves_of(step, devices):
-            channel = move.message.cut, move.message.direction
+            channel = move.message.boundary, move.message.direction
             seconds[channel].append(move.end_seconds - move.start_seconds)
             sizes[channel].append(move.num_bytes)
 

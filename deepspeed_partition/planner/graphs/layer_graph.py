@@ -165,11 +165,10 @@ class LayerGraph:
     def to_chain(self) -> Chain:
         """Return the chain of the graph; the times and weights of its layers add up to those of the nodes."""
         order = self.order()
-        cuts = self.cuts(order)
         crossing = self.crossing(order)
         layers = [
             self._layer([self.nodes[index] for index in order[start:stop]], crossing[stop].num_bytes)
-            for start, stop in pairwise(cuts)
+            for start, stop in pairwise(self.boundaries(order))
         ]
         inputs = sum(node.output_bytes for node in self.nodes if node.is_input)
         return Chain(input_bytes=inputs, layers=tuple(layers), name=self.name)
@@ -244,7 +243,7 @@ class LayerGraph:
             done ^= 1 << order[-1]
         return order[::-1]
 
-    def cuts(self, order: Sequence[int]) -> list[int]:
+    def boundaries(self, order: Sequence[int]) -> list[int]:
         """Return the positions in the order where layers begin, and its length."""
         nodes = [self.nodes[index] for index in order]
         crossing = self.crossing(order)
@@ -252,14 +251,13 @@ class LayerGraph:
         candidates = _cheapest_of_equals(
             nodes, [(max(0, each.num_tensors - FEW_TENSORS), each.num_bytes) for each in crossing]
         )
-        cuts = {0, len(nodes)} | {cut for cut in candidates if crossing[cut].num_tensors <= FEW_TENSORS}
-        for limit in sorted({crossing[cut].num_tensors for cut in candidates}):
-            for start, stop in list(pairwise(sorted(cuts))):
+        found = {0, len(nodes)} | {place for place in candidates if crossing[place].num_tensors <= FEW_TENSORS}
+        for limit in sorted({crossing[place].num_tensors for place in candidates}):
+            for start, stop in list(pairwise(sorted(found))):
                 if limit > FEW_TENSORS and until[stop] - until[start] >= LONGEST_SHARE * until[-1]:
-                    cuts |= {
-                        cut for cut in candidates if start < cut < stop and crossing[cut].num_tensors <= limit
-                    }
-        return sorted(cuts)
+                    within = [place for place in candidates if start < place < stop]
+                    found |= {place for place in within if crossing[place].num_tensors <= limit}
+        return sorted(found)
 
 
 def _cheapest_of_equals(nodes: Sequence[Node], price: Sequence[tuple[int, int]]) -> list[int]:

@@ -61,8 +61,8 @@ def read_chain(text: str, *, name: str, where: str) -> Chain:
     graph = read_graph(text, name=name, where=where)
     try:
         return graph.to_chain()
-    except ValueError as flaw:
-        raise ChainFormatError(f"{where}: {flaw}") from None
+    except ValueError as error:
+        raise ChainFormatError(f"{where}: {error}") from None
 
 
 def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
@@ -100,9 +100,9 @@ def read_graph(text: str, *, name: str, where: str) -> LayerGraph:
             ],
             name,
         )
-    except GraphError as flaw:
-        at = where if flaw.node is None else list(nodes.values())[flaw.node][0].where
-        raise ChainFormatError(f"{at}: {flaw}") from None
+    except GraphError as error:
+        at = where if error.node is None else list(nodes.values())[error.node][0].where
+        raise ChainFormatError(f"{at}: {error}") from None
 
 
 def _check_sizes(text: str, where: str) -> None:

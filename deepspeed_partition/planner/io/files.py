@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, TypeGuard, cast
 
 from deepspeed_partition.planner.errors import FormatError
-from deepspeed_partition.planner.io.validation import Check, Flaw, compiled
+from deepspeed_partition.planner.io.validation import Check, Violation, compiled
 from deepspeed_partition.planner.units import printable, shown
 
 LARGEST_FILE_BYTES = 2**25
@@ -40,12 +40,12 @@ def read_text(path: str | PathLike[str], *, error: type[FormatError]) -> str:
         if len(data) > LARGEST_FILE_BYTES:
             raise error(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, which no file that is read here can be")
         return data.decode("utf-8")
-    except UnicodeDecodeError as flaw:
-        raise error(f"{path}: not text: byte {flaw.start} is not UTF-8") from None
-    except (OSError, ValueError) as flaw:
-        if isinstance(flaw, error):
+    except UnicodeDecodeError as cause:
+        raise error(f"{path}: not text: byte {cause.start} is not UTF-8") from None
+    except (OSError, ValueError) as cause:
+        if isinstance(cause, error):
             raise
-        raise error(f"{path}: cannot be read: {getattr(flaw, 'strerror', None) or flaw}") from None
+        raise error(f"{path}: cannot be read: {getattr(cause, 'strerror', None) or cause}") from None
 
 
 def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
@@ -60,8 +60,8 @@ def parse_json(text: str, *, where: str, error: type[FormatError]) -> Any:
 
     try:
         return json.loads(text, parse_int=integer)
-    except json.JSONDecodeError as flaw:
-        raise error(f"{where}: not JSON: {flaw.msg} at line {flaw.lineno}, column {flaw.colno}") from None
+    except json.JSONDecodeError as cause:
+        raise error(f"{where}: not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}") from None
     except RecursionError:
         raise error(f"{where}: nested too deeply") from None
 
@@ -92,9 +92,9 @@ def validated(data: Any, *, schema: str, where: str, error: type[FormatError]) -
             raise error(f"{where}: {_dotted(path) or 'the file'} is {rule}")
         # Check the format first: a file of another version has other fields, too.
         for check in reversed(_checks(schema)):
-            flaw = check(data)
-            if flaw is not None:
-                raise error(f"{where}: {_sentence(flaw)}")
+            violation = check(data)
+            if violation is not None:
+                raise error(f"{where}: {_sentence(violation)}")
     except RecursionError:
         raise error(f"{where}: nested too deeply") from None
     return cast("Mapping[str, Any]", data)
@@ -131,12 +131,12 @@ def _dotted(path: Iterable[str | int]) -> str:
     return text.removeprefix(".")
 
 
-def _sentence(flaw: Flaw) -> str:
+def _sentence(violation: Violation) -> str:
     """Sentence that says what is wrong, with the path of the field and without the whole file in it."""
-    path, wanted = _dotted(flaw.path), flaw.wanted
-    if flaw.keyword == "required":
+    path, wanted = _dotted(violation.path), violation.wanted
+    if violation.keyword == "required":
         return f"{f'{path}.' if path else ''}{wanted} is missing"
-    match flaw.keyword:
+    match violation.keyword:
         case "type":
             names = wanted if isinstance(wanted, list) else [wanted]
             rule = "not " + " or ".join(f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in names)
@@ -156,7 +156,7 @@ def _sentence(flaw: Flaw) -> str:
             rule = f"not of the form {wanted}"
         case _:
             rule = "not of a form that is allowed here"
-    return f"{path or 'the file'} is {shown(flaw.found)}, {rule}"
+    return f"{path or 'the file'} is {shown(violation.found)}, {rule}"
 
 
 def write_text(path: str | PathLike[str], text: str, *, through_link: bool = True) -> None:
@@ -176,8 +176,8 @@ def write_text(path: str | PathLike[str], text: str, *, through_link: bool = Tru
         else:
             with replacing(target) as file:
                 file.write(text.encode("utf-8"))
-    except OSError as flaw:
-        raise OSError(flaw.errno, f"cannot be written: {flaw.strerror}", str(path)) from None
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
 
 
 @contextmanager

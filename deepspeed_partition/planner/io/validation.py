@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 
-class Flaw(NamedTuple):
+class Violation(NamedTuple):
     """First error in a value: where it is, what was found, and what the schema asks for."""
 
     path: tuple[str | int, ...]
@@ -22,7 +22,7 @@ class Flaw(NamedTuple):
     found: Any
 
 
-Check: TypeAlias = Callable[[Any], Flaw | None]
+Check: TypeAlias = Callable[[Any], Violation | None]
 _CHECKS_NOTHING = ("$schema", "title", "$comment", "$defs")
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
@@ -52,11 +52,11 @@ def compiled(schema: Mapping[str, Any]) -> Check:
         if len(checks) == 1:
             return checks[0]
 
-        def all_of(value: Any) -> Flaw | None:
+        def all_of(value: Any) -> Violation | None:
             for check in checks:
-                flaw = check(value)
-                if flaw is not None:
-                    return flaw
+                violation = check(value)
+                if violation is not None:
+                    return violation
             return None
 
         return all_of
@@ -64,8 +64,8 @@ def compiled(schema: Mapping[str, Any]) -> Check:
     return check_of(schema)
 
 
-def _below(key: str | int, flaw: Flaw) -> Flaw:
-    return flaw._replace(path=(key, *flaw.path))
+def _below(key: str | int, violation: Violation) -> Violation:
+    return violation._replace(path=(key, *violation.path))
 
 
 def _type(part: Mapping[str, Any], _: Any) -> Check:
@@ -73,18 +73,18 @@ def _type(part: Mapping[str, Any], _: Any) -> Check:
     tests = [_TYPES[name] for name in ([wanted] if isinstance(wanted, str) else wanted)]
     if len(tests) == 1:
         [test] = tests
-        return lambda value: None if test(value) else Flaw((), "type", wanted, value)
-    return lambda value: None if any(test(value) for test in tests) else Flaw((), "type", wanted, value)
+        return lambda value: None if test(value) else Violation((), "type", wanted, value)
+    return lambda value: None if any(test(value) for test in tests) else Violation((), "type", wanted, value)
 
 
 def _required(part: Mapping[str, Any], _: Any) -> Check:
     wanted = part["required"]
 
-    def check(value: Any) -> Flaw | None:
+    def check(value: Any) -> Violation | None:
         if isinstance(value, dict):
             for name in wanted:
                 if name not in value:
-                    return Flaw((), "required", name, value)
+                    return Violation((), "required", name, value)
         return None
 
     return check
@@ -93,11 +93,11 @@ def _required(part: Mapping[str, Any], _: Any) -> Check:
 def _properties(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
     checks = {name: check_of(below) for name, below in part["properties"].items()}
 
-    def check(value: Any) -> Flaw | None:
+    def check(value: Any) -> Violation | None:
         if isinstance(value, dict):
             for name, below in checks.items():
-                if name in value and (flaw := below(value[name])) is not None:
-                    return _below(name, flaw)
+                if name in value and (violation := below(value[name])) is not None:
+                    return _below(name, violation)
         return None
 
     return check
@@ -106,11 +106,11 @@ def _properties(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Ch
 def _items(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
     below, first = check_of(part["items"]), len(part.get("prefixItems", ()))
 
-    def check(value: Any) -> Flaw | None:
+    def check(value: Any) -> Violation | None:
         if isinstance(value, list):
             for index in range(first, len(value)):
-                if (flaw := below(value[index])) is not None:
-                    return _below(index, flaw)
+                if (violation := below(value[index])) is not None:
+                    return _below(index, violation)
         return None
 
     return check
@@ -119,11 +119,11 @@ def _items(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
 def _prefix_items(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
     checks = [check_of(below) for below in part["prefixItems"]]
 
-    def check(value: Any) -> Flaw | None:
+    def check(value: Any) -> Violation | None:
         if isinstance(value, list):
             for index, (below, item) in enumerate(zip(checks, value, strict=False)):
-                if (flaw := below(item)) is not None:
-                    return _below(index, flaw)
+                if (violation := below(item)) is not None:
+                    return _below(index, violation)
         return None
 
     return check
@@ -132,8 +132,8 @@ def _prefix_items(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> 
 def _any_of(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
     checks = [check_of(below) for below in part["anyOf"]]
 
-    def check(value: Any) -> Flaw | None:
-        return Flaw((), "anyOf", part["anyOf"], value) if all(below(value) for below in checks) else None
+    def check(value: Any) -> Violation | None:
+        return Violation((), "anyOf", part["anyOf"], value) if all(below(value) for below in checks) else None
 
     return check
 
@@ -142,7 +142,7 @@ def _pattern(part: Mapping[str, Any], _: Any) -> Check:
     wanted = part["pattern"]
     search = re.compile(wanted).search
     return lambda value: (
-        Flaw((), "pattern", wanted, value) if isinstance(value, str) and not search(value) else None
+        Violation((), "pattern", wanted, value) if isinstance(value, str) and not search(value) else None
     )
 
 
@@ -153,12 +153,12 @@ def _compared(keyword: str, kind: type, is_wrong: Callable[[Any, Any], bool]) ->
         wanted, number = part[keyword], _TYPES["number"]
         if kind is list:
             return lambda value: (
-                Flaw((), keyword, wanted, value)
+                Violation((), keyword, wanted, value)
                 if isinstance(value, list) and is_wrong(len(value), wanted)
                 else None
             )
         return lambda value: (
-            Flaw((), keyword, wanted, value) if number(value) and is_wrong(value, wanted) else None
+            Violation((), keyword, wanted, value) if number(value) and is_wrong(value, wanted) else None
         )
 
     return make
@@ -166,15 +166,15 @@ def _compared(keyword: str, kind: type, is_wrong: Callable[[Any, Any], bool]) ->
 
 def _const(part: Mapping[str, Any], _: Any) -> Check:
     wanted = part["const"]
-    return lambda value: None if value == wanted else Flaw((), "const", wanted, value)
+    return lambda value: None if value == wanted else Violation((), "const", wanted, value)
 
 
 def _enum(part: Mapping[str, Any], _: Any) -> Check:
     wanted = part["enum"]
 
-    def check(value: Any) -> Flaw | None:
+    def check(value: Any) -> Violation | None:
         is_one = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in wanted)
-        return None if is_one else Flaw((), "enum", wanted, value)
+        return None if is_one else Violation((), "enum", wanted, value)
 
     return check
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deepspeed_partition.planner.data_parallel import (
@@ -180,22 +181,18 @@ def compare(
     # Algorithms that search long come last, and get the time that the others leave.
     for num_left, name in zip(range(len(names), 0, -1), sorted(names, key=_patience), strict=True):
         share = max(overall.remaining_seconds() / num_left, SHORTEST_TIME_LIMIT_SECONDS)
-        try:
-            plan = make_plan(
-                chain,
-                platform,
-                name,
-                num_micro_batches=num_micro_batches,
-                data_parallel=data_parallel,
-                zero_stage=zero_stage,
-                time_limit_seconds=share,
-                deadline=deadline,
-            )
-        except (InfeasibleError, ValueError) as error:
-            smallest = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
-            contenders[name] = Contender(algorithm=name, reason=str(error), smallest_memory_bytes=smallest)
-        else:
-            contenders[name] = Contender(algorithm=name, plan=plan)
+        make = partial(
+            make_plan,
+            chain,
+            platform,
+            name,
+            num_micro_batches=num_micro_batches,
+            data_parallel=data_parallel,
+            zero_stage=zero_stage,
+            time_limit_seconds=share,
+            deadline=deadline,
+        )
+        contenders[name] = _contender(name, make)
     return Comparison(
         chain=chain,
         platform=platform,
@@ -203,6 +200,15 @@ def compare(
         replicated=replicated,
         lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
     )
+
+
+def _contender(algorithm: str, make: Callable[[], Plan]) -> Contender:
+    """Return the plan of an algorithm, or the reason why it has none."""
+    try:
+        return Contender(algorithm=algorithm, plan=make())
+    except (InfeasibleError, ValueError) as error:
+        smallest = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
+        return Contender(algorithm=algorithm, reason=str(error), smallest_memory_bytes=smallest)
 
 
 def _patience(name: str) -> int:

@@ -140,7 +140,7 @@ def comparison_table(comparison: Comparison) -> Table:
             "-" if steps else "yes" if plan.proved else "no",  # nothing is proved about a step
             _sent(comparison, contender),
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
-            cut(plan),
+            allocation_text(plan),
         )
     table.add_row(*_replicated_row(comparison, steps=steps))
     return table
@@ -241,7 +241,7 @@ def frontier_table(frontier: Frontier) -> Table:
             format_seconds(seconds_of(plan)),
             f"{frontier.slowdown(plan):.1%}",
             "-" if plan.step is not None else "yes" if plan.proved else "no",  # nothing is proved about a step
-            cut(plan),
+            allocation_text(plan),
         )
     return table
 
@@ -272,7 +272,7 @@ def _refusal(contender: Contender) -> tuple[str, str]:
     return f"does not fit: needs {format_bytes(contender.smallest_memory_bytes)}", ""
 
 
-def cut(plan: Plan) -> str:
+def allocation_text(plan: Plan) -> str:
     """Format boundaries as ``0,3,8``; with several stages on a device as ``0..3@0 3..5@1 5..8@0``."""
     if plan.is_contiguous:
         return ",".join(map(str, plan.boundaries))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -94,31 +94,44 @@ def frontier(
             make_plan, chain, smaller, algorithm, time_limit_seconds=limit / POINTS / 2, deadline=deadline
         )
         plan = make(num_micro_batches=num_micro_batches)
-        if num_micro_batches is not None or algorithm not in SAVES_MEMORY:
-            return plan
-        try:
-            least = make(period_seconds=plan.period_seconds)
-        except InfeasibleError:  # the time was up before a plan as small was found
-            return plan
-        if max(least.peak_memory_bytes) >= max(plan.peak_memory_bytes):
-            return plan
-        # A proved point means that nothing is faster in its memory.
-        return replace(least, proved=plan.proved, proved_class=plan.proved_class, proved_of=plan.proved_of)
+        can_save = num_micro_batches is None and algorithm in SAVES_MEMORY
+        return _in_less_memory(plan, make) if can_save else plan
 
-    plans = [plan_for(platform.memory_bytes)]
-    smallest, complete = 1, False
+    plans, complete = _descent(platform.memory_bytes, plan_for, deadline)
+    return Frontier(tuple(_undominated(plans)), complete)
+
+
+def _in_less_memory(plan: Plan, make: Callable[..., Plan]) -> Plan:
+    """Return a plan of the same period that needs less memory, if one is found; otherwise the plan."""
+    try:
+        least = make(period_seconds=plan.period_seconds)
+    except InfeasibleError:  # the time was up before a plan as small was found
+        return plan
+    if max(least.peak_memory_bytes) >= max(plan.peak_memory_bytes):
+        return plan
+    # A proved point means that nothing is faster in its memory.
+    return replace(least, proved=plan.proved, proved_class=plan.proved_class, proved_of=plan.proved_of)
+
+
+def _descent(memory_bytes: int, plan_for: Callable[[int], Plan], deadline: Deadline) -> tuple[list[Plan], bool]:
+    """Return plans for less and less memory, and whether the last one is for the least that any plan takes.
+
+    Raises:
+        InfeasibleError: not even the first plan fits.
+    """
+    plans = [plan_for(memory_bytes)]
+    smallest = 1
     while not deadline.passed():
         used = max(plans[-1].peak_memory_bytes)
         if used <= smallest:
-            complete = True
-            break
+            return plans, True
         try:
             plans.append(plan_for(max(smallest, min(used - 1, int(used * (1 - RESOLUTION))))))
         except InfeasibleError as error:
             smallest = used if error.smallest_memory_bytes is None else error.smallest_memory_bytes
             if smallest > used:  # the last plan fits into less: it had no time to find that
                 break
-    return Frontier(tuple(_undominated(plans)), complete)
+    return plans, False
 
 
 def _undominated(plans: Sequence[Plan]) -> list[Plan]:

@@ -15,32 +15,32 @@ from typing import Any
 from deepspeed_partition.planner.errors import PlanMismatchError, TimelineFormatError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.plan import ChainReference, Plan
-from deepspeed_partition.planner.schedule import place_from_dict, place_to_dict
+from deepspeed_partition.planner.schedule import OperationSpan, span_from_dict
 
 TIMELINE_FORMAT = "madpipe-timeline/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedOperation:
-    """One measured operation on one micro-batch, named and placed as in a plan."""
+class TimedOperation(OperationSpan):
+    """One measured operation on one micro-batch, named and placed as in a plan.
 
-    operation: str
-    """Name of the operation: ``F2``, ``B2``, ``SF2``, ``SB2``."""
+    It starts so many seconds after the start of the step, which is the same instant on all devices. A transfer
+    starts when its tensor is there, its receive is posted, and what was sent before it in its direction has
+    arrived; it lasts until the tensor has arrived.
+    """
+
     micro_batch: int
-    start_seconds: float
-    """Seconds from the start of the step, which is the same instant on all devices. A transfer starts when its
-    tensor is there, its receive is posted, and what was sent before it in its direction has arrived."""
-    duration_seconds: float
-    """Seconds of the operation; for a transfer, until the tensor has arrived."""
-    device: int | None = None
-    """Device of a forward or backward; None for a transfer."""
-    link: tuple[int, int] | None = None
-    """Devices of a transfer, that of stage i and that of stage i + 1, in both directions; None for a
-    computation."""
 
     @property
     def end_seconds(self) -> float:
         return self.start_seconds + self.duration_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.place_to_dict(), "micro_batch": self.micro_batch, **self.times_to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TimedOperation:
+        return cls(**span_from_dict(data), micro_batch=int(data["micro_batch"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class MeasuredTimeline:
                 {
                     "step": step.step,
                     "clock_error_seconds": list(step.clock_error_seconds),
-                    "operations": [_operation_to_dict(each) for each in step.operations],
+                    "operations": [each.to_dict() for each in step.operations],
                 }
                 for step in self.steps
             ],
@@ -166,13 +166,13 @@ class MeasuredTimeline:
                     TimedStep(
                         step=int(step["step"]),
                         clock_error_seconds=tuple(float(error) for error in step["clock_error_seconds"]),
-                        operations=tuple(_operation_from_dict(each) for each in step["operations"]),
+                        operations=tuple(TimedOperation.from_dict(each) for each in step["operations"]),
                     )
                     for step in mapping["steps"]
                 ),
             )
-        except ValueError as flaw:
-            raise TimelineFormatError(f"{where}: {flaw}") from None
+        except ValueError as error:
+            raise TimelineFormatError(f"{where}: {error}") from None
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> MeasuredTimeline:
@@ -287,22 +287,3 @@ def _medians(operations: Iterable[TimedOperation]) -> Iterator[tuple[str, float]
         durations[each.operation].append(each.duration_seconds)
     for name, seconds in durations.items():
         yield name, statistics.median(seconds)
-
-
-def _operation_to_dict(operation: TimedOperation) -> dict[str, Any]:
-    return {
-        "operation": operation.operation,
-        **place_to_dict(operation.device, operation.link),
-        "micro_batch": operation.micro_batch,
-        "start_seconds": operation.start_seconds,
-        "duration_seconds": operation.duration_seconds,
-    }
-
-
-def _operation_from_dict(data: Mapping[str, Any]) -> TimedOperation:
-    return TimedOperation(
-        **place_from_dict(data),
-        micro_batch=int(data["micro_batch"]),
-        start_seconds=float(data["start_seconds"]),
-        duration_seconds=float(data["duration_seconds"]),
-    )

@@ -23,7 +23,7 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
-from deepspeed_partition.planner.simulate.replay_step import Timeline, cuts_of, run_step, step_ticks
+from deepspeed_partition.planner.simulate.replay_step import Timeline, boundaries_of, run_step, step_ticks
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
@@ -311,7 +311,7 @@ def _waiting_at_ends(
     plan: Plan, chain: Chain, timeline: Timeline, device: int
 ) -> Iterator[tuple[tuple[int, str], tuple[_Residents, int]]]:
     """Yield the tensors, activations and gradients together, at each end of a boundary that lies on ``device``."""
-    for index, num_bytes in cuts_of(plan, chain, between_devices=True):
+    for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
         before, after = f"F{index}", f"F{index + 1}"
         if plan.stages[index].device == device:
             spans = [
@@ -331,7 +331,7 @@ def _waiting_inside(
     plan: Plan, chain: Chain, timeline: Timeline, device: int
 ) -> Iterator[tuple[int, tuple[_Residents, int]]]:
     """Yield the tensors that wait between neighbouring stages of one device."""
-    for index, num_bytes in cuts_of(plan, chain, between_devices=False):
+    for index, num_bytes in boundaries_of(plan, chain, between_devices=False):
         if plan.stages[index].device == device:
             spans = [
                 *_between(timeline, f"F{index}", 1, f"F{index + 1}", 0),

@@ -32,7 +32,7 @@ class Timeline:
         return range(max(micro_batch for _, micro_batch in self.operations) + 1)
 
 
-def cuts_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
+def boundaries_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
     """Yield the stage before each boundary and the bytes that cross it."""
     for index in range(len(plan.stages) - 1):
         travels = plan.stages[index].device != plan.stages[index + 1].device
@@ -57,13 +57,14 @@ def run_step(plan: Plan, chain: Chain) -> Timeline | str:
     committed later cannot start earlier.
     """
     assert plan.step is not None
-    flaw = _order_flaw(plan)
-    if flaw is not None:
-        return flaw
+    violation = _order_violation(plan)
+    if violation is not None:
+        return violation
     return _StepRun(plan, chain).run()
 
 
-def _order_flaw(plan: Plan) -> str | None:
+def _order_violation(plan: Plan) -> str | None:
+    """Return a sentence where the orders are not each forward and backward once, on its device; else None."""
     assert plan.step is not None
     wanted = {
         (f"{kind}{index}", micro_batch): stage.device
@@ -97,7 +98,7 @@ class _StepRun:
             self.durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + sum(
                 ticks(layer.forward_seconds) for layer in recomputed
             )
-        for index, num_bytes in cuts_of(plan, chain, between_devices=True):
+        for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
             transfer = ticks(plan.platform.transfer_seconds(num_bytes))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
         self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
@@ -122,11 +123,11 @@ class _StepRun:
                 break
             start, _, name, micro_batch = min(candidates)
             self._commit(start, name, micro_batch)
-            stages, cuts = self.near[name]
+            stages, boundaries = self.near[name]
             for stage in stages:
                 operations[self.plan.stages[stage].device] = self._operation(self.plan.stages[stage].device)
-            for cut in cuts:
-                transfers[self._link(cut)] = self._transfer(self._link(cut))
+            for boundary in boundaries:
+                transfers[self._link(boundary)] = self._transfer(self._link(boundary))
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
@@ -136,14 +137,14 @@ class _StepRun:
     def _near(self, name: str) -> tuple[list[int], list[int]]:
         """Return the stages and the boundaries that the end of an operation or transfer may unblock."""
         index = int(name.lstrip("SFB"))
-        stages, cuts = (
+        stages, boundaries = (
             ([index, index + 1], [index])
             if name[0] == "S"
             else ([index - 1, index, index + 1], [index - 1, index])
         )
         return (
             [stage for stage in stages if 0 <= stage < len(self.plan.stages)],
-            [cut for cut in cuts if f"SF{cut}" in self.durations],
+            [boundary for boundary in boundaries if f"SF{boundary}" in self.durations],
         )
 
     def _needs(self, name: str) -> list[str]:
@@ -211,11 +212,11 @@ class _StepRun:
         device = self.plan.stages[index].device
         self.device_free[device] = end
         self.position[device] += 1
-        cut = index if kind == "F" else index - 1
-        send = f"S{kind}{cut}"
+        boundary = index if kind == "F" else index - 1
+        send = f"S{kind}{boundary}"
         if send in self.durations:
-            self.to_send[self._link(cut)].append((end, micro_batch, send))
+            self.to_send[self._link(boundary)].append((end, micro_batch, send))
 
-    def _link(self, cut: int) -> tuple[int, int]:
-        ends = sorted((self.plan.stages[cut].device, self.plan.stages[cut + 1].device))
+    def _link(self, boundary: int) -> tuple[int, int]:
+        ends = sorted((self.plan.stages[boundary].device, self.plan.stages[boundary + 1].device))
         return ends[0], ends[1]

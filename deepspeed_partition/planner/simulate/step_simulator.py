@@ -72,7 +72,6 @@ class StepEngine:
         self.platform: Platform = times.platform
         self.num_stages = len(devices)
         stages = list(pairwise(cuts))
-        last = 2 * self.num_stages - 1
         down = [times.forward_ticks(*stage) for stage in stages]
         up = [times.backward_ticks(*stage) for stage in stages]
         self.ticks = [*down, *reversed(up)]
@@ -82,24 +81,7 @@ class StepEngine:
         self.names = [f"F{stage}" for stage in range(len(stages))] + [
             f"B{stage}" for stage in reversed(range(len(stages)))
         ]
-        one_way = [int(times.one_way[cut]) for cut in cuts[1:-1]]
-        transfers = [*one_way, 0, *reversed(one_way)]
-        self.send: list[int | None] = [
-            transfers[position] if self.device[position] != self.device[position + 1] else None
-            for position in range(last)
-        ] + [None]
-        """Ticks of the transfer after each position; None where there is none."""
-        links: dict[frozenset[int], int] = {}
-        self.link: list[int] = []
-        """Number of the link for the transfer after each position; -1 where there is none."""
-        for position, ticks in enumerate(self.send):
-            ends = frozenset(self.device[position : position + 2])
-            self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
-        self.users = [[p for p in range(last) if self.link[p] == link] for link in range(len(links))]
-        crossing = [position for position in range(last) if self.send[position] is not None]
-        # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
-        by_name = sorted(crossing, key=self._transfer_name)
-        self.rank = {position: rank for rank, position in enumerate(by_name)}
+        self._describe_links([int(times.one_way[boundary]) for boundary in cuts[1:-1]])
         self.slots = max(1, self.platform.comm_buffers // 2)
         tails = allreduce or [0] * self.num_stages
         self.allreduce = [0] * self.num_stages + list(reversed(tails))
@@ -118,96 +100,7 @@ class StepEngine:
         Raises:
             ValueError: the orders wait for each other in a circle.
         """
-        ticks, device, link, send = self.ticks, self.device, self.link, self.send
-        size = len(ticks)
-        arrived, begun, sent = [num_micro_batches] + [0] * (size - 1), [0] * size, [0] * size
-        begins: list[list[int]] = [[] for _ in range(size)]
-        ends: list[list[int]] = [[] for _ in range(size)]
-        sends: list[list[int]] = [[] for _ in range(size)]
-        # The last operation of a device is the backward of its first stage.
-        left = [
-            num_micro_batches * load + self.tail[size - 1 - device.index(place)]
-            for place, load in enumerate(self.load)
-        ]
-        orders: list[list[int]] = [[] for _ in range(self.num_devices)]
-        busy = [False] * self.num_devices
-        idle, links = list(range(self.num_devices)), set[int]()  # those that may start something
-        link_busy = [False] * len(self.users)
-        events: list[tuple[int, int]] = []
-        now = 0
-        while True:
-            while idle:
-                place = idle.pop()
-                position = -1 if busy[place] else choose(place, arrived, begun)
-                if position < 0:
-                    continue
-                if at_most is not None and now + left[place] > at_most:
-                    return None
-                left[place] -= ticks[position]
-                busy[place] = True
-                orders[place].append(position)
-                begun[position] += 1
-                begins[position].append(now)
-                heapq.heappush(events, (now + ticks[position], position))
-                if position and link[position - 1] >= 0:
-                    links.add(link[position - 1])
-            if not events or events[0][0] > now:
-                # An operation that takes no time has ended before a transfer begins at the same instant.
-                first = min(
-                    (
-                        found for each in links
-                        if not link_busy[each] and (found := self._next_transfer(each, ends, sent, begun))
-                    ),
-                    default=None,
-                )  # fmt: skip
-                if first is not None:
-                    position = first[2]
-                    links.discard(link[position])
-                    link_busy[link[position]] = True
-                    sent[position] += 1
-                    sends[position].append(now)
-                    heapq.heappush(events, (now + (send[position] or 0), size + position))
-                    continue
-                links.clear()
-                if not events:
-                    break
-                now = events[0][0]
-            while events and events[0][0] == now:
-                position = heapq.heappop(events)[1]
-                if position >= size:
-                    position -= size
-                    link_busy[link[position]] = False
-                    links.add(link[position])
-                    arrived[position + 1] += 1
-                    idle.append(device[position + 1])
-                    continue
-                ends[position].append(now)
-                busy[device[position]] = False
-                idle.append(device[position])
-                if link[position] >= 0:
-                    links.add(link[position])
-                elif position + 1 == self.num_stages and self.flush_ends is not None:
-                    if len(ends[position]) in self.flush_ends:
-                        arrived[position + 1] = len(ends[position])
-                elif position + 1 < size:
-                    arrived[position + 1] += 1
-        if any(count < num_micro_batches for count in begun):
-            raise ValueError("the orders of the devices wait for each other in a circle")
-        step = max(each[-1] + tail for each, tail in zip(ends, self.allreduce, strict=True))
-        return StepRun(step, begins, ends, sends, orders)
-
-    def _next_transfer(
-        self, link: int, ends: list[list[int]], sent: list[int], begun: list[int]
-    ) -> tuple[int, int, int] | None:
-        """Return rank, micro-batch and position of what a free link sends next; None where nothing is ready."""
-        best: tuple[int, int, int, int] | None = None
-        for position in self.users[link]:
-            number = sent[position]
-            if number < len(ends[position]) and number - begun[position + 1] < self.slots:
-                found = (ends[position][number], number, self.rank[position], position)
-                if best is None or found < best:
-                    best = found
-        return None if best is None else (best[2], best[1], best[3])
+        return _Simulation(self, num_micro_batches, choose).run(at_most)
 
     def named(self, orders: Sequence[Sequence[int]]) -> tuple[Order, ...]:
         """Return orders in the form of a plan."""
@@ -270,14 +163,15 @@ class StepEngine:
                     back = len(self.ticks) - 1 - position
                     kept = _alive(run.begins[position], run.ends[back], moments, instants=True)
                     total += kept * self.stash[stage]
-            for cut, num_bytes in enumerate(self.crossing_bytes):
-                total += self._buffers(run, cut, place, moments) * num_bytes
+            for boundary, num_bytes in enumerate(self.crossing_bytes):
+                total += self._buffers(run, boundary, place, moments) * num_bytes
             peaks.append(int((total + transient).max()))
         return peaks
 
-    def _buffers(self, run: StepRun, cut: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _buffers(self, run: StepRun, boundary: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of tensors of a boundary that are kept on a device, at each of ``moments``."""
-        down, up = cut, len(self.ticks) - 2 - cut  # the positions before the activation and before the gradient
+        # The positions before the activation and before the gradient.
+        down, up = boundary, len(self.ticks) - 2 - boundary
         count = np.zeros(len(moments), dtype=np.int64)
         if self.link[down] < 0:
             if self.device[down] == place:
@@ -291,6 +185,27 @@ class StepEngine:
                 waiting += _alive(run.sends[receiver], run.begins[receiver + 1], moments)
                 count += np.maximum(self.platform.comm_buffers, waiting)
         return count
+
+    def _describe_links(self, one_way: Sequence[int]) -> None:
+        """Set the transfers of the path, from the ticks of one tensor over each boundary."""
+        last = len(self.ticks) - 1
+        transfers = [*one_way, 0, *reversed(one_way)]
+        self.send: list[int | None] = [
+            transfers[position] if self.device[position] != self.device[position + 1] else None
+            for position in range(last)
+        ] + [None]
+        """Ticks of the transfer after each position; None where there is none."""
+        links: dict[frozenset[int], int] = {}
+        self.link: list[int] = []
+        """Number of the link for the transfer after each position; -1 where there is none."""
+        for position, ticks in enumerate(self.send):
+            ends = frozenset(self.device[position : position + 2])
+            self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
+        self.users = [[p for p in range(last) if self.link[p] == link] for link in range(len(links))]
+        crossing = [position for position in range(last) if self.send[position] is not None]
+        # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
+        by_name = sorted(crossing, key=self._transfer_name)
+        self.rank = {position: rank for rank, position in enumerate(by_name)}
 
     def _describe_memory(self, times: TimedChain, table: StageTable, stages: list[tuple[int, int]]) -> None:
         chain = times.chain
@@ -321,6 +236,120 @@ class StepEngine:
     def _transfer_name(self, position: int) -> str:
         name = self.names[position]
         return f"SF{name[1:]}" if name[0] == "F" else f"SB{int(name[1:]) - 1}"
+
+
+class _Simulation:
+    """One step while it is simulated: what has come, begun and ended until now, by position."""
+
+    def __init__(self, engine: StepEngine, num_micro_batches: int, choose: Choice) -> None:
+        size = len(engine.ticks)
+        self.engine, self.num_micro_batches, self.choose = engine, num_micro_batches, choose
+        self.arrived = [num_micro_batches] + [0] * (size - 1)
+        self.begun, self.sent = [0] * size, [0] * size
+        self.begins: list[list[int]] = [[] for _ in range(size)]
+        self.ends: list[list[int]] = [[] for _ in range(size)]
+        self.sends: list[list[int]] = [[] for _ in range(size)]
+        # The last operation of a device is the backward of its first stage.
+        self.left = [
+            num_micro_batches * load + engine.tail[size - 1 - engine.device.index(place)]
+            for place, load in enumerate(engine.load)
+        ]
+        """Ticks from now to the end of the step, for each device, if nothing waits any more."""
+        self.orders: list[list[int]] = [[] for _ in range(engine.num_devices)]
+        self.busy, self.link_busy = [False] * engine.num_devices, [False] * len(engine.users)
+        self.idle, self.links = list(range(engine.num_devices)), set[int]()
+        """Devices and links that may start something."""
+        self.events: list[tuple[int, int]] = []
+        """Heap of ends: ticks and position, and beyond the last position the transfer after it."""
+        self.now = 0
+
+    def run(self, at_most: int | None) -> StepRun | None:
+        events, idle, links = self.events, self.idle, self.links
+        while True:
+            if idle and not self._begin_computations(at_most):
+                return None
+            # An operation that takes no time has ended before a transfer begins at the same instant.
+            if links and not (events and events[0][0] == self.now) and self._begin_transfer():
+                continue
+            if not events:
+                break
+            self.now = events[0][0]
+            self._end_what_is_due()
+        if any(count < self.num_micro_batches for count in self.begun):
+            raise ValueError("the orders of the devices wait for each other in a circle")
+        step = max(each[-1] + tail for each, tail in zip(self.ends, self.engine.allreduce, strict=True))
+        return StepRun(step, self.begins, self.ends, self.sends, self.orders)
+
+    def _begin_computations(self, at_most: int | None) -> bool:
+        """Let idle devices begin what they choose; return False where the step is sure to take too long."""
+        ticks, link, idle, left, now = self.engine.ticks, self.engine.link, self.idle, self.left, self.now
+        while idle:
+            place = idle.pop()
+            position = -1 if self.busy[place] else self.choose(place, self.arrived, self.begun)
+            if position < 0:
+                continue
+            if at_most is not None and now + left[place] > at_most:
+                return False
+            left[place] -= ticks[position]
+            self.busy[place] = True
+            self.orders[place].append(position)
+            self.begun[position] += 1
+            self.begins[position].append(now)
+            heapq.heappush(self.events, (now + ticks[position], position))
+            if position and link[position - 1] >= 0:
+                self.links.add(link[position - 1])  # the receiver has a free slot
+        return True
+
+    def _begin_transfer(self) -> bool:
+        """Begin the first of the transfers that may begin now; return False where there is none."""
+        ready = [found for each in self.links if not self.link_busy[each] and (found := self._next_transfer(each))]
+        if not ready:
+            self.links.clear()
+            return False
+        engine, position = self.engine, min(ready)[2]
+        link = engine.link[position]
+        self.links.discard(link)
+        self.link_busy[link] = True
+        self.sent[position] += 1
+        self.sends[position].append(self.now)
+        heapq.heappush(self.events, (self.now + (engine.send[position] or 0), len(engine.ticks) + position))
+        return True
+
+    def _next_transfer(self, link: int) -> tuple[int, int, int] | None:
+        """Return rank, micro-batch and position of what a free link sends next; None where nothing is ready."""
+        engine, ends, sent, begun = self.engine, self.ends, self.sent, self.begun
+        best: tuple[int, int, int, int] | None = None
+        for position in engine.users[link]:
+            number = sent[position]
+            if number < len(ends[position]) and number - begun[position + 1] < engine.slots:
+                found = (ends[position][number], number, engine.rank[position], position)
+                if best is None or found < best:
+                    best = found
+        return None if best is None else (best[2], best[1], best[3])
+
+    def _end_what_is_due(self) -> None:
+        """End the computations and transfers that end now."""
+        events, now, size = self.events, self.now, len(self.engine.ticks)
+        device, link = self.engine.device, self.engine.link
+        while events and events[0][0] == now:
+            position = heapq.heappop(events)[1]
+            if position >= size:
+                position -= size
+                self.link_busy[link[position]] = False
+                self.links.add(link[position])
+                self.arrived[position + 1] += 1
+                self.idle.append(device[position + 1])
+                continue
+            self.ends[position].append(now)
+            self.busy[device[position]] = False
+            self.idle.append(device[position])
+            if link[position] >= 0:
+                self.links.add(link[position])
+            elif position + 1 == self.engine.num_stages and self.engine.flush_ends is not None:
+                if len(self.ends[position]) in self.engine.flush_ends:
+                    self.arrived[position + 1] = len(self.ends[position])
+            elif position + 1 < size:
+                self.arrived[position + 1] += 1
 
 
 def in_order(orders: Sequence[Positions]) -> Choice:

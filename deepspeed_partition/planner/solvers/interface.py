@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
@@ -18,7 +19,7 @@ from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.step import blocking_step
 
 if TYPE_CHECKING:
-    from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement
+    from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 
 Cuts = tuple[int, ...]
 """Boundaries of stages: the first layer of each stage, and the number of layers."""
@@ -102,11 +103,7 @@ class Problem:
 
     def allows(self, placement: Placement) -> bool:
         """Return whether every device trains something, where that is required."""
-        training = {
-            device
-            for stage, device in zip(pairwise(placement.cuts), placement.devices, strict=True)
-            if self.table.trains[stage]
-        }
+        training = {device for stage, device in placement.stages if self.table.trains[stage]}
         return not self.constraints.every_device_trains or len(training) == self.platform.num_devices
 
     @property

@@ -25,14 +25,13 @@ from typing import Any
 from tqdm import tqdm
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan
-from deepspeed_partition.planner.allocation import Allocation, Stage
+from deepspeed_partition.planner.allocation import Allocation, Placement, Stage
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.io.files import write_text
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pattern.one_f_one_b import pseudo_stage_loads
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement
 
 KEPT = ("input", "autograd")
 """What a layer keeps for its backward: its input, as the paper counts, or what its chain says."""

@@ -17,12 +17,12 @@ from instances import random_instance
 from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, make_plan
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.planning import problem_of
-from deepspeed_partition.planner.solvers.contiguous.optimal import best_cut
+from deepspeed_partition.planner.solvers.contiguous.optimal import best_partition
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import Grid, PaperMadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import best_special
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement
 
 SIZES = [(25, 4), (25, 8), (50, 4), (50, 8), (100, 8)]
 SHARES = [0.3, 0.5, 0.8]
@@ -74,7 +74,7 @@ def against_paper(num_layers: int, num_devices: int, time_limit: float) -> dict[
 
 def search(problem: Problem) -> int | None:
     """The least period that the estimate of memory allows, over contiguous cuts and one special device; ticks."""
-    found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
+    found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
     contiguous = None if found is None else found.period
     special = best_special(problem, "peak", contiguous).bound
     return contiguous if special is None else special

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_cuts
+from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem, fits
 
 
-def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
+def best_partitions(problem: Problem, steady: Cuts) -> list[Cuts]:
     """Return partitions that fit at DeepSpeed's depth, the shortest step first; ``steady`` is a candidate."""
-    starts = balanced_cuts(problem)
+    starts = balanced_partitions(problem)
     if fits(problem, steady):
         starts.append(steady)
     known: dict[Cuts, float] = {}
@@ -46,7 +46,7 @@ def best_cuts(problem: Problem, steady: Cuts) -> list[Cuts]:
     return [*sorted(full, key=lambda cuts: (full[cuts], len(cuts))), *others]
 
 
-def balanced_cuts(problem: Problem) -> list[Cuts]:
+def balanced_partitions(problem: Problem) -> list[Cuts]:
     """Return, for each number of stages, the partition whose slowest stage, with its transfers, is fastest."""
     table, times = problem.table, problem.times
     transfers = times.one_way[:, None] + times.one_way[None, :]
@@ -55,7 +55,7 @@ def balanced_cuts(problem: Problem) -> list[Cuts]:
     def cost(from_end: int) -> NDArray[np.int64]:
         return np.where(table.max_in_flight >= problem.depth(from_end), loads, NOTHING_FITS)
 
-    return [cuts for cuts, _ in min_max_cuts(problem, cost)]
+    return [cuts for cuts, _ in min_max_partitions(problem, cost)]
 
 
 def _descend(problem: Problem, cuts: Cuts, known: dict[Cuts, float]) -> None:

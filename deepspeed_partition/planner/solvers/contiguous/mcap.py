@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_partition.planner.solvers.contiguous.min_max import min_max_cuts
+from deepspeed_partition.planner.solvers.contiguous.min_max import min_max_partitions
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, bytes_needed, fits
 
 
@@ -37,5 +37,7 @@ class MemoryBalanced:
     @staticmethod
     def _cuts(problem: Problem) -> Cuts | None:
         table, most = problem.table, problem.num_micro_batches
-        found = min_max_cuts(problem, lambda from_end: table.fixed + min(from_end, most or from_end) * table.stash)
+        found = min_max_partitions(
+            problem, lambda from_end: table.fixed + min(from_end, most or from_end) * table.stash
+        )
         return found[-1][0] if found else None  # the partition of the most stages

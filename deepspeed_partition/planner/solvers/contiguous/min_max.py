@@ -17,7 +17,7 @@ NOTHING_FITS = 2**62
 """Cost that no stage has: it forbids a stage."""
 
 
-def min_max_cuts(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> list[tuple[Cuts, int]]:
+def min_max_partitions(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> list[tuple[Cuts, int]]:
     """Return, for each number of stages, the boundaries whose costliest stage is cheapest, and that cost.
 
     With q stages for layers k and on, ``cost(q)[k, l]`` the cost of layers k to l as the q-th stage from the

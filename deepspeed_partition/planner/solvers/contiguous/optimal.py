@@ -28,13 +28,13 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_step
-from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_cuts, trace
+from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions, trace
 from deepspeed_partition.planner.solvers.interface import Answer, Constraints, Cuts, Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 
 MOST_FAILURES = 4
 """Failed probes of a bisection in a row, after which it asks whether there is anything better at all."""
-CUT_SECONDS = 0.5
+PARTITION_SECONDS = 0.5
 """Seconds for the best contiguous partition where the time is up: enough for 500 layers on 32 devices."""
 Found = TypeVar("Found")
 Start = TypeVar("Start")
@@ -54,14 +54,14 @@ class Contiguous:
     name: str = "contiguous"
 
     def solve(self, problem: Problem) -> Answer:
-        found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
+        found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
         if found is None:
             return Answer(())
         proved = found.period if found.proved else None
         if problem.num_micro_batches is None:
             return Answer((found.cuts,), proved)
         if problem.in_deepspeed:
-            return Answer(tuple(deepspeed_step.best_cuts(problem, found.cuts)), proved)
+            return Answer(tuple(deepspeed_step.best_partitions(problem, found.cuts)), proved)
         return Answer((found.cuts,), proved, step_search="contiguous")
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
@@ -70,12 +70,11 @@ class Contiguous:
         def need(from_end: int) -> NDArray[np.int64]:
             return table.fixed + problem.depth(from_end) * table.stash
 
-        cuts = min_max_cuts(problem, need)
-        return min(cuts, key=lambda found: found[1]) if cuts else None
+        return min(min_max_partitions(problem, need), key=lambda found: found[1], default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class BestCut:
+class BestPartition:
     """Contiguous partition of the shortest period that was found."""
 
     cuts: Cuts
@@ -85,17 +84,17 @@ class BestCut:
     """True: no contiguous partition has a shorter period. False: the deadline passed before that was known."""
 
 
-def best_cut(
+def best_partition(
     times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline | None = None
-) -> BestCut | None:
+) -> BestPartition | None:
     """Find the boundaries of the shortest period that fits; None where no contiguous partition fits.
 
     Each of about a dozen decisions costs O(P L^2) for P stages and L layers, and less where a period holds few
-    layers. The search gets at least ``CUT_SECONDS``, whatever the deadline says. Where those and the deadline
-    have passed, or it is stopped, the best partition so far is the answer; some partition that fits is found in
-    any case.
+    layers. The search gets at least ``PARTITION_SECONDS``, whatever the deadline says. Where those and the
+    deadline have passed, or it is stopped, the best partition so far is the answer; some partition that fits is
+    found in any case.
     """
-    search = _Search(times, table, constraints, (deadline or Deadline()).at_least(CUT_SECONDS))
+    search = _Search(times, table, constraints, (deadline or Deadline()).at_least(PARTITION_SECONDS))
     cuts = search.decide_relaxed()
     if cuts is None:
         return None
@@ -104,7 +103,7 @@ def best_cut(
         best, period = narrow(search.decide, search.snap, cuts, first, least)
     except DeadlinePassed:
         return search.best
-    return BestCut(best or cuts, period, True)
+    return BestPartition(best or cuts, period, True)
 
 
 def narrow(
@@ -141,7 +140,7 @@ def narrow(
     return found, period
 
 
-def cut_at(problem: Problem, period: int) -> Cuts | None:
+def partition_at(problem: Problem, period: int) -> Cuts | None:
     """Return some contiguous partition that fits at ``period``, or None where there is none.
 
     Raises:
@@ -165,16 +164,16 @@ class _Search:
         self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
         self.relaxed = int(times.compute[-1] + times.round_trip.sum())
         """Period, in ticks, at which every stage has one micro-batch in flight."""
-        self.best: BestCut | None = None
+        self.best: BestPartition | None = None
 
     def snap(self, cuts: Cuts, found_at: int) -> int:
         """Return the least period of a partition that fits at ``found_at``, and remember the best."""
         loads = one_f_one_b.pseudo_stage_loads(self.times, cuts)
         room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
         period = one_f_one_b.least_period(loads, room)
-        assert period is not None and period <= found_at, "a cut that a decision found does not fit"
+        assert period is not None and period <= found_at, "a partition that a decision found does not fit"
         if self.best is None or period < self.best.period:
-            self.best = BestCut(cuts, period, False)
+            self.best = BestPartition(cuts, period, False)
         return period
 
     def decide_relaxed(self) -> Cuts | None:
@@ -185,9 +184,9 @@ class _Search:
         try:
             return self.decide(self.relaxed)
         except DeadlinePassed:
-            return self._any_cut()
+            return self._any_partition()
 
-    def _any_cut(self) -> Cuts | None:
+    def _any_partition(self) -> Cuts | None:
         """Return some partition of which every stage fits alone; this takes a moment, and no deadline ends it."""
         fits = self.room >= 1
         num_layers = self.times.chain.num_layers
@@ -228,7 +227,7 @@ class _Search:
             place = key.argmin(axis=1)[:, None]
             choices.append(np.append(np.take_along_axis(stops, place, axis=1)[:, 0], num_layers))
             best = np.append(np.take_along_axis(key, place, axis=1)[:, 0], NOTHING_FITS)
-            delay = self._above_cuts(best, period)
+            delay = self._above_boundaries(best, period)
             if count in counts and delay[0] < NOTHING_FITS:
                 return trace(choices, num_layers)
         return None
@@ -248,7 +247,7 @@ class _Search:
         stops = np.minimum(stops, num_layers)
         return stops, compute[stops] - compute[begins], np.where(within, self.room[begins, stops], 0)
 
-    def _above_cuts(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
+    def _above_boundaries(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
         """Add the transfer over the boundary before each layer to the delays."""
         base = period + 1
         transfer = self.times.round_trip[: len(delay)]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_cuts
+from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, bytes_needed, fits
 
 
@@ -42,7 +42,7 @@ class PipeDream:
             cuts = self._cuts(problem)
             return None if cuts is None else (cuts, max(bytes_needed(problem, cuts)))
         table = problem.table
-        found = min_max_cuts(problem, lambda from_end: table.fixed + from_end * table.stash)
+        found = min_max_partitions(problem, lambda from_end: table.fixed + from_end * table.stash)
         return min(found, key=lambda each: each[1], default=None)
 
     def _cuts(self, problem: Problem) -> Cuts | None:
@@ -56,5 +56,5 @@ class PipeDream:
                 np.where(table.max_in_flight >= from_end, slowest, NOTHING_FITS) if self.tests_memory else slowest
             )
 
-        found = min_max_cuts(problem, cost)
+        found = min_max_partitions(problem, cost)
         return min(found, key=lambda each: each[1])[0] if found else None

@@ -121,16 +121,16 @@ class _Table:
         weights = _prefix([layer.weight_bytes for layer in chain.layers])
         sync = (weights[None, :] - weights[:, None]) / level.bandwidth
         self.best: list[Seconds] = [np.full((num_rows, chain.num_layers + 1), np.inf)]
-        self.cut: list[NDArray[np.intp]] = [np.zeros((num_rows, chain.num_layers + 1), dtype=np.intp)]
+        self.boundary: list[NDArray[np.intp]] = [np.zeros((num_rows, chain.num_layers + 1), dtype=np.intp)]
         """First layer of the last stage, [i, j] for each m; 0: there is only one stage."""
-        self.last: list[NDArray[np.intp]] = [np.zeros_like(self.cut[0])]
+        self.last: list[NDArray[np.intp]] = [np.zeros_like(self.boundary[0])]
         """Replicas of the last stage, [i, j] for each m."""
         transfers = np.array([2 * chain.boundary_bytes(c) / level.bandwidth for c in range(1, chain.num_layers)])
         one_stage = [group]
         for m in range(1, level.num_workers + 1):
             one_stage.append(np.maximum(group, 2 * (m - 1) / m * sync) / m)
             best = one_stage[m][:num_rows].copy()
-            cut, last = np.zeros_like(self.cut[0]), np.full_like(self.last[0], m)
+            boundary, last = np.zeros_like(self.boundary[0]), np.full_like(self.last[0], m)
             for q in range(1, m if chain.num_layers > 1 else 1):
                 before = np.maximum(self.best[m - q][:, 1:-1], transfers)  # [i, c], from c = 1 on
                 for row in range(num_rows):
@@ -139,20 +139,21 @@ class _Table:
                     c = candidate.argmin(axis=0)
                     least = np.take_along_axis(candidate, c[None, :], axis=0)[0]
                     better = least < best[row]
-                    best[row, better], cut[row, better], last[row, better] = least[better], c[better] + 1, q
+                    best[row, better], boundary[row, better], last[row, better] = least[better], c[better] + 1, q
             self.best.append(best)
-            self.cut.append(cut)
+            self.boundary.append(boundary)
             self.last.append(last)
 
     def stages(self, start: int, stop: int, num_workers: int) -> list[tuple[int, int, int]]:
         """Return the first layer, the end (half-open) and the replicas of each stage, in order."""
         found = []
         while True:
-            cut, replicas = int(self.cut[num_workers][start, stop]), int(self.last[num_workers][start, stop])
-            found.append((cut or start, stop, replicas))
-            if not cut:
+            boundary = int(self.boundary[num_workers][start, stop])
+            replicas = int(self.last[num_workers][start, stop])
+            found.append((boundary or start, stop, replicas))
+            if not boundary:
                 return found[::-1]
-            stop, num_workers = cut, num_workers - replicas
+            stop, num_workers = boundary, num_workers - replicas
 
 
 def _stages(tables: Sequence[_Table], start: int, stop: int) -> tuple[ReplicatedStage, ...]:
@@ -166,8 +167,8 @@ def _stages(tables: Sequence[_Table], start: int, stop: int) -> tuple[Replicated
 
 
 def _bytes(chain: Chain, stages: Sequence[ReplicatedStage]) -> float:
-    cuts = sum(2 * chain.boundary_bytes(left.layers[1]) for left, _ in pairwise(stages))
-    return cuts + sum(
+    over_boundaries = sum(2 * chain.boundary_bytes(left.layers[1]) for left, _ in pairwise(stages))
+    return over_boundaries + sum(
         2 * (stage.num_replicas - 1) / stage.num_replicas
         * sum(layer.weight_bytes for layer in chain.layers[slice(*stage.layers)])
         + _bytes(chain, stage.inside)

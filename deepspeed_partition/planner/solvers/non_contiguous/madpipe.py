@@ -1,6 +1,6 @@
 """MadPipe: where, when and in how much memory, decided together over allocations that need not be contiguous.
 
-The candidates come in the order of what they may promise:
+The candidates come in the order of what they may promise (``best_first.py``):
 
 1. the best contiguous partition, exactly (``optimal.py``);
 2. the best allocation with one special device by the "safe" and by the "pair" estimate
@@ -23,42 +23,39 @@ exponentially in the worst case, so limits and the deadline end them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.planner.allocation import Allocation, Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
-from deepspeed_partition.planner.memory import buffer_slots
+from deepspeed_partition.planner.memory import reserves_all_slots
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_cut, narrow
+from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_partition, narrow
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
+from deepspeed_partition.planner.solvers.non_contiguous.best_first import (
+    BEAM_WIDTH,
+    ESTIMATES,
+    FEW_PLACEMENTS,
+    MOST_LABELS,
+    BestFirstSearch,
+    proved_class,
+)
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch, neighbours
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_unrefuted, refuted
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import (
-    Estimate,
-    Pattern,
-    Placement,
-    Road,
-    one_by_one,
-)
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road, one_by_one
 from deepspeed_partition.planner.units import format_seconds
 
-MOST_LABELS = 1_000_000
-"""Most partial allocations with one special device that an enumeration holds before it gives up."""
-FEW_PLACEMENTS, MOST_PLACEMENTS = 300, 20_000
-"""Numbers of partial allocations with several special devices, at one boundary: so few that all are tried, and as
-many as may be enumerated."""
+MOST_PLACEMENTS = 20_000
+"""Most partial allocations with several special devices that are enumerated, at one boundary."""
 SPECIAL_SHARE = 0.5
 """Share of the time that is left for the allocation that each estimate calls best; the rest is for its
 schedule."""
 SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
 """Shares of the time that is left: for all allocations in which several devices have several stages, and for
 each."""
-PROBES, BEAM_WIDTH, MOST_TRIED = 8, 1000, 8
-"""Limits of that search where the allocations are too many: periods, labels per boundary, schedules per period."""
 PERIODIC_SHARE = 0.2
 """Share of the time for a step that is used for the plan of the shortest period, from which its search begins."""
 PROMISE_STEPS = 8
@@ -67,11 +64,6 @@ rest."""
 LAST_SECONDS = 0.5
 """Seconds to find out what would help where nothing was found: for one special device where the time is up, and
 at most for several."""
-ESTIMATES: tuple[tuple[Estimate, int | None], ...] = (("safe", None), ("pair", 2), ("pair", None))
-"""Estimates, each with the most stages of the special device (None: any number). The last one bounds all
-allocations."""
-LEVELS = (64, 16, 4, 2, 1)
-"""Divisors of the distance from a bound to the best period: an enumeration first looks at a 64th of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,7 @@ class MadPipe:
         return replace(answer, step_search="any")
 
     def _periodic(self, problem: Problem) -> Answer:
-        answer = _Search(problem, self.start).run()
+        answer = _PeriodSearch(problem, self.start).run()
         if answer.cuts or answer.patterns:
             return answer
         # The time may have been too short for any schedule; one micro-batch after the other may still fit.
@@ -124,74 +116,72 @@ def _only_contiguous(problem: Problem) -> bool:
     return constraints.exactly or constraints.every_stage_trains
 
 
-class _Search:
-    """State of the search: what is found and what is proved so far."""
+class _PeriodSearch(BestFirstSearch):
+    """Search for the shortest period in the memory of the problem; the cost of an allocation is its period."""
 
     def __init__(self, problem: Problem, start: Iterable[Allocation] = ()) -> None:
-        self.problem = problem
         self.start = [_placement(problem, allocation) for allocation in start]
-        found = best_cut(problem.times, problem.table, problem.constraints, problem.deadline)
-        self.cuts = None if found is None else found.cuts
-        self.best = None if found is None else found.period
-        """Shortest period so far, in ticks; None where nothing is found."""
-        self.cuts_are_best = found is None or found.proved
-        """True: no contiguous partition is better. What is proved of other allocations builds on it."""
+        found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
+        super().__init__(
+            problem,
+            cuts=None if found is None else found.cuts,
+            best=None if found is None else found.period,
+            contiguous_is_best=found is None or found.proved,
+            worst=problem.longest_period,
+        )
         self.patterns: list[Pattern] = []
-        self.bounds: dict[Placement, int | None] = {}
-        """Lower bound on the period of each allocation that was tried, in ticks; None where none of its patterns
-        is better."""
+        """Patterns found, the best last."""
         self.bound = math.ceil(lower_bound(problem))
+        """Ticks: no period is shorter."""
         self.schedule_seconds = math.inf
         self.tried_below = self.bound
-        """Bound in ticks: every allocation with one special device whose own bound is shorter was tried."""
 
     def run(self) -> Answer:
         for placement in self.start:
             if len(set(placement.devices)) <= self.problem.platform.num_devices:
-                self._try(placement)
-        one = self._one_special() and self.cuts_are_best
-        class_bound = self._best_or_longest() if one else self._class_bound()
+                self.try_one(placement)
+        one = self._one_special() and self.contiguous_is_best
+        class_bound = self.to_beat if one else self._class_bound()
         several = self._several_special()
-        one = one or self._done(class_bound)
-        proved_class = ("any allocation" if several else "one special device") if one else None
-        counted = self.problem.platform.comm_buffers >= buffer_slots(self.problem.platform)
+        proved = proved_class(one or self.reached(class_bound), several)
+        counted = reserves_all_slots(self.problem.platform)
         return Answer(
             cuts=() if self.cuts is None else (self.cuts,),
             patterns=tuple(reversed(self.patterns)),
-            best_period=self.best if proved_class and counted else None,
-            proved_class=proved_class or "",
+            best_period=self.best if proved and counted else None,
+            proved_class=proved,
             class_bound=class_bound if counted else None,
         )
 
     def _one_special(self) -> bool:
         """Search the best allocation with one special device; return whether it is proved."""
         problem = self.problem
-        if self._done(self.bound) or problem.platform.num_devices == 1:
+        if self.reached(self.bound) or problem.platform.num_devices == 1:
             return True
         for estimate, most_specials in ESTIMATES:
             if problem.deadline.passed():
                 return False
             found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best, most_specials)
             if found.placement is not None:
-                self._try(found.placement)
+                self.try_one(found.placement)
         if found.bound is None:
             return True
         self.tried_below = max(self.tried_below, found.bound)
         search = SpecialSearch(problem, "pair")
-        for period in self._periods_to_try(found.bound):
-            self._try_all(search.some(period))
-        return self._enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self._settled()
+        for period in self.limits(found.bound):
+            self.try_all(search.some(period))
+        return self.enumerate(lambda period: search.all(period, MOST_LABELS), found.bound) and self.settled()
 
     def _class_bound(self) -> int:
         """Return a period, in ticks, below which no allocation with at most one special device exists."""
-        if not self.cuts_are_best:
+        if not self.contiguous_is_best:
             return self.bound
-        untried = min(self.tried_below, self._best_or_longest())
+        untried = min(self.tried_below, self.to_beat)
         return max(self.bound, min([untried, *(least for least in self.bounds.values() if least is not None)]))
 
     def _several_special(self) -> bool:
         """Search allocations in which several devices have several stages; return whether none is left."""
-        if self._done(self.bound) or self.problem.platform.num_devices == 1:
+        if self.reached(self.bound) or self.problem.platform.num_devices == 1:
             return True
         seconds = self.problem.deadline.remaining_seconds() * SEVERAL_SHARE
         if not seconds:
@@ -201,108 +191,38 @@ class _Search:
         self.problem = self._with_share(SEVERAL_SHARE)
         self.schedule_seconds = seconds * SCHEDULE_SHARE
         search = SeveralSearch(self.problem)
-        few = search.all(self._best_or_longest() - 1, FEW_PLACEMENTS)
+        few = search.all(self.to_beat - 1, FEW_PLACEMENTS)
         if few is None:
-            self._probe(search)
+            self.probe(lambda period: search.some(period, BEAM_WIDTH), self.bound)
             self._descend()
-        everything = self._enumerate(lambda period: search.all(period, MOST_PLACEMENTS), self.bound)
+        everything = self.enumerate(lambda period: search.all(period, MOST_PLACEMENTS), self.bound)
         self.schedule_seconds = math.inf
         again = [
-            placement for placement, least in self.bounds.items() if least is not None and not self._done(least)
+            placement for placement, least in self.bounds.items() if least is not None and not self.reached(least)
         ]
         for placement in again:
             del self.bounds[placement]
-        return everything and self._try_all(again) and self._settled()
-
-    def _probe(self, search: SeveralSearch) -> None:
-        """Search allocations that promise much, by bisection of the period; it may miss some that exist."""
-        bound = self.bound
-        for _ in range(PROBES):
-            best = self._best_or_longest()
-            period = (bound + best - 1) // 2
-            if best <= bound or not self._try_all(search.some(period, BEAM_WIDTH)[:MOST_TRIED]):
-                return
-            if self.best is None or self.best > period:
-                bound = period + 1
-
-    def _enumerate(self, placements: Callable[[int], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations whose "pair" bound is below the best, lowest first; return whether none is left.
-
-        Args:
-            placements: returns all with a bound up to a period; None where they are too many.
-            bound: a lower bound of all of them, in ticks.
-        """
-        for period in self._periods_to_try(bound):
-            found = placements(period)
-            if found is None or not self._try_all(found):
-                return False
-            self.tried_below = period + 1
-        return True
-
-    def _periods_to_try(self, bound: int) -> Iterator[int]:
-        """Yield periods in ticks, from a bound to just below what is then the best period."""
-        for level in LEVELS:
-            best = self._best_or_longest()
-            if best <= bound:
-                return
-            yield bound + (best - 1 - bound) // level
+        return everything and self.try_all(again) and self.settled()
 
     def _with_share(self, share: float) -> Problem:
         """Return the problem with a share of the time that is left."""
         return replace(self.problem, deadline=self.problem.deadline.part(share))
 
-    def _settled(self) -> bool:
-        """Return whether no allocation that was tried may have a better schedule than the best one."""
-        return all(least is None or self._done(least) for least in self.bounds.values())
-
-    def _best_or_longest(self) -> int:
-        return self.problem.longest_period + 1 if self.best is None else self.best
-
-    def _done(self, bound: int) -> bool:
-        """Return whether the best period is as short as a bound."""
-        return self.best is not None and self.best <= bound
-
-    def _try_all(self, placements: Iterable[Placement]) -> bool:
-        """Schedule allocations, the most promising first; return False where the time is up."""
-        promises = []
-        for placement in placements:
-            if placement not in self.bounds:
-                allowed = self.problem.allows(placement)
-                least = self._promise(Road(self.problem, placement)) if allowed else None
-                if least is None:
-                    self.bounds[placement] = None
-                else:
-                    promises.append((least, placement.cuts, placement.devices, placement))
-            if self.problem.deadline.passed():
-                return False
-        for least, _, _, placement in sorted(promises):
-            if self.problem.deadline.passed():
-                return False
-            if not self._done(least):
-                self._try(placement)
-        return True
-
-    def _promise(self, road: Road) -> int | None:
-        """Return a lower bound on an allocation's period by one look, in ticks; None: not below the best."""
-        least, most, deadline = max(road.busiest, self.bound), self._best_or_longest() - 1, self.problem.deadline
+    def promise(self, placement: Placement) -> int | None:
+        road = Road(self.problem, placement)
+        least, most, deadline = max(road.busiest, self.bound), self.to_beat - 1, self.problem.deadline
         if least > most or not road.may_fit(most, "peak") or refuted(road, most, deadline, most_trials=1):
             return None
         return least_unrefuted(road, least, most, deadline, PROMISE_STEPS)
 
-    def _try(self, placement: Placement) -> None:
-        """Schedule an allocation, and remember its pattern if it is the best so far."""
-        if placement.is_contiguous or placement in self.bounds:
-            return
-        if not self.problem.allows(placement):
-            self.bounds[placement] = None
-            return
+    def schedule(self, placement: Placement) -> int | None:
         self._tell()
         deadline = Deadline(self.schedule_seconds, within=self.problem.deadline)
         scheduled = ilp.schedule(Road(self.problem, placement), self.best, deadline)
-        self.bounds[placement] = scheduled.bound
         if scheduled.pattern is not None:
             self.patterns.append(scheduled.pattern)
             self.best = scheduled.pattern.period
+        return scheduled.bound
 
     def _tell(self) -> None:
         clock = self.problem.times.clock
@@ -319,7 +239,7 @@ class _Search:
                 centre = Placement.contiguous(self.cuts)
             else:
                 return
-            if not self._try_all(neighbours(self.problem, centre)) or self.best == before:
+            if not self.try_all(neighbours(self.problem, centre)) or self.best == before:
                 return
 
 

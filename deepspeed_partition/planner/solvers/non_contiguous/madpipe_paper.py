@@ -40,18 +40,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, fits
 from deepspeed_partition.planner.solvers.pattern import ilp
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement, Road, one_by_one
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road, one_by_one
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 Rounding = Literal["nearest", "up", "down"]
@@ -161,10 +161,7 @@ class PaperMadPipe:
 
     def _too_large(self, problem: Problem, placement: Placement, needs: int) -> InfeasibleError:
         memory = problem.platform.memory_bytes
-        where = " ".join(
-            f"{start}..{stop}@{device}"
-            for (start, stop), device in zip(pairwise(placement.cuts), placement.devices, strict=True)
-        )
+        where = " ".join(f"{start}..{stop}@{device}" for (start, stop), device in placement.stages)
         return InfeasibleError(
             f"{self.name} has no plan for {format_bytes(memory)} per device: the allocation that it chose "
             f"({where}), by an estimate that is too low, needs {exact_bytes(needs)} ({format_bytes(needs)}), "
@@ -293,7 +290,7 @@ class Grid:
         """
         self.problem.deadline.check()
         delay, normals, memory, load = np.unravel_index(states.codes, self.shape)
-        cut, compute = self.scale * int(self.transfer[start]), self.scale * int(self.loads[start, stop])
+        transfer, compute = self.scale * int(self.transfer[start]), self.scale * int(self.loads[start, stop])
         room = memory <= stages.special_fits[start][delay]
         if start == 0:
             # Without normal devices left the special one takes all the rest, whose time is not rounded.
@@ -308,7 +305,7 @@ class Grid:
 
         places = np.flatnonzero(~none_left & stages.normal_fits[start][delay])
         codes = states.codes[places] + self._step(0) * further[places] - self._step(1)
-        costs = np.maximum(states.costs[places], max(compute, cut))
+        costs = np.maximum(states.costs[places], max(compute, transfer))
         yield False, places, codes, costs if start else np.maximum(costs, load[places] * self.total)
 
         places = np.flatnonzero(~none_left & room)
@@ -316,7 +313,7 @@ class Grid:
         adds = stages.special_adds[start][delay[places]]
         codes = states.codes[places] + self._step(0) * further[places] + self._step(2) * adds
         codes += loaded - load[places]
-        yield True, places, codes, np.maximum(states.costs[places], np.maximum(loaded * self.total, cut))
+        yield True, places, codes, np.maximum(states.costs[places], np.maximum(loaded * self.total, transfer))
 
     def _step(self, axis: int) -> int:
         return math.prod(self.shape[axis + 1 :])

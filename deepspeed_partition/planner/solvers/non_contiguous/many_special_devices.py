@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.solvers.interface import Problem
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Placement
 
 MOST_CHILDREN = 2_000_000
 """Most partial allocations that are looked at together."""
@@ -263,12 +262,9 @@ class SeveralSearch:
 
 def neighbours(problem: Problem, placement: Placement) -> Iterator[Placement]:
     """Yield neighbours: a layer moved over a boundary, or a stage or a part of one on another device."""
-    owner = [
-        device for (start, stop), device in zip(pairwise(placement.cuts), placement.devices, strict=True)
-        for _ in range(start, stop)
-    ]  # fmt: skip
+    owner = [device for (start, stop), device in placement.stages for _ in range(start, stop)]
     seen = {placement}
-    for start, stop in pairwise(placement.cuts):
+    for (start, stop), _ in placement.stages:
         for first in range(start, stop):
             # Move all of the stage, or either end of it: that adds at most one boundary.
             for last in range(first + 1, stop + 1) if first == start else (stop,):

@@ -1,7 +1,7 @@
 """The allocation that needs least memory at a chosen period.
 
 Each solver decides whether something fits at a period and a memory. ``madpipe.py`` searches for the shortest
-period in a given memory. This search exchanges the two, over bytes of the largest device instead of ticks:
+period in a given memory. This search (``best_first.py``) exchanges the two, over bytes of the largest device:
 
 1. the contiguous partition that needs least, exactly, by bisection over the memory;
 2. the best allocation with one special device by the "safe" and by the "pair" estimate, by this one also with two
@@ -21,27 +21,26 @@ programs as in ``madpipe.py``, exponential in the worst case; the deadline ends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.solvers.contiguous.optimal import cut_at, narrow
+from deepspeed_partition.planner.solvers.contiguous.optimal import narrow, partition_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, stage_bytes
-from deepspeed_partition.planner.solvers.non_contiguous.madpipe import (
+from deepspeed_partition.planner.solvers.non_contiguous.best_first import (
     BEAM_WIDTH,
     ESTIMATES,
     FEW_PLACEMENTS,
-    LEVELS,
     MOST_LABELS,
-    MOST_TRIED,
-    PROBES,
+    BestFirstSearch,
+    proved_class,
 )
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.min_memory_schedule import estimated_bytes, most_compact
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Pattern, Road
 
 FIRST_SECONDS = 1.0
 """Seconds to find out whether any partition is fast enough, where the time is up: then there is some plan."""
@@ -61,11 +60,11 @@ def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | Non
         return best[1]
 
     def decide(memory_bytes: int) -> Cuts | None:
-        return cut_at(problem.with_memory(memory_bytes), period)
+        return partition_at(problem.with_memory(memory_bytes), period)
 
     try:
         first = replace(problem, deadline=problem.deadline.at_least(FIRST_SECONDS))
-        cuts = cut_at(first.with_memory(LARGEST_MEMORY_BYTES), period)
+        cuts = partition_at(first.with_memory(LARGEST_MEMORY_BYTES), period)
         if cuts is not None:
             narrow(decide, need, cuts, need(cuts, 0), 1)
     except DeadlinePassed:
@@ -88,37 +87,29 @@ def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
     """
     found, best = contiguous_at(problem, period)
     if special:
-        return _Search(problem, period, found, best).run()
+        return _MemorySearch(problem, period, found, best).run()
     return Answer(()) if found is None else Answer((found[0],), period if best else None)
 
 
-class _Search:
-    """State of the search: what is found and what is proved so far."""
+class _MemorySearch(BestFirstSearch):
+    """Search for the least memory at a period; the cost of an allocation is the bytes of its largest device."""
 
     def __init__(
-        self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, cuts_are_best: bool
+        self, problem: Problem, period: int, contiguous: tuple[Cuts, int] | None, contiguous_is_best: bool
     ) -> None:
-        self.problem = problem
+        cuts, best = (None, None) if contiguous is None else contiguous
+        super().__init__(problem, cuts, best, contiguous_is_best, LARGEST_MEMORY_BYTES)
         self.period = period
-        self.cuts = None if contiguous is None else contiguous[0]
-        self.best = LARGEST_MEMORY_BYTES + 1 if contiguous is None else contiguous[1]
-        """Bytes of the largest device, the least so far."""
-        self.cuts_are_best = cuts_are_best
-        """True: no contiguous partition takes less. What is proved of other allocations builds on it."""
         self.pattern: Pattern | None = None
-        self.bounds: dict[Placement, int | None] = {}
-        """Lower bound in bytes of each allocation that was tried; None where no pattern takes less than
-        the best."""
 
     def run(self) -> Answer:
-        one, several = self._one_special() and self.cuts_are_best, self._several_special()
-        proved_class = ("any allocation" if several else "one special device") if one else None
+        one, several = self._one_special() and self.contiguous_is_best, self._several_special()
+        proved = proved_class(one, several)
         if self.pattern is not None:
-            proved = self.pattern.period if proved_class else None
-            return Answer((), proved, (self.pattern,), proved_class=proved_class or "")
+            return Answer((), self.pattern.period if proved else None, (self.pattern,), proved_class=proved)
         if self.cuts is None:
             return Answer(())
-        return Answer((self.cuts,), self.period if proved_class else None, proved_class=proved_class or "")
+        return Answer((self.cuts,), self.period if proved else None, proved_class=proved)
 
     def _one_special(self) -> bool:
         """Search the best allocation with one special device; return whether it is proved."""
@@ -128,10 +119,15 @@ class _Search:
             for estimate, most_specials in ESTIMATES:
                 found, bound = self._best_special(estimate, most_specials)
                 if found is not None:
-                    self._try(found)
+                    self.try_one(found)
         except DeadlinePassed:
             return False
-        return self._enumerate(lambda problem: SpecialSearch(problem, "pair").all(self.period, MOST_LABELS), bound)
+
+        def every(memory_bytes: int) -> list[Placement] | None:
+            search = SpecialSearch(self.problem.with_memory(memory_bytes), "pair")
+            return search.all(self.period, MOST_LABELS)
+
+        return self.enumerate(every, bound) and self.settled()
 
     def _best_special(self, estimate: Estimate, most_specials: int | None) -> tuple[Placement | None, int]:
         """Return the allocation with one special device that needs least by an estimate, and its bytes."""
@@ -145,60 +141,25 @@ class _Search:
             assert least is not None, "an allocation that a decision found is too slow"
             return min(least, memory_bytes)  # its rounded weights may take a byte more
 
-        return narrow(decide, need, None, self.best, 1)
+        return narrow(decide, need, None, self.to_beat, 1)
 
     def _several_special(self) -> bool:
         """Search allocations in which several devices have several stages; return whether none is left."""
-        if self._enumerate(lambda problem: SeveralSearch(problem).all(self.period, FEW_PLACEMENTS), 1):
+
+        def search(memory_bytes: int) -> SeveralSearch:
+            return SeveralSearch(self.problem.with_memory(memory_bytes))
+
+        if self.enumerate(lambda limit: search(limit).all(self.period, FEW_PLACEMENTS), 1) and self.settled():
             return True
-        bound = 1
-        for _ in range(PROBES):
-            if self.best <= bound:
-                break
-            memory_bytes = (bound + self.best - 1) // 2
-            search = SeveralSearch(self.problem.with_memory(memory_bytes))
-            if not self._try_all(search.some(self.period, BEAM_WIDTH)[:MOST_TRIED]):
-                break
-            if self.best > memory_bytes:
-                bound = memory_bytes + 1
+        self.probe(lambda limit: search(limit).some(self.period, BEAM_WIDTH), 1)
         return False
 
-    def _enumerate(self, placements: Callable[[Problem], list[Placement] | None], bound: int) -> bool:
-        """Try the allocations that may need less than the best, lowest first; return whether none is left.
+    def promise(self, placement: Placement) -> int | None:
+        least = estimated_bytes(self.problem, Road(self.problem, placement), self.period)
+        return None if least is None or least >= self.to_beat else least
 
-        Args:
-            placements: returns all that may fit a problem's memory; None where they are too many.
-            bound: a lower bound of all of them, in bytes.
-        """
-        for level in LEVELS:
-            if self.best <= bound:
-                break
-            found = placements(self.problem.with_memory(bound + (self.best - 1 - bound) // level))
-            if found is None or not self._try_all(found):
-                return False
-        return all(least is None or self.best <= least for least in self.bounds.values())
-
-    def _try_all(self, placements: Iterable[Placement]) -> bool:
-        """Find patterns, of the most promising allocation first; return False where the time is up."""
-        promises = []
-        for placement in placements:
-            if self.problem.deadline.passed():
-                return False
-            least = estimated_bytes(self.problem, Road(self.problem, placement), self.period)
-            if least is not None and least < self.best:
-                promises.append((least, placement.cuts, placement.devices, placement))
-        for least, _, _, placement in sorted(promises):
-            if self.problem.deadline.passed():
-                return False
-            if least < self.best:
-                self._try(placement)
-        return True
-
-    def _try(self, placement: Placement) -> None:
-        """Find the pattern of an allocation that needs least memory, and remember it."""
-        if placement.is_contiguous or placement in self.bounds:
-            return
-        found = most_compact(self.problem, placement, self.period, self.best)
-        self.bounds[placement] = found.bound
+    def schedule(self, placement: Placement) -> int | None:
+        found = most_compact(self.problem, placement, self.period, self.to_beat)
         if found.pattern is not None and found.num_bytes is not None:
             self.pattern, self.best = found.pattern, found.num_bytes
+        return found.bound

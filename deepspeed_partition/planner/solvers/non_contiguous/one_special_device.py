@@ -36,13 +36,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.optimal import narrow
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.completion_bound import Completion
 from deepspeed_partition.planner.solvers.pattern.pairwise_memory import Side, may_share
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Estimate, Road
 
 USED, DELAY, LOAD, KEPT, PEAK, CURRENT, LINK = range(7)
 """Columns of a label: the normals used; the delay as ``group * (T + 1) + fill``; load and bytes of the special

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern import ilp
@@ -21,7 +22,6 @@ from deepspeed_partition.planner.solvers.pattern.periodic_pattern import (
     DeviceMemory,
     Estimate,
     Pattern,
-    Placement,
     Road,
     pattern_of,
 )

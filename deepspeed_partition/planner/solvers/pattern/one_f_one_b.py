@@ -94,18 +94,18 @@ def schedule(times: TimedChain, boundaries: Sequence[int], period: int) -> Perio
     operations = []
     start = 0
     for index, (load, (group, fill)) in enumerate(zip(loads, delays(loads, period), strict=True)):
-        number, is_cut = divmod(index, 2)
+        number, is_boundary = divmod(index, 2)
         first, last = boundaries[number], boundaries[number + 1]
-        forward = int(times.one_way[last]) if is_cut else times.forward_ticks(first, last)
+        forward = int(times.one_way[last]) if is_boundary else times.forward_ticks(first, last)
         backward = load - forward
         end_of_backward = start + (group - 1) * period + fill
         for name, begin, duration in (("F", start, forward), ("B", end_of_backward - backward, backward)):
             shift, at = divmod(begin, period)
             operations.append(
                 PlacedOperation(
-                    operation=f"S{name}{number}" if is_cut else f"{name}{number}",
-                    device=None if is_cut else number,
-                    link=(number, number + 1) if is_cut else None,
+                    operation=f"S{name}{number}" if is_boundary else f"{name}{number}",
+                    device=None if is_boundary else number,
+                    link=(number, number + 1) if is_boundary else None,
                     start_seconds=seconds(at),
                     duration_seconds=seconds(duration),
                     shift=shift,

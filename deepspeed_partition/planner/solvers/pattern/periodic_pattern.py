@@ -22,10 +22,11 @@ from typing import Literal
 
 import numpy as np
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.memory import buffer_slots
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
-from deepspeed_partition.planner.solvers.interface import Cuts, Problem
+from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.pairwise_memory import Integers, Side, least_room, may_share
 
@@ -38,45 +39,6 @@ what is easy to schedule."""
 Shifts = Sequence[int]
 Orders = Mapping[Resource, Sequence[int]]
 """Operations of each resource in one period, in order, as positions on the path of a micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Boundaries and the device of each stage; neighbouring stages are on different devices.
-
-    Devices are numbered in the order in which the chain first reaches them: they are all alike.
-    """
-
-    cuts: Cuts
-    devices: tuple[int, ...]
-
-    @classmethod
-    def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
-        """Make a placement: stages that follow one another on a device become one; devices are renumbered."""
-        number: dict[int, int] = {}
-        merged_cuts, merged = [0], list[int]()
-        for stop, device in zip(cuts[1:], devices, strict=True):
-            device = number.setdefault(device, len(number))
-            if merged and merged[-1] == device:
-                merged_cuts[-1] = stop
-            else:
-                merged.append(device)
-                merged_cuts.append(stop)
-        return cls(tuple(merged_cuts), tuple(merged))
-
-    @classmethod
-    def contiguous(cls, cuts: Cuts) -> Placement:
-        return cls(cuts, tuple(range(len(cuts) - 1)))
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Return whether each device has one stage."""
-        return len(set(self.devices)) == len(self.devices)
-
-    @property
-    def num_shared(self) -> int:
-        """Number of devices with several stages."""
-        return sum(1 for device in set(self.devices) if self.devices.count(device) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +93,7 @@ class Road:
         self.stash = [int(table.stash[stage]) for stage in pairwise(cuts)]
         self.transient = [int(table.transient[stage]) for stage in pairwise(cuts)]
         self.slots = buffer_slots(platform)
-        self.sent_bytes = [chain.boundary_bytes(cut) for cut in cuts[1:-1]]
+        self.sent_bytes = [chain.boundary_bytes(boundary) for boundary in cuts[1:-1]]
         """Bytes over the boundary after each stage but the last."""
         at_ends = [0, *(self.slots * sent for sent in self.sent_bytes), 0]
         self.memory: list[DeviceMemory] = []
@@ -263,12 +225,12 @@ class Road:
 
         ends: dict[int, list[tuple[tuple[int, int], tuple[int, int], int]]] = defaultdict(list)
         devices = pattern.placement.devices
-        for cut, sent_bytes in enumerate(self.sent_bytes):
-            there, back = when(f"SF{cut}"), when(f"SB{cut}")
-            above = (when(f"F{cut}")[1], there[1]), (back[0], when(f"B{cut}")[0])
-            below = (there[0], when(f"F{cut + 1}")[0]), (when(f"B{cut + 1}")[1], back[1])
-            ends[devices[cut]].append((*above, sent_bytes))
-            ends[devices[cut + 1]].append((*below, sent_bytes))
+        for boundary, sent_bytes in enumerate(self.sent_bytes):
+            there, back = when(f"SF{boundary}"), when(f"SB{boundary}")
+            above = (when(f"F{boundary}")[1], there[1]), (back[0], when(f"B{boundary}")[0])
+            below = (there[0], when(f"F{boundary + 1}")[0]), (when(f"B{boundary + 1}")[1], back[1])
+            ends[devices[boundary]].append((*above, sent_bytes))
+            ends[devices[boundary + 1]].append((*below, sent_bytes))
         for device in self.memory:
             mine = ends[devices[device.stages[0]]]
             moments = {when(f"{kind}{stage}")[0] for stage in device.stages for kind in "FB"}

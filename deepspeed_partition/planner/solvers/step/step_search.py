@@ -34,6 +34,7 @@ from math import ceil, comb, inf
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.memory import UNLIMITED
 from deepspeed_partition.planner.simulate.step_simulator import (
     Choice,
@@ -43,15 +44,15 @@ from deepspeed_partition.planner.simulate.step_simulator import (
     in_order,
     one_f_one_b,
 )
-from deepspeed_partition.planner.solvers.contiguous import deepspeed_cuts, deepspeed_step
+from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions, deepspeed_step
 from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
-from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_cuts
+from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import neighbours
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b as steady_1f1b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Placement, Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 
 MOST_OPERATIONS = 500_000
 """Most forwards and backwards that are simulated for contiguous partitions, and as many beyond: a few seconds
@@ -132,7 +133,7 @@ def fixed_step(problem: Problem, cuts: Cuts) -> Step:
 def memory_of_flush(problem: Problem) -> int:
     """Return the bytes per device with which a contiguous partition has a whole batch in flight."""
     table, in_flight = problem.table, problem.fewest_in_flight
-    found = min_max_cuts(problem, lambda from_end: table.fixed + in_flight * table.stash)
+    found = min_max_partitions(problem, lambda from_end: table.fixed + in_flight * table.stash)
     cuts = min(found, key=lambda each: each[1])[0]
     engine = step_engine(problem, Placement.contiguous(cuts))
     rule = _Rule("furthest", (in_flight,) * (len(cuts) - 1))
@@ -154,7 +155,7 @@ class _Rule:
     """Rule by which the devices of an allocation take turns."""
 
     name: str
-    """Name of the rule: ``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``overlapping.eager``)."""
+    """Name of the rule: ``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``step_simulator.eager``)."""
     depths: tuple[int, ...]
     """Most micro-batches in flight of each stage."""
 
@@ -495,11 +496,11 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
     yield steady
     for algorithm in (PipeDream(), MemoryBalanced()):
         yield from algorithm.solve(problem).cuts
-    yield deepspeed_cuts.uniform(chain, num_devices)
-    yield deepspeed_cuts.parameters(chain, num_devices)
+    yield deepspeed_partitions.uniform(chain, num_devices)
+    yield deepspeed_partitions.parameters(chain, num_devices)
     table = problem.table
     in_flight = problem.fewest_in_flight
-    least = min_max_cuts(problem, lambda from_end: table.fixed + in_flight * table.stash)
+    least = min_max_partitions(problem, lambda from_end: table.fixed + in_flight * table.stash)
     yield min(least, key=lambda found: found[1])[0]
 
 
@@ -516,8 +517,8 @@ def _balanced(problem: Problem) -> list[Cuts]:
     waiting = (times.compute[-1] - times.compute)[:, None] // room
     costs: NDArray[np.int64] = before + np.maximum(busiest, waiting)
     fitting = np.where(table.max_in_flight >= 1, costs, NOTHING_FITS)
-    blocking = deepspeed_step.balanced_cuts(replace(problem, in_deepspeed=True))
-    return [*blocking, *(cuts for cuts, _ in min_max_cuts(problem, lambda from_end: fitting))]
+    blocking = deepspeed_step.balanced_partitions(replace(problem, in_deepspeed=True))
+    return [*blocking, *(cuts for cuts, _ in min_max_partitions(problem, lambda from_end: fitting))]
 
 
 def _moved_boundaries(placement: Placement) -> Iterator[Placement]:

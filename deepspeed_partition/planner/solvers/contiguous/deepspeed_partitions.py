@@ -41,8 +41,8 @@ def by_type(chain: Chain, num_stages: int, pattern: str) -> Cuts:
     """
     try:
         matches = re.compile(pattern, re.IGNORECASE).search
-    except (re.error, OverflowError, RecursionError) as flaw:
-        raise ValueError(f"algorithm {shown('type:' + pattern)}: not a regular expression: {flaw}") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"algorithm {shown('type:' + pattern)}: not a regular expression: {error}") from None
     weights = [float(matches(layer.type or layer.name) is not None) for layer in chain.layers]
     if not any(weights):
         types = sorted({layer.type or layer.name for layer in chain.layers})
@@ -95,11 +95,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedCut:
+class FixedPartition:
     """Solver with one given partition: a baseline, or boundaries that a user wrote."""
 
     name: str
-    cut: Callable[[Chain, int], Cuts]
+    partition: Callable[[Chain, int], Cuts]
     """Function from the chain and the number of devices to the boundaries."""
 
     def solve(self, problem: Problem) -> Answer:
@@ -112,7 +112,7 @@ class FixedCut:
 
     def _cuts(self, problem: Problem) -> Cuts:
         constraints = problem.constraints
-        cuts = self.cut(problem.chain, constraints.max_stages)
+        cuts = self.partition(problem.chain, constraints.max_stages)
         num_stages = len(cuts) - 1
         if num_stages > constraints.max_stages:
             raise ValueError(

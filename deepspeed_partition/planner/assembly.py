@@ -1,0 +1,171 @@
+"""Assembly of a plan: from what a solver found to a plan that the replay has checked.
+
+A contiguous partition gets its 1F1B* schedule here; a pattern has its own. What neither shows, the replay counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.errors import BrokenPlanError
+from deepspeed_partition.planner.memory import reserves_all_slots, stage_memory
+from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
+from deepspeed_partition.planner.schedule import Order, PeriodicSchedule
+from deepspeed_partition.planner.simulate.replay import Replay, replay
+from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step, fits
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+
+
+def assemble(
+    problem: Problem,
+    algorithm: str,
+    answer: Answer,
+    found: Cuts | Pattern,
+    step: Step | None = None,
+    chosen_period: int | None = None,
+) -> tuple[Plan, Replay]:
+    """Return the plan of a contiguous partition that has room, or of a pattern, and what its replay found.
+
+    Args:
+        algorithm: the name of the solver.
+        answer: its answer, which says what is proved.
+        found: the partition or pattern of the answer that the plan is made of.
+        step: the synchronous step of the same allocation; None where none was asked for.
+        chosen_period: ticks of the period of a partition; left out, the shortest that has room.
+
+    Raises:
+        BrokenPlanError: the replay refuses the plan, for another reason than its memory.
+    """
+    steady = _steady_state(problem, found, chosen_period)
+    seconds, period_seconds = problem.times.clock.seconds, steady.schedule.period_seconds
+    bound_seconds = seconds(lower_bound(problem))
+    # Nothing is proved about a step.
+    proved_class = None if step is not None else _proved_class(problem, answer, steady.period)
+    cuts = steady.placement.cuts
+    plan = Plan(
+        chain=ChainReference.of(problem.chain),
+        platform=problem.platform,
+        algorithm=algorithm,
+        period_seconds=period_seconds,
+        lower_bound_seconds=bound_seconds,
+        gap=period_seconds / bound_seconds - 1,
+        proved=proved_class is not None,
+        proved_class=proved_class,
+        proved_of=None if proved_class is None else "period",
+        class_lower_bound_seconds=None if answer.class_bound is None else seconds(answer.class_bound),
+        stages=_planned_stages(problem, steady),
+        operations=steady.schedule.operations,
+        memory=steady.memory,
+        peak_memory_bytes=tuple(use.total for use in steady.memory),
+        step=None if step is None else _step_plan(problem, steady.placement, step),
+        data_parallel=problem.num_pipelines,
+        zero_stage=problem.zero_stage if problem.num_pipelines else None,
+        allreduce_seconds=tuple(problem.allreduce_seconds(cuts)) if problem.num_pipelines else (),
+    )
+    replayed = replay(plan, problem.chain)
+    is_counted = not isinstance(found, Pattern) and step is None and reserves_all_slots(problem.platform)
+    if replayed.memory and not is_counted:
+        # Only the timeline shows how many tensors wait at a boundary (more than its buffers before a slow link in
+        # a step that fills and drains, fewer than two where less than two are reserved), and that a stage which
+        # takes no time lets a micro-batch go the moment the next one comes, and how stages share a device.
+        plan = _as_replayed(plan, replayed)
+        replayed = replay(plan, problem.chain)
+    _check_replay(plan, replayed)
+    return plan, replayed
+
+
+@dataclass(frozen=True, slots=True)
+class _SteadyState:
+    """Allocation in steady state, with what the planner counts of it."""
+
+    placement: Placement
+    period: int
+    """Period, in ticks."""
+    schedule: PeriodicSchedule
+    in_flight: list[int]
+    """Most micro-batches in flight of each stage; 1 where only the replay counts them."""
+    memory: tuple[MemoryUse, ...]
+    """Peak bytes of each device; 0 where only the replay counts them."""
+
+
+def _steady_state(problem: Problem, found: Cuts | Pattern, chosen_period: int | None) -> _SteadyState:
+    """Return a pattern as it is, or a contiguous partition under 1F1B*."""
+    times, platform = problem.times, problem.platform
+    memory = [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * platform.num_devices
+    if isinstance(found, Pattern):
+        in_flight = [1] * len(found.placement.devices)
+        return _SteadyState(found.placement, found.period, found.schedule(times.clock), in_flight, tuple(memory))
+    loads = one_f_one_b.pseudo_stage_loads(times, found)
+    room = [int(problem.table.max_in_flight[stage]) for stage in pairwise(found)]
+    period = chosen_period or one_f_one_b.least_period(loads, room)
+    assert period is not None, "a solver returned a partition without room"
+    in_flight = one_f_one_b.in_flight(loads, period)
+    memory[: len(in_flight)] = [
+        stage_memory(problem.chain, platform, start, stop, count)
+        for (start, stop), count in zip(pairwise(found), in_flight, strict=True)
+    ]
+    schedule = one_f_one_b.schedule(times, found, period)
+    return _SteadyState(Placement.contiguous(found), period, schedule, in_flight, tuple(memory))
+
+
+def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
+    """Return the allocations among which a period, in ticks, is proved to be the shortest; None for none."""
+    if period <= math.ceil(lower_bound(problem)):
+        return "any allocation"
+    if answer.best_period == period and reserves_all_slots(problem.platform):
+        return answer.proved_class
+    return None
+
+
+def _planned_stages(problem: Problem, steady: _SteadyState) -> tuple[PlannedStage, ...]:
+    stages = []
+    for (layers, device), in_flight in zip(steady.placement.stages, steady.in_flight, strict=True):
+        held = problem.chain.layers[slice(*layers)]
+        stages.append(
+            PlannedStage(
+                layers=layers,
+                layer_names=tuple(layer.name for layer in held),
+                device=device,
+                in_flight=in_flight,
+                num_trainable_parameters=sum(layer.num_trainable_parameters or 0 for layer in held),
+            )
+        )
+    return tuple(stages)
+
+
+def _step_plan(problem: Problem, placement: Placement, step: Step) -> StepPlan:
+    assert problem.num_micro_batches is not None
+    seconds = problem.times.clock.seconds
+    blocking = None
+    if placement.is_contiguous and fits(replace(problem, in_deepspeed=True), placement.cuts):
+        blocking = seconds(problem.blocking_step(placement.cuts, problem.num_micro_batches))
+    idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - len(step.orders))
+    return StepPlan(
+        num_micro_batches=problem.num_micro_batches,
+        step_seconds=seconds(step.ticks),
+        blocking_step_seconds=blocking,
+        order=step.orders + idle,
+    )
+
+
+def _as_replayed(plan: Plan, found: Replay) -> Plan:
+    stages = tuple(
+        replace(stage, in_flight=count) for stage, count in zip(plan.stages, found.in_flight, strict=True)
+    )
+    peaks = tuple(use.total for use in found.memory)
+    return replace(plan, stages=stages, memory=found.memory, peak_memory_bytes=peaks)
+
+
+def _check_replay(plan: Plan, replayed: Replay) -> None:
+    """Refuse a plan that the replay refuses; that it is too large is for the caller to say."""
+    broken = [violation for violation in replayed.violations if "bytes short" not in violation]
+    if broken or not replayed.memory:
+        raise BrokenPlanError(
+            f"MadPipe made a plan for {plan.chain.name!r} that its own replay refuses, which is a bug: "
+            f"{'; '.join(broken)}"
+        )
