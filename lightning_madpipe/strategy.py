@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.repartition.layer_moves import exchange_layers, has_layers
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
@@ -37,6 +38,7 @@ from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised
 from deepspeed_partition.engine.runtime.joining import watch_joining
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.options import Options
 from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.checkpoint.saving import Checkpointing
 from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies, refusals_of_averages
@@ -67,7 +69,7 @@ from lightning_madpipe.module import (
     refuse_other_calls,
 )
 from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resuming
-from lightning_madpipe.settings import check_count, checked_config, read_config
+from lightning_madpipe.settings import check_count, checked_settings, read_config
 from lightning_madpipe.steps.forward_reads import Read
 from lightning_madpipe.steps.layer_check import Verdict, check_layers
 from lightning_madpipe.steps.loss_mode import LOSSES
@@ -145,6 +147,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     namespace: str
     """``pytorch_lightning`` or ``lightning.pytorch``."""
     config: dict[str, Any]
+    options: Options
+    """The options of planning, from the arguments and from ``pipeline.madpipe`` of the configuration."""
 
     def __init__(
         self,
@@ -200,7 +204,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        options = {
+        arguments = {
             "memory": memory,
             "bandwidth": bandwidth,
             "latency_seconds": latency_seconds,
@@ -215,15 +219,16 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "unpickle": unpickle,
             "patience_seconds": patience_seconds,
         }
-        self.config = self._given_config = checked_config(self.config, options, stage)
-        num_steps = self.config["pipeline"]["madpipe"].get("warmup_steps")
+        self.config, self.options, counts_steps = checked_settings(self.config, arguments, stage)
+        self._given_config = self.config
+        num_steps = self.options.warmup_steps
         if warmup_epochs > 1 and num_steps:
             raise ValueError(f"warmup_epochs is {warmup_epochs} and warmup_steps is {num_steps}: give one of them")
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.check_layers = check_layers
         # One epoch is what nobody asked for.
-        self.warmup_epochs = 0 if warmup_epochs == 1 and num_steps is not None else warmup_epochs
+        self.warmup_epochs = 0 if warmup_epochs == 1 and counts_steps else warmup_epochs
         self.whole_model = whole_model
         self._warm_up: WarmUpOfFit | None = None
         self._let_metrics_go: Callable[[], None] = lambda: None
@@ -510,7 +515,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def _refuse_copies_that_stay(self) -> None:
         """Refuse modules that average the weights of this rank's layers, if these may leave it."""
         found = self._copies.modules() if self.pipeline.num_stages > 1 else []
-        if found and self.config["pipeline"]["madpipe"].get("plan") is None:
+        if found and self.options.plan is None:
             raise self._refusal(
                 f"{', '.join(found)} is a copy of the layers that this rank has now, and they move when the "
                 f"plan is made: {WAY_OUT}; or run a saved plan, MadPipeStrategy(plan=...), with which none moves"
@@ -521,7 +526,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             pipeline = PipelineModule(
                 layers=call.layers,
                 num_stages=self._resolved_num_stages(),
-                plan=self.config["pipeline"]["madpipe"].get("plan"),
+                plan=self.options.plan,
                 seed_layers=any(isinstance(layer, LayerSpec) for layer in call.layers),
                 base_seed=self._base_seed,
             )
@@ -623,7 +628,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         layers = self.pipeline.layers_of_user
         with self.pipeline.elsewhere.lifted():
             layers.hand_over(low=self.precision_plugin.precision != "32-true", fitting=fitting)
-        self._engine, engine_optimizer, _, _ = initialize(
+        self._engine, engine_optimizer, _, _ = initialize_with(
+            partial(MadPipeEngine, options=self.options),
             args=argparse.Namespace(device_rank=self.local_rank),
             model=self.pipeline,
             optimizer=optimizer,
@@ -642,7 +648,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             # The engine runs backward and the optimizer, and clears the gradients.
             trainer.fit_loop._skip_backward = True
             self._engine.folder_of_logs = folder_of_logs(trainer)
-            num_steps = self._engine.options.warmup_steps
+            num_steps = self.options.warmup_steps
             if self.warmup_epochs or num_steps:
                 self._warm_up = WarmUpOfFit(trainer, num_epochs=self.warmup_epochs, num_steps=num_steps)
                 self._engine.warm_up_until(self._warm_up.is_over, self._warm_up.length)

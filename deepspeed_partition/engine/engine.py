@@ -88,8 +88,9 @@ class MadPipeEngine(ResumingEngine):
     """The folder where the plan is saved if ``save_plan`` names no place. None: the folder of DeepSpeed's
     monitors, if one writes files."""
     options: Options
+    """The options that a host has given; else those of ``pipeline.madpipe`` in the configuration."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, options: Options | None = None, **kwargs: Any) -> None:
         self._peeked: Iterator[Any] | None = None
         self._waits_for_plan = False
         self._knows_what_moves = False
@@ -99,7 +100,7 @@ class MadPipeEngine(ResumingEngine):
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
         super().__init__(**kwargs)
-        self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
+        self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         watch.start(self.options.patience_seconds)
         self._cut_as_configured()
         if of_fp16 and self.owns_cut:
@@ -597,11 +598,11 @@ def _in_words(allocation: Allocation) -> str:
     return f"{list(allocation.boundaries)} on the ranks {[stage.device for stage in allocation.stages]}"
 
 
-def initialize_with(engine_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with another class for the engine of pipeline modules."""
+def initialize_with(make_engine: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with another class, or function, that makes the engine of pipeline modules."""
     stock = deepspeed.PipelineEngine
     # deepspeed.initialize looks the class up when it is called, and has no argument for it.
-    deepspeed.PipelineEngine = engine_class
+    deepspeed.PipelineEngine = make_engine
     try:
         return deepspeed.initialize(*args, **kwargs)
     finally:

@@ -72,7 +72,7 @@ class ResumingEngine(MovingEngine):
     """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
 
     options: Options
-    """The options in the ``madpipe`` section of the configuration."""
+    """The options of planning, of which some are for checkpoints."""
     _reader: Reader
     """The reader of the checkpoint that is being loaded."""
     _copy_recovery_script: Any
