@@ -320,7 +320,7 @@ class MadPipeEngine(ResumingEngine):
         """Run ``cut``, whose layers are in their places."""
         self.module.madpipe_cut, self.plan = cut, cut.plan
         self._waits_for_plan, self._warm_up = False, None
-        self._lowered_lists.cache_clear()
+        self.lower_anew()
         self._layer_buffers = None
 
     @property

@@ -42,7 +42,7 @@ def begin() -> MadPipeEngine:
 
 
 def instructions_of(engine: MadPipeEngine) -> tuple[Instruction, ...]:
-    return engine._lowered(engine.micro_batches, trains=True).lists[engine.stage_id]
+    return engine.program(engine.micro_batches, trains=True).lists[engine.stage_id]
 
 
 class Streams:

@@ -154,6 +154,15 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self._num_forwards = dict.fromkeys(self.own_stages, num_forwards)
         self.micro_offset = num_forwards
 
+    def counts_of_forwards(self) -> Callable[[], None]:
+        """Note how often each stage has run; return a function that puts it back."""
+        num_forwards, micro_offset = dict(self._num_forwards), self.micro_offset
+
+        def restore() -> None:
+            self._num_forwards, self.micro_offset = dict(num_forwards), micro_offset
+
+        return restore
+
     @contextmanager
     def active(self, stage: int) -> Iterator[None]:
         """Let this module be one of its stages."""

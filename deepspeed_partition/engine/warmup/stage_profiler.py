@@ -225,7 +225,7 @@ class Measuring:
             yield
             peak_bytes = torch.cuda.max_memory_allocated(engine.device)
         self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
-        program = engine._lowered(engine.micro_batches, trains=True)
+        program = engine.program(engine.micro_batches, trains=True)
         self._num_in_flight = max(self._num_in_flight, program.num_slots(engine.stage_id))
 
     def _count_received(self, _: Message, peer: int, boundary: Boundary, works: list[Any]) -> list[Any]:

@@ -163,7 +163,7 @@ class WarmUp:
             self._most_in_flight = math.ceil(in_flight / 2)
             most = counted(self._most_in_flight, "micro-batch")
             remedy = f"until the plan is made, no stage has more than {most} in flight"
-            self._engine._lowered_lists.cache_clear()
+            self._engine.lower_anew()
         else:
             remedy = self._give_up()
         announce(f"{reason}; {remedy}", logging.WARNING)
