@@ -97,3 +97,18 @@ def check_count(name: str, value: Any, *, least: int) -> None:
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
+
+
+def resolved_num_stages(num_stages: int | None, num_processes: int) -> int:
+    """The stages of a pipeline; all processes, where ``num_stages`` is None.
+
+    Raises:
+        ValueError: they do not divide the processes.
+    """
+    resolved = num_stages or num_processes
+    if num_processes % resolved != 0:
+        raise ValueError(
+            f"num_stages={resolved} does not divide the {num_processes} processes: each pipeline has "
+            "num_stages of them"
+        )
+    return resolved

@@ -18,6 +18,7 @@ from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from lightning_madpipe.checkpoint import checkpoint_folders
 from lightning_madpipe.compat.agreement import on_every_rank
+from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ MEETING_SECONDS = 20.0
 class Checkpointing(DeepSpeedStrategy):
     """The part of the strategy that writes and reads checkpoints."""
 
+    _lightning: Lightning
     _module: Any
     pipeline: Any
-    _refusal: Callable[[str], Exception]
     _start_engine: Callable[[Any], None]
     _start_runner: Callable[[Any], None]
     _batches: Any
@@ -94,7 +95,7 @@ class Checkpointing(DeepSpeedStrategy):
             time.sleep(0.05)
             arrived = store.add(key, 0)
         if arrived < self.world_size:
-            raise self._refusal(
+            raise self._lightning.refusal(
                 f"no checkpoint is written after this exception, because only {arrived} of {self.world_size} "
                 "processes met one, and each of them has a part of the model: resume from the last checkpoint"
             )
@@ -118,7 +119,7 @@ class Checkpointing(DeepSpeedStrategy):
                 with self.pipeline.layers_of_user.lent():
                     self._save_folder(checkpoint, Path(path))
         except (OSError, ValueError) as flaw:
-            raise self._refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
+            raise self._lightning.refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         from_rank_0(lambda: _make_room(path))
@@ -179,7 +180,7 @@ class Checkpointing(DeepSpeedStrategy):
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
             return on_every_rank(lambda: _read_file(self.checkpoint_io, path, keywords))
         except ValueError as flaw:
-            raise self._refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
+            raise self._lightning.refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
 
     def _load_folder(self, path: Path, fitting: bool) -> dict[str, Any]:
         engine = self.deepspeed_engine
@@ -227,7 +228,7 @@ class Checkpointing(DeepSpeedStrategy):
                 self._module, self.pipeline, self._names, checkpoint["state_dict"], strict=strict
             )
         except ValueError as flaw:
-            raise self._refusal(str(flaw)) from None
+            raise self._lightning.refusal(str(flaw)) from None
 
 
 def _found_folder(path: str) -> bool:

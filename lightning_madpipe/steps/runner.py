@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import pickle
@@ -19,6 +18,7 @@ from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.collectives import gather_objects, portable, reduced
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all, raised_by_all
+from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
     batch_size_of,
@@ -71,12 +71,11 @@ class BatchRunner:
         num_micro_batches: Pieces of a Lightning batch.
         base_seed: The same on every rank.
         batch_numbers: Counts batches, alike on all ranks.
-        namespace: ``pytorch_lightning`` or ``lightning.pytorch``.
+        lightning: The package of the module's class.
         check_layers: Called once in each mode, and where something has changed that ``forward`` reads, with what a
             step gives ``forward`` for the first micro-batch, the samples of each micro-batch, and what has
             changed; gives what ``forward`` reads.
         call_hooks: Called when the gradients of a step are there, and what its batches did is known.
-        refusal: The host's exception with a sentence.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
     """
 
@@ -91,20 +90,19 @@ class BatchRunner:
         num_micro_batches: int,
         base_seed: int,
         batch_numbers: Iterator[int],
-        namespace: str,
+        lightning: Lightning,
         check_layers: Callable[[Sequence[Any], Sequence[int], Sequence[str]], Collection[Read]],
         call_hooks: Callable[[], None],
-        refusal: Callable[[str], Exception],
         loss: str,
     ) -> None:
         self.steps = steps
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
-        self._namespace, self._call_hooks, self._refusal = namespace, call_hooks, refusal
+        self._lightning, self._call_hooks, self._refusal = lightning, call_hooks, lightning.refusal
         self._check_layers = check_layers
         self._watches: dict[bool, ForwardWatch] = {}
-        self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, refusal)
+        self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, self._refusal)
         self._window: list[BatchRun] = []
         self._loss_option = loss
         self._losses = LossOfBatches(
@@ -116,7 +114,7 @@ class BatchRunner:
             steps=steps,
             forward=self._forward_only,
             again=self._uneven,
-            refusal=refusal,
+            refusal=self._refusal,
         )
         self._device = engine.device
         self._last_loss = torch.zeros((), device=self._device)
@@ -440,7 +438,7 @@ class BatchRunner:
         """Whether what ``step`` returns is worth sending: to a hook that is not Lightning's, or to the caller."""
         callbacks = self._trainer.callbacks
         if step == "predict_step":
-            writer = self._lightning("callbacks").BasePredictionWriter
+            writer = self._lightning.module("callbacks").BasePredictionWriter
             if self._trainer.predict_loop.return_predictions or any(isinstance(c, writer) for c in callbacks):
                 return True
         hooks = [getattr(owner, BATCH_END_HOOKS[step]) for owner in (self._module, *callbacks)]
@@ -564,6 +562,3 @@ class BatchRunner:
                 metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
                 log_call = {**log_call, "value": metric}
             self._module.log(**log_call)
-
-    def _lightning(self, module: str) -> Any:
-        return importlib.import_module(f"{self._namespace}.{module}")
