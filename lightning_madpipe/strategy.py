@@ -515,13 +515,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._warm_up.say_that_no_plan_was_made()
 
     def on_validation_start(self) -> None:
-        self._batches.begins = True
+        self._batches.begin_epoch()
 
     def on_test_start(self) -> None:
-        self._batches.begins = True
+        self._batches.begin_epoch()
 
     def on_predict_start(self) -> None:
-        self._batches.begins = True
+        self._batches.begin_epoch()
 
     def _start_runner(self, trainer: Any) -> None:
         module, engine, call = self._module, self.deepspeed_engine, self.pipeline.call_of_module
@@ -541,6 +541,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         )
         self.pipeline.loss_fn = steps.loss
         comparison = LayerComparison(
+            trainer=trainer,
             module=module,
             pipeline=self.pipeline,
             engine=engine,
@@ -556,7 +557,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             pipeline=self.pipeline,
             engine=engine,
             steps=steps,
-            check_layers=comparison.compare,
+            comparison=comparison,
             num_micro_batches=self._resolved_num_micro_batches(),
             base_seed=self._base_seed,
             batch_numbers=self._batch_numbers,

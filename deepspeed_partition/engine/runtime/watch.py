@@ -63,7 +63,7 @@ _OPERATIONS = {
     "_meet": "the beginning of a batch",
     "is_over": "the beginning of a batch",
     "_agree": "the beginning of an epoch",
-    "_share": "what a batch has logged and returned",
+    "share_with_pipeline": "what a batch has logged and returned",
     "save_checkpoint": "saving a checkpoint",
     "load_checkpoint": "loading a checkpoint",
     "measure_and_plan": "measuring and planning",
