@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
+from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
@@ -30,7 +31,6 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.pipeline.plan_engine import program_of
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages, owner
 from deepspeed_partition.engine.repairs import (
     clip_by_global_norm,
@@ -361,7 +361,7 @@ class MadPipeEngine(ResumingEngine):
         return self._train_batch(data_iter)
 
     def _train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        self.check_that_it_goes_on()
+        self._lockstep.check_that_it_goes_on()
         self.reset_activation_shape()
         before = BeforeStep(self) if self.runs_lists else None
         self._in_step = True
@@ -376,7 +376,7 @@ class MadPipeEngine(ResumingEngine):
             self._in_step = False
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        self.check_that_it_goes_on()
+        self._lockstep.check_that_it_goes_on()
         self.reset_activation_shape()
         of_training = getattr(self, "training_dataloader", None), self.data_iterator
         call = inspect.signature(PipelineEngine.eval_batch).bind(self, data_iter, *args, **kwargs)
@@ -384,7 +384,7 @@ class MadPipeEngine(ResumingEngine):
             if self.runs_lists:
                 assert self._transfers, "made by all ranks, before they meet"
                 with torch.no_grad():  # before DeepSpeed's barrier, at which nobody could tell
-                    self._meet(call.arguments.get("num_micro_batches") or self.micro_batches)
+                    self._lockstep.begin_together(call.arguments.get("num_micro_batches") or self.micro_batches)
             return super().eval_batch(data_iter, *args, **kwargs)
         except Exception:
             self.let_batch_go()

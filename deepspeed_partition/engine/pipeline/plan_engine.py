@@ -11,7 +11,7 @@ copied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine.pipeline.batch_attempt import Batch, RaisedElsewhere, traceback_of
+from deepspeed_partition.engine.pipeline.batch_attempt import Batch
+from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
+from deepspeed_partition.engine.pipeline.lockstep import Lockstep
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
     instructions_of,
@@ -33,24 +35,16 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
     why_not_lists,
 )
 from deepspeed_partition.engine.pipeline.stages import StagesModule
-from deepspeed_partition.engine.pipeline.tied_copies import several_of_a_key
+from deepspeed_partition.engine.pipeline.tied_gradients import copies_added_up, gradient_so_far
 from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed, Loaded, tensors_of
-from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, portable, reduced
+from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
 from deepspeed_partition.engine.runtime.environment import announce
-from deepspeed_partition.engine.runtime.first_failure import (
-    FirstFailure,
-    in_words,
-    is_raised_by_all,
-    raised_by_all,
-)
+from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import Shapes, Transfers
 from deepspeed_partition.engine.runtime.watch import watch
-from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.step import one_f_one_b_order
-from deepspeed_partition.schedule import lowering
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
 _ANY = -1
@@ -86,7 +80,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     fwd_outputs: list[Any]
     loss: Any
     num_stages: int
-    _failure: FirstFailure
+    _lockstep: Lockstep
     _active = _ANY
     batch_state: BatchState
     batch_data: BatchData
@@ -115,7 +109,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             )
         self.batch_data.begin()
         self._read_now: Any = None
-        self._cannot_go_on = ""
+        self._lockstep = Lockstep(self._pipelines())
         self._lowered_lists = functools.lru_cache(maxsize=16)(self._lower)
 
     def _configure_distributed_model(self, model):
@@ -176,7 +170,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         num_stages = self.num_stages
         self.num_stages = self._rank_of_loss() + 1
         try:
-            with self._ended_by_errors():
+            with self._lockstep.ended_by_errors():
                 return super()._aggregate_total_loss()
         finally:
             self.num_stages = num_stages
@@ -298,14 +292,14 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _exec_schedule(self, program: Any) -> None:
         if not self.runs_lists:
-            self._failure = FirstFailure(min(self._pipelines()[self.grid.data_parallel_id]))
-            with self._ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):
+            self._lockstep.begin_batch(min(self._pipelines()[self.grid.data_parallel_id]))
+            with self._lockstep.ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):
                 super()._exec_schedule(program)
             return
         if not isinstance(program, Program):  # before 0.19.8, which asks for its schedules
             program = self.program(program.micro_batches, trains=isinstance(program, schedule.TrainSchedule))
-        self._failure = FirstFailure(self._transfers.ranks[0])
-        with self._ended_by_errors():
+        self._lockstep.begin_batch(self._transfers.ranks[0])
+        with self._lockstep.ended_by_errors():
             self._begin_batch(program.num_micro_batches)
             if torch.is_grad_enabled():
                 reads = self.is_first_stage() or self.is_last_stage()
@@ -323,7 +317,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 replaced = replaced_instructions(self)
                 for kind, name in AT_THE_END.items():
                     run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
-                    with self._tied_copies_added_up() if kind is schedule.ReduceTiedGrads else nullcontext():
+                    is_of_ties = kind is schedule.ReduceTiedGrads
+                    with copies_added_up(self.module, self._tied_gradient) if is_of_ties else nullcontext():
                         run()
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -339,68 +334,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             if weight.requires_grad:
                 dist.all_reduce(self._tied_gradient(weight), group=group)
 
-    @contextmanager
-    def _tied_copies_added_up(self) -> Iterator[None]:
-        """Make the gradients of all copies of a tied weight on this rank one, while ranks add them up."""
-        alike = [
-            tuple(map(self._tied_gradient, weights))
-            for copies in several_of_a_key(self.module)
-            for weights in zip(*(tied.tied_weights(self.module) for tied in copies), strict=True)
-            if weights[0].requires_grad
-        ]
-        for first, *others in alike:
-            for other in others:
-                first += other
-        yield
-        for first, *others in alike:
-            for other in others:
-                other.copy_(first)
-
-    def _before_reduction(self) -> None:
-        """Do what a host adds before gradients are reduced: called in training when the lists are through."""
-
     def _tied_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient of a tied weight that the step has added up so far; zeros if there is none."""
-        name = "grad"
-        if self.using_bf16_optimizer:
-            name = "_hp_grad"
-        elif getattr(self.optimizer, "use_grad_accum_attribute", False):
-            name = "grad_accum"
-        if getattr(weight, name, None) is None:
-            dtype = self.optimizer.gradient_accumulation_dtype if name == "grad_accum" else weight.dtype
-            setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
-        gradient: torch.Tensor = getattr(weight, name)
-        return gradient
-
-    @contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        """Run what the ranks do together; an error that they do not agree upon ends this engine.
-
-        Raises:
-            RuntimeError: another rank failed before this one, and with what, or has ended.
-        """
-        try:
-            with self._failure.told():
-                yield
-        except BaseException as flaw:
-            if not is_raised_by_all(flaw):
-                self._cannot_go_on = in_words(flaw)
-                watch.tell_that_this_rank_leaves(f"left a batch with {self._cannot_go_on}")
-            raise
-        finally:
-            watch.runs(None)
-
-    def check_that_it_goes_on(self) -> None:
-        """Refuse to go on after an error that has ended what the ranks do together.
-
-        Raises:
-            RuntimeError: there was such an error.
-        """
-        if self._cannot_go_on:
-            raise RuntimeError(
-                f"a batch before ended, on this rank alone, with {self._cannot_go_on}: the ranks of the job are "
-                "not at the same place any more, and this engine cannot go on; start again from a checkpoint"
-            )
+        return gradient_so_far(weight, self.optimizer, in_bf16=self.using_bf16_optimizer)
 
     # DeepSpeed calls instructions through this map, which does not see overriding methods.
     _INSTRUCTION_MAP: ClassVar = {
@@ -448,61 +383,13 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.batch_state.clear()
         flaw = self._replaced_too_late() or self._flaw_of_data(num_micro_batches)
         try:
-            self._meet(num_micro_batches, flaw)
+            self._lockstep.begin_together(num_micro_batches, flaw)
         except StopIteration:
             raise
         except Exception:
             self.skip_data(num_micro_batches)
             raise
         self._transfers.start(told_each_time=self.dynamic_shape)
-
-    def _meet(self, num_micro_batches: int, flaw: BaseException | None = None, *, asks: bool = False) -> bool:
-        """Begin a batch together, or none. Collective.
-
-        Args:
-            num_micro_batches: 0: this rank comes only to tell what it has met.
-            flaw: what keeps this rank from it.
-            asks: whether it asks for something that all ranks do together.
-
-        Returns:
-            Whether any rank asks.
-
-        Raises:
-            Exception: what has kept a rank from it, on every rank.
-            RuntimeError: ranks begin with different things, such as training and evaluation, on every rank.
-        """
-        pipelines, trains = self._pipelines(), torch.is_grad_enabled()
-        mine = next(place for place, ranks in enumerate(pipelines) if dist.get_rank() in ranks)
-        most = [-(2**31), -(2**31)] * len(pipelines)
-        if num_micro_batches:
-            most[2 * mine : 2 * mine + 2] = num_micro_batches, -num_micro_batches
-        begins = bool(num_micro_batches)
-        facts = [flaw is not None, begins and trains, begins and not trains, asks]
-        some_fail, some_train, some_evaluate, some_ask, *most = reduced([*facts, *most], dist.ReduceOp.MAX)
-        if some_fail:
-            self._raise_first(flaw)
-        if (some_train and some_evaluate) or any(
-            up != -down for up, down in zip(most[::2], most[1::2], strict=True)
-        ):
-            kind = "a training step" if trains else "an evaluation"
-            doing = gather_objects(f"rank {dist.get_rank()} {kind} of {num_micro_batches} micro-batches")
-            raise raised_by_all(
-                RuntimeError(
-                    f"the ranks begin different batches: {', '.join(doing)}; does the data of one rank end before "
-                    "that of another, or does a rank leave a loop alone?"
-                )
-            )
-        return bool(some_ask)
-
-    def _raise_first(self, flaw: BaseException | None) -> None:
-        own = None if flaw is None else portable(flaw, keep=(StopIteration,))
-        told = gather_objects(None if own is None else (dist.get_rank(), own, traceback_of(flaw or own)))
-        rank, error, details = next(theirs for theirs in told if theirs is not None)
-        if rank == dist.get_rank() and isinstance(flaw, Exception):
-            raise raised_by_all(flaw)
-        if isinstance(error, StopIteration):
-            raise raised_by_all(error)
-        raise raised_by_all(error) from RaisedElsewhere(f"rank {rank} met this between two batches:\n\n{details}")
 
     def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:
         """Begin a step with all ranks, before they agree on anything else for it. Collective.
@@ -517,7 +404,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             Exception: what another rank has met since the last step, on every rank.
         """
         if self.runs_lists and dist.get_world_size() > 1:
-            return self._meet(num_micro_batches, asks=asks)
+            return self._lockstep.begin_together(num_micro_batches, asks=asks)
         return any(reduced([int(asks)], dist.ReduceOp.MAX)) if dist.get_world_size() > 1 else asks
 
     def tell_at_next_batch(self, error: BaseException) -> None:
@@ -525,9 +412,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
         Where they do not begin one, this waits until they have ended.
         """
-        if self.runs_lists and not self._in_step and not self._cannot_go_on and dist.get_world_size() > 1:
+        if self.runs_lists and not self._in_step and self._lockstep.goes_on and dist.get_world_size() > 1:
             try:
-                self._meet(0, error)
+                self._lockstep.begin_together(0, error)
             except Exception as met:  # the caller raises ``error`` already
                 if is_raised_by_all(met):  # and not where another rank has ended instead of coming
                     raised_by_all(error)
@@ -603,37 +490,3 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
         if stage > 0:
             state.between[Message("B", stage - 1, number)] = state.arrived.pop(slot).gradients()
-
-
-def program_of(
-    plan: Plan | None,
-    num_ranks: int,
-    num_micro_batches: int,
-    *,
-    trains: bool,
-    flushes: Sequence[int] | None = None,
-) -> Program:
-    """The lists of one batch.
-
-    A cut without a plan has one stage per rank and runs as DeepSpeed would run it, with as many micro-batches in
-    flight.
-
-    Args:
-        flushes: Micro-batches of each batch of the step, see ``AnyPlanEngine.flushes``.
-
-    Raises:
-        LoweringError: the plan's order cannot be run.
-    """
-    if plan is not None and trains:
-        return lowering.lower(plan, num_micro_batches, flushes)
-    if plan is not None:
-        return lowering.lower_evaluation(plan, num_micro_batches)
-    if trains and flushes is not None:
-        return lowering.with_transfers(lowering.flush_orders(range(num_ranks), flushes), range(num_ranks))
-    orders = [
-        one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
-        if trains
-        else tuple((f"F{stage}", number) for number in range(num_micro_batches))
-        for stage in range(num_ranks)
-    ]
-    return lowering.with_transfers(orders, range(num_ranks))

@@ -60,7 +60,7 @@ _OPERATIONS = {
     "_aggregate_total_loss": "the loss of the batch",
     "_begin_batch": "the beginning of a batch",
     "agree": "the agreement at the end of a batch",
-    "_meet": "the beginning of a batch",
+    "begin_together": "the beginning of a batch",
     "is_over": "the beginning of a batch",
     "_agree": "the beginning of an epoch",
     "share_with_pipeline": "what a batch has logged and returned",
