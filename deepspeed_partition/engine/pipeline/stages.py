@@ -338,6 +338,13 @@ def owner(allocation: Allocation, layer: int) -> int:
     return next(stage.device for stage in allocation.stages if layer < stage.layers[1])
 
 
+def allocation_in_words(allocation: Allocation) -> str:
+    """The boundaries, and the ranks of the stages where these do not follow one another."""
+    if allocation.is_contiguous:
+        return str(list(allocation.boundaries))
+    return f"{list(allocation.boundaries)} on the ranks {[stage.device for stage in allocation.stages]}"
+
+
 def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:
     """Return the device of each layer of a plan or of a module, and nothing else, so that two can be compared."""
     if isinstance(source, Plan):
