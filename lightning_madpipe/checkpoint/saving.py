@@ -15,9 +15,8 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was_unpickled
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
-from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
 from lightning_madpipe.checkpoint import checkpoint_folders
-from lightning_madpipe.compat.agreement import on_every_rank
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
 
@@ -178,7 +177,7 @@ class Checkpointing(DeepSpeedStrategy):
             if self.deepspeed_engine.options.checkpoint_checksums and "://" not in path:
                 from_rank_0(lambda: checkpoint_folders.check_archive(Path(path)))
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
-            return on_every_rank(lambda: _read_file(self.checkpoint_io, path, keywords))
+            return refused_together(lambda: _read_file(self.checkpoint_io, path, keywords))
         except ValueError as flaw:
             raise self._lightning.refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
 
@@ -202,7 +201,7 @@ class Checkpointing(DeepSpeedStrategy):
                 load_module_strict=self._module.strict_loading,
             )
             if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
-                outside = on_every_rank(lambda: checkpoint_folders.outside_of_all(path, saved, reader))
+                outside = refused_together(lambda: checkpoint_folders.outside_of_all(path, saved, reader))
                 checkpoint[checkpoint_folders.OUTSIDE_STATE] = outside
             self._batches.draws = checkpoint.get(checkpoint_folders.DRAWS, self._batches.draws)
         else:
@@ -212,7 +211,8 @@ class Checkpointing(DeepSpeedStrategy):
                 # the plan that was made meanwhile holds.
                 self._start_engine(self._module.trainer)
                 self._start_runner(self._module.trainer)
-            checkpoint = on_every_rank(lambda: checkpoint_folders.load_weights(path, saved, self.pipeline, reader))
+            load = partial(checkpoint_folders.load_weights, path, saved, self.pipeline, reader)
+            checkpoint = refused_together(load)
             say_what_was_unpickled(reader)
         checkpoint_folders.load_outside_state(
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from deepspeed_partition.engine.repartition.layer_moves import tensors_by_name
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on, tensors_of
+from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
 from lightning_madpipe.steps.step_side_effects import LIBRARIES
@@ -254,11 +255,11 @@ def refusals_of_averages(module: nn.Module, owners: Mapping[str, Any]) -> Iterat
 
 
 def _is_average_of(average: AveragedModel, module: nn.Module) -> bool:
-    own = {name: tensor.shape for name, tensor in tensors_of(average.module).items()}
+    own = {name: tensor.shape for name, tensor in tensors_by_name(average.module).items()}
     inside = set(average.modules())
     return any(
         type(part) is type(average.module)
         and part not in inside
-        and own == {name: tensor.shape for name, tensor in tensors_of(part).items() if name in own}
+        and own == {name: tensor.shape for name, tensor in tensors_by_name(part).items() if name in own}
         for part in module.modules()
     )

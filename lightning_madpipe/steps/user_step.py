@@ -526,7 +526,7 @@ class UserSteps:
         Args:
             again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
         """
-        data = _copied(micro_batch.data) if again else micro_batch.data
+        data = _cloned(micro_batch.data) if again else micro_batch.data
         layers = call
         if self._attribute != "forward":
             sequential = getattr(self._module, self._attribute)
@@ -747,8 +747,8 @@ def _graph_of(outputs: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else map_children(value, _copied)
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else map_children(value, _cloned)
 
 
 def _detached(value: Any) -> Any:

@@ -96,7 +96,7 @@ def loss_part_of(module: PipelineModule) -> Part | None:
     DeepSpeed registers it on every rank, where the other ones never use it.
     """
     loss_fn = module.loss_fn
-    if not isinstance(loss_fn, nn.Module) or not _tensors(loss_fn):
+    if not isinstance(loss_fn, nn.Module) or not tensors_by_name(loss_fn):
         return None
     return Part(LOSS, (module._num_layers - 1,), loss_fn)
 
@@ -299,7 +299,7 @@ def _exchange(
     for part, source, receivers, leaves in moves:
         for destination in receivers:
             if rank == source:
-                for tensor in _tensors(held[part.name]).values():
+                for tensor in tensors_by_name(held[part.name]).values():
                     _send(tensor, grid.stage_to_global(stage_id=destination))
                 if training_state is not None:
                     training_state.send(part.name, grid.stage_to_global(stage_id=destination))
@@ -307,14 +307,14 @@ def _exchange(
                 sender = grid.stage_to_global(stage_id=source)
                 held[part.name] = arriving.built[part.name]
                 _receive(held[part.name], arriving.described[part.name], sender)
-                users.update(map(id, _tensors(held[part.name]).values()))
+                users.update(map(id, tensors_by_name(held[part.name]).values()))
                 if training_state is not None:
                     training_state.receive(part.name, source, sender)
         if leaves and part.name in held:
             if training_state is not None:
                 training_state.drop(part.name)
             gone = held.pop(part.name)
-            users.subtract(map(id, _tensors(gone).values()))
+            users.subtract(map(id, tensors_by_name(gone).values()))
             if gone is part.spec:  # a module that the user built: DeepSpeed keeps it for its specification
                 gone.to("cpu")
             else:
@@ -323,18 +323,19 @@ def _exchange(
 
 def _users_of_tensors(held: dict[str, nn.Module]) -> Counter[int]:
     """Count, for each tensor by its ``id``, the parts of ``held`` that have it: tied parts share some."""
-    return Counter(id(tensor) for part in held.values() for tensor in _tensors(part).values())
+    return Counter(id(tensor) for part in held.values() for tensor in tensors_by_name(part).values())
 
 
 def _empty(gone: nn.Module, users: Counter[int]) -> None:
     """Free the tensors of a part that left, or comes, except those that parts on this rank use, too."""
-    for tensor in _tensors(gone).values():
+    for tensor in tensors_by_name(gone).values():
         if users[id(tensor)] == 0:
             # DeepSpeed makes its methods attributes of parameters: that circle outlives the last use.
             tensor.data = tensor.data.new_empty(0)
 
 
-def _tensors(part: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_by_name(part: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a part, or of a layer, by their names there."""
     return {**dict(part.named_parameters()), **dict(part.named_buffers())}
 
 
@@ -348,7 +349,7 @@ def _describe(part: nn.Module) -> PartInfo:
             _attributes(tensor),
             tuple(_hooks(tensor, OF_TENSORS)),
         )
-        for name, tensor in _tensors(part).items()
+        for name, tensor in tensors_by_name(part).items()
     ]
     hooks = (hook for name, module in part.named_modules() for hook in _hooks(module, OF_MODULES, name))
     attributes = {name: _module_attributes(module) for name, module in part.named_modules()}
@@ -539,7 +540,7 @@ def _check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) -
 def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
     """Fill a part that was built with what its owner sends."""
     device = torch.device(get_accelerator().current_device_name())
-    tensors = _tensors(built)
+    tensors = tensors_by_name(built)
     for info in description.tensors:
         tensor = tensors[info.name]
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)

@@ -40,7 +40,7 @@ Stamp = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DeviceTrace:
     """What one device saw of a step, in seconds of the first device's clock."""
 
     computed: list[tuple[str, int, float, float]]
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 class Recorded:
     """One device's instants of one step."""
 
-    part: Part
+    part: DeviceTrace
     """What the device saw of the step; it is there when the step is over."""
 
     def __init__(self, clock: _Clock, arrivals: _Arrivals, execute: Execute) -> None:
@@ -100,7 +100,7 @@ class Recorded:
         def seconds(stamp: Stamp) -> float:
             return self._clock.seconds(stamp) + offset_seconds
 
-        self.part = Part(
+        self.part = DeviceTrace(
             computed=[
                 (f"{each.kind}{each.stage}", each.micro_batch, seconds(start), seconds(end))
                 for each, start, end in self._computed
@@ -131,7 +131,7 @@ def recorded(transfers: Transfers, device: torch.device, execute: Execute) -> It
     step.finish(offset_seconds, error_seconds)
 
 
-def moves_of(parts: Sequence[Part], devices: Sequence[int]) -> Iterator[Move]:
+def moves_of(parts: Sequence[DeviceTrace], devices: Sequence[int]) -> Iterator[Move]:
     """Return the messages of a step, seen from both ends; ``parts`` by device, ``devices`` of each stage."""
     sent = {message: seconds for part in parts for message, seconds in part.sent.items()}
     for part in parts:

@@ -234,14 +234,14 @@ def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return ``function``, run again in the backward; on a copy, for it may change its input in place."""
 
     def run(inputs: Any) -> Any:
-        return function(_copied(inputs))
+        return function(_cloned(inputs))
 
     return functools.partial(checkpoint, run, use_reentrant=False)
 
 
-def _copied(inputs: Any) -> Any:
+def _cloned(inputs: Any) -> Any:
     if isinstance(inputs, tuple | list):
-        return type(inputs)(map(_copied, inputs))
+        return type(inputs)(map(_cloned, inputs))
     return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
 
 
