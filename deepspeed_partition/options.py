@@ -62,8 +62,8 @@ class Options:
                 continue
             try:
                 object.__setattr__(self, key, read(value))
-            except (TypeError, ValueError) as flaw:
-                raise ValueError(f"madpipe option {key!r}: {flaw}") from None
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"madpipe option {key!r}: {error}") from None
         if self.memory == 0:
             raise ValueError("madpipe option 'memory': it is more than 0")
         for key in ("plan", "save_plan", "save_timeline"):
@@ -80,8 +80,8 @@ class Options:
             object.__setattr__(self, "algorithm", tuple(self.algorithm))
         try:
             solver_of(self.algorithm)
-        except ValueError as flaw:
-            raise ValueError(f"madpipe option 'algorithm': {flaw}") from None
+        except ValueError as error:
+            raise ValueError(f"madpipe option 'algorithm': {error}") from None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Options:

@@ -25,8 +25,8 @@ def read_config(config: Any) -> Any:
         return config  # which Lightning says
     try:
         read = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as flaw:
-        raise ValueError(f"the DeepSpeed config {config} cannot be read: {flaw}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the DeepSpeed config {config} cannot be read: {error}") from None
     if not isinstance(read, dict):
         raise ValueError(f"the DeepSpeed config {config} holds a {type(read).__name__}, not an object")
     return read

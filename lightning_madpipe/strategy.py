@@ -415,8 +415,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                         set(self.pipeline.parameters()),
                         flattened=self.wraps_optimizer,
                     )
-            except ValueError as flaw:
-                raise self._lightning.refusal(str(flaw)) from None
+            except ValueError as error:
+                raise self._lightning.refusal(str(error)) from None
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
         layers = self.pipeline.layers_of_user

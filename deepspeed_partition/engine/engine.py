@@ -202,9 +202,9 @@ class MadPipeEngine(ResumingEngine):
         if self.runs_lists:
             refuse_blocking_waits(self.device)
             announce("MadPipe's own lists of instructions run here, with transfers beside computation")
-            for flaw in (accelerator.prepare_cuda(), accelerator.why_streams_may_wait()):
-                if flaw is not None:
-                    announce(flaw, logging.WARNING)
+            for message in (accelerator.prepare_cuda(), accelerator.why_streams_may_wait()):
+                if message is not None:
+                    announce(message, logging.WARNING)
         else:
             reason = self.reason_for_deepspeeds_schedule() or "MADPIPE=0 asks for it"
             announce(f"DeepSpeed's own schedule runs here, one stage per rank, because {reason}")
@@ -290,9 +290,9 @@ class MadPipeEngine(ResumingEngine):
         self._in_step = True
         try:
             return super().train_batch(data_iter)
-        except Exception as flaw:  # such as the end of the data, after which another batch can be trained on
+        except Exception as error:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
-            if before is not None and is_raised_by_all(flaw):
+            if before is not None and is_raised_by_all(error):
                 before.restore()
             raise
         finally:

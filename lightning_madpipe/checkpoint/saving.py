@@ -117,8 +117,8 @@ class Checkpointing(DeepSpeedStrategy):
             else:
                 with self.pipeline.layers_of_user.lent():
                     self._save_folder(checkpoint, Path(path))
-        except (OSError, ValueError) as flaw:
-            raise self._lightning.refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
+        except (OSError, ValueError) as error:
+            raise self._lightning.refusal(f"the checkpoint {path} cannot be written: {error}") from error
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         from_rank_0(lambda: _make_room(path))
@@ -178,8 +178,8 @@ class Checkpointing(DeepSpeedStrategy):
                 from_rank_0(lambda: checkpoint_folders.check_archive(Path(path)))
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
             return refused_together(lambda: _read_file(self.checkpoint_io, path, keywords))
-        except ValueError as flaw:
-            raise self._lightning.refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
+        except ValueError as error:
+            raise self._lightning.refusal(f"ckpt_path={path!r} cannot be loaded: {error}") from None
 
     def _load_folder(self, path: Path, fitting: bool) -> dict[str, Any]:
         engine = self.deepspeed_engine
@@ -227,8 +227,8 @@ class Checkpointing(DeepSpeedStrategy):
             checkpoint_folders.load_consolidated(
                 self._module, self.pipeline, self._names, checkpoint["state_dict"], strict=strict
             )
-        except ValueError as flaw:
-            raise self._lightning.refusal(str(flaw)) from None
+        except ValueError as error:
+            raise self._lightning.refusal(str(error)) from None
 
 
 def _found_folder(path: str) -> bool:
@@ -243,8 +243,8 @@ def _found_folder(path: str) -> bool:
 def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     try:
         checkpoint = io.load_checkpoint(path, **keywords)
-    except Exception as flaw:  # of a reader that the user may have written, of any format
-        raise ValueError(f"the file is damaged, or no checkpoint ({type(flaw).__name__}: {flaw})") from flaw
+    except Exception as error:  # of a reader that the user may have written, of any format
+        raise ValueError(f"the file is damaged, or no checkpoint ({type(error).__name__}: {error})") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("the file is no Lightning checkpoint, because it holds no state_dict")
     return checkpoint

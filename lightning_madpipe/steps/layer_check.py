@@ -345,10 +345,10 @@ class _Check:
                 outputs = self._run_forward(passed, watched, stack)
             except OUT_OF_MEMORY:
                 raise
-            except Exception as flaw:
+            except Exception as error:
                 self._notes.append(
                     f"pipeline_layers() could not be compared with forward() of {self._name}, which raises "
-                    f"{type(flaw).__name__} here: {flaw}"
+                    f"{type(error).__name__} here: {error}"
                 )
                 return
             self._statistics = self._changed(buffers)
@@ -527,11 +527,11 @@ class _Check:
                 outputs = self._run_layers(before + 1, after, _as_passed(inputs))
             except OUT_OF_MEMORY:
                 raise
-            except Exception as flaw:
+            except Exception as error:
                 raise self._differs(
-                    f"does not call {names}, which cannot run on what it gets ({type(flaw).__name__}: {flaw})",
+                    f"does not call {names}, which cannot run on what it gets ({type(error).__name__}: {error})",
                     "name what forward() runs, in order",
-                ) from flaw
+                ) from error
             finally:
                 self._in_segment = False
             found = _Passed.of(outputs)
@@ -563,8 +563,8 @@ class _Check:
             return None
         try:
             return _gradients_of(end.tensors, start)[0]
-        except RuntimeError as flaw:
-            if "use_reentrant" not in str(flaw):
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
                 raise
             return None
 
@@ -598,11 +598,11 @@ class _Check:
             sequence = self._run_layers(0, len(self._layers), _as_passed(again))
         except OUT_OF_MEMORY:
             raise
-        except Exception as flaw:
+        except Exception as error:
             raise self._differs(
-                f"runs, and the list does not ({type(flaw).__name__}: {flaw})",
+                f"runs, and the list does not ({type(error).__name__}: {error})",
                 "name what forward() runs, in order",
-            ) from flaw
+            ) from error
         ours = _Passed.of(sequence)
         other_numbers = after != _random_numbers()
         same = len(theirs.values) == len(ours.values) and all(map(_close, ours.values, theirs.values))

@@ -122,8 +122,8 @@ class Outcomes:
         results: list[StepResult] = []
         try:
             results = [result_of(run.done, rules) for run in window]
-        except ValueError as flaw:
-            error = self._refusal(str(flaw))
+        except ValueError as raised:
+            error = self._refusal(str(raised))
         changes = [] if self._before is None else self._before.changes()
         for kind in [] if self._before is None else self._before.changed_objects():
             self._say(
@@ -145,18 +145,18 @@ class Outcomes:
             return outcome, parcel
         changes = [change for change in sent.changes if self._can_leave(f"{change.place}, set by {step},", change)]
         calls = [call for call in sent.calls if self._can_leave(f"{call}, called by {step},", call)]
-        parcel, flaw = pickled(sent._replace(changes=changes, calls=calls))
+        parcel, reason = pickled(sent._replace(changes=changes, calls=calls))
         if parcel is not None:
             return outcome, parcel
-        error = self._refusal(f"what {step} returns cannot be sent to the other ranks ({flaw})")
+        error = self._refusal(f"what {step} returns cannot be sent to the other ranks ({reason})")
         return self._with_parcel(outcome._replace(error=error), step)
 
     def _can_leave(self, what: str, value: Any) -> bool:
-        parcel, flaw = pickled(value)
+        parcel, reason = pickled(value)
         if parcel is None:
             self._say(
-                f"{what} cannot be sent to the other ranks of the pipeline ({flaw}): it stays on the last stage, "
-                "which alone runs the whole step"
+                f"{what} cannot be sent to the other ranks of the pipeline ({reason}): it stays on the last "
+                "stage, which alone runs the whole step"
             )
         return parcel is not None
 

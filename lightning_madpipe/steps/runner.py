@@ -162,8 +162,8 @@ class BatchRunner:
         try:
             with self._announced_shapes(window):
                 engine.train_batch(self._feed(in_order))
-        except UntriedLossError as flaw:
-            if not is_raised_by_all(flaw):
+        except UntriedLossError as error:
+            if not is_raised_by_all(error):
                 raise
             self._outcomes.undo()
             return False
@@ -206,12 +206,12 @@ class BatchRunner:
         with torch.inference_mode(False), torch.no_grad(), self.steps.rehearsal():
             try:
                 self._go_forward(run)
-            except SamplesSelectedError as flaw:
-                raise self._refusal(f"{run.whole.step}: {flaw}") from None
-            except Exception as flaw:
-                if not is_raised_by_all(flaw):
+            except SamplesSelectedError as error:
+                raise self._refusal(f"{run.whole.step}: {error}") from None
+            except Exception as error:
+                if not is_raised_by_all(error):
                     raise
-                return in_words(flaw)  # it comes again where it is told, if it is not for want of memory
+                return in_words(error)  # it comes again where it is told, if it is not for want of memory
             finally:
                 self._outcomes.forget()
         return None
@@ -249,8 +249,8 @@ class BatchRunner:
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
         try:
             pieces = split_batch(batch, self._num_micro_batches, uneven=uneven)
-        except ValueError as flaw:
-            raise self._refusal(f"{step}: {flaw}") from None
+        except ValueError as error:
+            raise self._refusal(f"{step}: {error}") from None
         known: dict[str, Any] = {
             "step": step,
             "arguments": arguments,

@@ -183,12 +183,12 @@ class UserSteps:
         """
         try:
             taken = self._taken(micro_batch, is_last_stage)
-        except ElsewhereError as flaw:
+        except ElsewhereError as error:
             with pipeline_of(self._module).elsewhere.lifted():
                 taken = self._taken(micro_batch, is_last_stage)
             if taken is not None:
                 raise self._error(
-                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {flaw}"
+                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {error}"
                 ) from None
         if taken is None:
             raise self._error(
@@ -249,13 +249,13 @@ class UserSteps:
             self._look_at_piece(first, key)
         try:
             cut = cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
-        except ValueError as flaw:
+        except ValueError as error:
             if was_known:  # it may pass on other shapes now
                 del self._shapes_of_pieces[key]
                 return self._inputs_of_pieces(run, is_last_stage=is_last_stage)
-            if isinstance(flaw, SamplesSelectedError) and self.rehearsing:
+            if isinstance(error, SamplesSelectedError) and self.rehearsing:
                 raise
-            raise self._error(f"{first.step}: {flaw}") from None
+            raise self._error(f"{first.step}: {error}") from None
         if first.step == "training_step":
             self._rows = rows_of_inputs(cut[0], whole, first.size)
         return cut
@@ -319,11 +319,11 @@ class UserSteps:
         step, pieces = run.whole.step, run.outputs
         try:
             joined = self.join(run, trains=trains)
-        except ValueError as flaw:
+        except ValueError as error:
             if trains:
-                raise self._error(f"{step}: {flaw}") from None
+                raise self._error(f"{step}: {error}") from None
             # Nothing is trained by it: as micro-batches, each with its own step.
-            self._say(f"{step} runs once per micro-batch, and not once per batch, because {flaw}")
+            self._say(f"{step} runs once per micro-batch, and not once per batch, because {error}")
             run.fell_apart = True
             for outputs, micro_batch in zip(pieces, run.micro_batches, strict=True):
                 value = self._loss_or_error(outputs if is_tuple else outputs[0], micro_batch)
@@ -405,10 +405,10 @@ class UserSteps:
     def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
         try:
             return self._loss(outputs, micro_batch)
-        except Exception as flaw:
+        except Exception as error:
             if not self.rehearsing:
-                if isinstance(flaw, ElsewhereError):
-                    raise self._other_weights(micro_batch, flaw) from None
+                if isinstance(error, ElsewhereError):
+                    raise self._other_weights(micro_batch, error) from None
                 raise
             return _nothing_of(outputs)
 
@@ -481,12 +481,12 @@ class UserSteps:
         ]
         return tuple(cut) if isinstance(outputs, tuple) else cut[0]
 
-    def _other_weights(self, micro_batch: MicroBatch, flaw: Exception | None = None) -> Exception:
+    def _other_weights(self, micro_batch: MicroBatch, error: Exception | None = None) -> Exception:
         return self._error(
             f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
             "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
             "optimizer's weight_decay, or let the layers return what the loss needs"
-            + (f" ({flaw})" if flaw is not None else "")
+            + (f" ({error})" if error is not None else "")
         )
 
     def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:

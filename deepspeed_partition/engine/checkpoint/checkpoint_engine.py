@@ -268,8 +268,8 @@ class ResumingEngine(MovingEngine):
                 return load(path, *args, **kwargs)
             except PlanFormatError:
                 raise
-            except Exception as flaw:  # whatever comes of a file that is not what its name says
-                raise saved_state.unreadable(path, flaw) from None
+            except Exception as error:  # whatever comes of a file that is not what its name says
+                raise saved_state.unreadable(path, error) from None
 
         with _replaced(engine, "load", named):
             yield
@@ -448,10 +448,10 @@ class _Writes:
         return result
 
 
-def _cause(path: Path, flaw: Exception) -> Exception:
+def _cause(path: Path, error: Exception) -> Exception:
     """Why ``path`` cannot be written: torch's archives tell where they stopped, and not what the disk said."""
-    if isinstance(flaw, OSError):
-        return flaw
+    if isinstance(error, OSError):
+        return error
     try:
         # What the disk says to the next bytes at the end of what was written.
         with open(path, "ab") as file:
@@ -460,7 +460,7 @@ def _cause(path: Path, flaw: Exception) -> Exception:
             os.fsync(file.fileno())
     except OSError as reason:
         return OSError(reason.errno, f"cannot be written: {reason.strerror}", str(path))
-    return OSError(f"{path} cannot be written: {flaw}") if "unexpected pos" in str(flaw) else flaw
+    return OSError(f"{path} cannot be written: {error}") if "unexpected pos" in str(error) else error
 
 
 def _take_place(path: Path, checksums: Mapping[str, str] | None) -> None:

@@ -92,10 +92,10 @@ class Reader:
         try:
             with _allowed():
                 return torch.load(path, **options, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as flaw:
-            if isinstance(flaw, RuntimeError) and "weights_only" not in str(flaw):
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 raise
-            needed, reason = _classes_in(path, str(flaw)), _reason(str(flaw))
+            needed, reason = _classes_in(path, str(error)), _reason(str(error))
         name = Path(path).name
         if self.unpickle is None and name.startswith(WITH_OBJECTS):
             value = torch.load(path, **options, weights_only=False)

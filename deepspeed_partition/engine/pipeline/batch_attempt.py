@@ -103,8 +103,8 @@ class Batch:
         if self._computes:
             try:
                 run(instruction)
-            except Exception as flaw:
-                self._fail(flaw, instruction)
+            except Exception as error:
+                self._fail(error, instruction)
             else:
                 self._note_output(instruction)
                 return
@@ -137,15 +137,15 @@ class Batch:
             self._failure = Failure(watch.tell_of_a_failure(), dist.get_rank(), place, error, details)
         self._compute_no_more()
 
-    def _fail(self, flaw: Exception, instruction: Instruction) -> None:
-        if isinstance(flaw, OUT_OF_MEMORY) and self._engine.may_run_again:
+    def _fail(self, error: Exception, instruction: Instruction) -> None:
+        if isinstance(error, OUT_OF_MEMORY) and self._engine.may_run_again:
             # Not the error itself, which refers to what the step holds.
-            reason = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
+            reason = f"rank {dist.get_rank()} ran out of memory in {instruction}: {error}"
             self.fail(StepGivenUp(reason, for_memory=True), str(instruction))
-        elif isinstance(flaw, CannotBeWatchedError):
-            self.fail(StepGivenUp(str(flaw), for_memory=False), str(instruction))
+        elif isinstance(error, CannotBeWatchedError):
+            self.fail(StepGivenUp(str(error), for_memory=False), str(instruction))
         else:
-            self.fail(flaw, instruction.in_words)
+            self.fail(error, instruction.in_words)
 
     @staticmethod
     def _portable(failure: Failure) -> Failure:
@@ -159,10 +159,10 @@ class Batch:
     def _transfer(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
         try:
             run(instruction)
-        except ShapesDifferError as flaw:
+        except ShapesDifferError as error:
             assert not isinstance(instruction, Compute)
-            self._fail(flaw, instruction)
-            self._state.between[instruction.message] = self._zeros(flaw.expected)
+            self._fail(error, instruction)
+            self._state.between[instruction.message] = self._zeros(error.expected)
             run(instruction)
 
     def _note_input(self, compute: Compute) -> None:

@@ -217,8 +217,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 data.read(data.num_read)
             except StopIteration:
                 return
-            except Exception as flaw:  # what is wrong has been told; this one would have come next
-                announce(f"while the rest of the batch was skipped: {type(flaw).__name__}: {flaw}")
+            except Exception as error:  # what is wrong has been told; this one would have come next
+                announce(f"while the rest of the batch was skipped: {type(error).__name__}: {error}")
             data.kept.clear()
 
     def let_batch_go(self) -> None:
@@ -239,7 +239,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             "before deepspeed.initialize(), and DeepSpeed's own schedule runs with it"
         )
 
-    def _flaw_of_data(self, num_micro_batches: int) -> Exception | None:
+    def _error_of_data(self, num_micro_batches: int) -> Exception | None:
         """What keeps this rank from reading the micro-batches of a batch, if it is to read.
 
         The first and the last stage read all of them at once, before anything is sent: an iterator may communicate
@@ -257,8 +257,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         except StopIteration:
             self._num_loaded = self.batch_data.num_read - 1
             return self._data_ended()
-        except Exception as flaw:  # of the user's data; every rank must hear of it
-            return flaw
+        except Exception as error:  # of the user's data; every rank must hear of it
+            return error
         return None
 
     # A batch
@@ -381,9 +381,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._num_loaded = 0
         self.batch_data.begin()
         self.batch_state.clear()
-        flaw = self._replaced_too_late() or self._flaw_of_data(num_micro_batches)
+        error = self._replaced_too_late() or self._error_of_data(num_micro_batches)
         try:
-            self._lockstep.begin_together(num_micro_batches, flaw)
+            self._lockstep.begin_together(num_micro_batches, error)
         except StopIteration:
             raise
         except Exception:

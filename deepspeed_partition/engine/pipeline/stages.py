@@ -127,8 +127,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 f"layers {listed(repeated[0])} are one module object, and DeepSpeed has built them as modules of "
                 f"their own: give the pipeline module partition_method='madpipe', which ties them, or {WAY_OUT}"
             )
-        if flaw := why_not_apart(self._layer_specs):
-            raise ValueError(flaw)
+        if reason := why_not_apart(self._layer_specs):
+            raise ValueError(reason)
         [stage] = self.own_stages
         self.forward_funcs = [unpacking(function) for function in self.forward_funcs]
         self._functions = {stage: self.forward_funcs}

@@ -75,8 +75,8 @@ class Recorder:
         )
         try:
             timeline.save(self._path)
-        except OSError as flaw:
-            announce(f"the timeline in {self._path}: {flaw.strerror}", logging.WARNING)
+        except OSError as error:
+            announce(f"the timeline in {self._path}: {error.strerror}", logging.WARNING)
             return
         if not self.wants_more:
             found = timeline.compare(plan)

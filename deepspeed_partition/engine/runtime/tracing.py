@@ -204,21 +204,21 @@ class _Awaited:
     def __init__(self, works: list[Any], note: Callable[[Stamp], None]) -> None:
         self._works, self._note = works, note
         self._over = threading.Event()
-        self._flaw: Exception | None = None
+        self._error: Exception | None = None
 
     def wait_and_note(self) -> None:
         try:
             for work in self._works:
                 work.wait()
             self._note(time.perf_counter())
-        except Exception as flaw:  # raised again by wait()
-            self._flaw = flaw
+        except Exception as error:  # raised again by wait()
+            self._error = error
         self._over.set()
 
     def wait(self) -> None:
         self._over.wait()
-        if self._flaw is not None:
-            raise self._flaw
+        if self._error is not None:
+            raise self._error
 
 
 class _DeviceArrivals(_Arrivals):

@@ -333,8 +333,8 @@ def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> 
     """``plan``, or one for the cut that the run has, where layers would move for less than ``MIN_GAIN``."""
     try:
         present = make_present()
-    except InfeasibleError as flaw:
-        announce(f"the present cut does not fit in memory, the plan does: {flaw}")
+    except InfeasibleError as error:
+        announce(f"the present cut does not fit in memory, the plan does: {error}")
         return plan
     assert plan.step_seconds is not None and present.step_seconds is not None, "both are for a step"
     gain = 1 - plan.step_seconds / present.step_seconds

@@ -153,8 +153,8 @@ class Measuring:
                 run(instruction)
         except OUT_OF_MEMORY:
             raise
-        except Exception as flaw:
-            raise CannotBeWatchedError(f"a layer could not be watched: {type(flaw).__name__}: {flaw}") from flaw
+        except Exception as error:
+            raise CannotBeWatchedError(f"a layer could not be watched: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def recorded(self, transfers: Transfers, execute: Execute) -> Iterator[Execute]:

@@ -144,14 +144,14 @@ class WarmUp:
         memory_bytes = device_memory_bytes(engine)
         memory_bytes = engine.options.memory or memory_bytes
         needed_bytes, _ = training_bytes(engine)
-        flaws = [
+        messages = [
             f"rank {rank} needs {format_bytes(needed)} for its weights, gradients and the optimizer's states "
             f"on the trial cut and has {format_bytes(memory)}"
             for rank, (needed, memory) in enumerate(gather_objects((needed_bytes, memory_bytes)))
             if needed > memory
         ]
-        if flaws:
-            announce(f"{flaws[0]}; {self._give_up()}", logging.WARNING)
+        if messages:
+            announce(f"{messages[0]}; {self._give_up()}", logging.WARNING)
 
     def _fall_back(self, reason: str) -> None:
         """Do one thing more against a lack of memory. Collective."""
