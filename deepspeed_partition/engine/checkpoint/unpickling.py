@@ -50,11 +50,6 @@ _known: list[Any] = [
 ]  # fmt: skip
 
 
-def know(*classes: type) -> None:
-    """Let files hold objects of these classes, too, whose construction and ``__setstate__`` are harmless."""
-    _known.extend(classes)
-
-
 @contextmanager
 def _allowed() -> Iterator[None]:
     """Let torch load objects of known classes meanwhile; classes that the user registered stay so."""
