@@ -18,8 +18,9 @@ from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.recorded_calls import Call, make
 from lightning_madpipe.steps.serialization import packed, pickled, unpacked
+from lightning_madpipe.steps.step_results import StepResult, result_of
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, make_changes
-from lightning_madpipe.steps.user_step import StepResult, UserSteps, result_of
+from lightning_madpipe.steps.user_step import UserSteps
 
 
 class Outcome(NamedTuple):

@@ -18,10 +18,12 @@ from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.layer_structure import Structure
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.loss_signs import UntriedLossError
+from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.outcomes import Outcomes
 from lightning_madpipe.steps.random_numbers import RandomNumbers
 from lightning_madpipe.steps.same_batches import SameBatches
-from lightning_madpipe.steps.user_step import MicroBatch, StepResult, UserSteps
+from lightning_madpipe.steps.step_results import StepResult
+from lightning_madpipe.steps.user_step import UserSteps
 
 
 class BatchRunner:

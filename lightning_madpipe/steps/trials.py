@@ -28,7 +28,8 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.user_step import NoLossError, UserSteps, merged_logs, rule_of
+from lightning_madpipe.steps.step_results import merged_logs, rule_of
+from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

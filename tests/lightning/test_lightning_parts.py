@@ -30,7 +30,9 @@ from lightning_madpipe.steps.batches import batch_size_of, fingerprint_of, shape
 from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
 from lightning_madpipe.steps.losses import error_in_words
 from lightning_madpipe.steps.metrics import copied
-from lightning_madpipe.steps.user_step import MicroBatch, UserSteps, result_of, rule_of
+from lightning_madpipe.steps.micro_batches import MicroBatch
+from lightning_madpipe.steps.step_results import result_of, rule_of
+from lightning_madpipe.steps.user_step import UserSteps
 
 
 class Pair(NamedTuple):
