@@ -36,7 +36,7 @@ from deepspeed_partition.engine.repairs import (
     link_states_of_all_groups,
     tell_how_gradients_are_clipped,
 )
-from deepspeed_partition.engine.repartition.layer_moves import trainable_parameters
+from deepspeed_partition.engine.repartition.parts import trainable_parameters
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off
