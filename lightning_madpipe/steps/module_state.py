@@ -11,17 +11,20 @@ from lightning_madpipe.compat.unsupported import HOOKS
 
 
 def buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """The buffers of modules, each with a copy of its values."""
     buffers = {id(b): b for module in modules for b in module.buffers()}
     return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
 
 def restore_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Put the values back that :func:`buffer_values` has copied."""
     for buffer, value in buffers:
         buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer
 
 
 @contextmanager
 def buffers_restored(buffers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Put the values of buffers back at the end."""
     try:
         yield
     finally:

@@ -56,6 +56,7 @@ class PartInfo:
 
 
 def describe(part: nn.Module) -> PartInfo:
+    """What this rank has of a part, in a form that can be sent."""
     tensors = [
         TensorInfo(
             name,
@@ -126,6 +127,7 @@ def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
 
 
 def take_attributes(built: nn.Module, there: PartInfo) -> None:
+    """Give the modules of a part the attributes that they have on the rank that sends them."""
     for path, found in there.attributes.items():
         here = vars(built.get_submodule(path))
         for name, value in found.items():
@@ -182,7 +184,7 @@ def _is_known(function: Any) -> bool:
     return f"{getattr(function, '__module__', '')}.".startswith(KNOWN)
 
 
-def check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int) -> None:
+def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int) -> None:
     """Refuse to leave behind what no other process can have.
 
     Raises:
@@ -229,4 +231,4 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) ->
             "not after they are built (weight normalization or LoRA go into the __init__ of a layer, or of a "
             "module that wraps it); or give the cut as boundaries or a plan, so that no layer moves"
         )
-    check_what_was_added(part, description, here, rank)
+    _check_what_was_added(part, description, here, rank)

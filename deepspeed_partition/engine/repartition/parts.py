@@ -58,6 +58,7 @@ def loss_part_of(module: PipelineModule) -> Part | None:
 
 
 def all_that_moves(module: PipelineModule) -> list[Part]:
+    """The parts of the pipeline, and the loss function where it is one."""
     loss = loss_part_of(module)
     return [*parts_of(module), *([] if loss is None else [loss])]
 
