@@ -76,13 +76,13 @@ def _register() -> None:
     for namespace in _INSTALLED:
         try:
             strategies = importlib.import_module(f"{namespace}.strategies")
-        except RuntimeError as flaw:
-            if "torchvision" not in str(flaw):
+        except RuntimeError as error:
+            if "torchvision" not in str(error):
                 raise
             raise ImportError(
                 f"{namespace} cannot be imported, because the installed torchvision was built for another "
-                f"torch ({flaw}): install the torchvision of this torch, or uninstall it"
-            ) from flaw
+                f"torch ({error}): install the torchvision of this torch, or uninstall it"
+            ) from error
         read_folders(namespace)
         strategies.StrategyRegistry.register(
             "madpipe",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import own_groups, reduced
+from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.loaders import EvenLoader
 from lightning_madpipe.steps.metrics import gathered
@@ -32,6 +33,7 @@ class PipelineGroups(DeepSpeedStrategy):
     Inside a step, which only the last stages run, the data-parallel ranks are those last stages.
     """
 
+    _lightning: Lightning
     _runner: BatchRunner | None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -77,16 +79,17 @@ class PipelineGroups(DeepSpeedStrategy):
         dataloader = super().process_dataloader(dataloader)
         # Lightning, which comes next, would seed them by the number of the rank.
         of_pipeline = self.distributed_sampler_kwargs["rank"]
-        self._lightning("trainer.connectors.data_connector")._auto_add_worker_init_fn(dataloader, of_pipeline)
-        if self.world_size == 1 or self._lightning("utilities.data").sized_len(dataloader) is not None:
+        connector = self._lightning.module("trainer.connectors.data_connector")
+        connector._auto_add_worker_init_fn(dataloader, of_pipeline)
+        if self.world_size == 1 or self._lightning.module("utilities.data").sized_len(dataloader) is not None:
             return dataloader
-        announce = self._lightning("utilities.rank_zero").rank_zero_info
+        announce = self._lightning.module("utilities.rank_zero").rank_zero_info
         return EvenLoader(dataloader, announce)
 
     def leave_out_needless_advice(self) -> None:
         """Silence Lightning's advice of ``sync_dist=True``, where one pipeline has nothing to reduce."""
         if self._num_pipelines() == 1:
-            category = self._lightning("utilities.warnings").PossibleUserWarning
+            category = self._lightning.module("utilities.warnings").PossibleUserWarning
             start, end = map(re.escape, ("It is recommended to use `self.log(", "sync_dist=True)`"))
             warnings.filterwarnings("ignore", message=f"{start}.*{end}", category=category)
 
@@ -104,10 +107,7 @@ class PipelineGroups(DeepSpeedStrategy):
 
     def _check_everyone_comes(self, name: str) -> None:
         if self._runner is not None and self._runner.steps.running is not None and self.world_size > 1:
-            raise self._refusal(  # type: ignore[attr-defined]
+            raise self._lightning.refusal(
                 f"{self._runner.steps.running} calls strategy.{name}(), for which the ranks of the other stages "
                 "would have to come, and they do not run the step: call it in a hook"
             )
-
-    def _lightning(self, module: str) -> Any:
-        raise NotImplementedError

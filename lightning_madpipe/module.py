@@ -156,9 +156,9 @@ def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
         for parameter in layer.parameters():
             if owners.setdefault(parameter, owner) != owner:
                 shared[type(layer).__name__] = None
-    flaws = []
+    reasons = []
     if shared:
-        flaws.append(
+        reasons.append(
             f"two pipeline layers of {type(module).__name__} share parameters of {', '.join(shared)}, and on two "
             "stages these would train apart: list lightning_madpipe.TiedModule(key, module, forward_fn=...) of "
             "one key at both places"
@@ -172,10 +172,10 @@ def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
     ]
     if outside:
         shown = ", ".join(outside[:3]) + (", ..." if len(outside) > 3 else "")
-        flaws.append(
+        reasons.append(
             f"{type(module).__name__} has parameters outside its pipeline layers ({shown}; {len(outside)} in "
             f"all), and no stage would own them: {HOW_TO_SAY_IT}; what forward() never runs, such as an unused "
             "head, has to leave the module (set it to None)"
         )
-    if flaws:
-        raise ValueError(*flaws)
+    if reasons:
+        raise ValueError(*reasons)

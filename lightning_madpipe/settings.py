@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of the strategy: what the user gave, checked, with the madpipe options in it."""
+"""What the user gave the strategy, checked: the DeepSpeed configuration and the options of planning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_partition.options import Options
 
@@ -25,15 +25,30 @@ def read_config(config: Any) -> Any:
         return config  # which Lightning says
     try:
         read = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as flaw:
-        raise ValueError(f"the DeepSpeed config {config} cannot be read: {flaw}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the DeepSpeed config {config} cannot be read: {error}") from None
     if not isinstance(read, dict):
         raise ValueError(f"the DeepSpeed config {config} holds a {type(read).__name__}, not an object")
     return read
 
 
-def checked_config(config: Mapping[str, Any], options: Mapping[str, Any], zero_stage: int) -> dict[str, Any]:
-    """A copy of ``config`` with ``options`` over its own ``pipeline.madpipe``, and with the ZeRO stage.
+class Settings(NamedTuple):
+    """The settings of a strategy: the DeepSpeed configuration, and the options of planning apart from it."""
+
+    config: dict[str, Any]
+    """The DeepSpeed configuration, without ``pipeline.madpipe``."""
+    options: Options
+    counts_steps: bool
+    """Whether the warm-up is given in steps, be it none."""
+
+
+def checked_settings(config: Mapping[str, Any], arguments: Mapping[str, Any], zero_stage: int) -> Settings:
+    """Check what the user gave, and keep apart what is for DeepSpeed and what is for planning.
+
+    Args:
+        config: The DeepSpeed configuration; it stays as it is.
+        arguments: The options that were given as arguments. Those that are not None win over ``pipeline.madpipe``.
+        zero_stage: The ZeRO stage, for a configuration that names none.
 
     Raises:
         ValueError: an unknown or malformed option; a section that does not go with Lightning or a pipeline.
@@ -66,12 +81,12 @@ def checked_config(config: Mapping[str, Any], options: Mapping[str, Any], zero_s
         raise ValueError(
             f"the DeepSpeed config has ZeRO stage {configured_stage}: a pipeline works with stage 0 or 1"
         )
-    pipeline = checked.get("pipeline", {})
-    given = {name: value for name, value in options.items() if value is not None}
-    merged = {**pipeline.get("madpipe", {}), **given}
-    Options.from_mapping(merged)
-    checked["pipeline"] = {**pipeline, "madpipe": merged}
-    return checked
+    pipeline = dict(checked.get("pipeline", {}))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    merged = {**pipeline.pop("madpipe", {}), **given}
+    checked["pipeline"] = pipeline
+    counts_steps = merged.get("warmup_steps") is not None
+    return Settings(checked, Options.from_mapping(merged), counts_steps)
 
 
 def check_count(name: str, value: Any, *, least: int) -> None:
@@ -82,3 +97,18 @@ def check_count(name: str, value: Any, *, least: int) -> None:
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
+
+
+def resolved_num_stages(num_stages: int | None, num_processes: int) -> int:
+    """The stages of a pipeline; all processes, where ``num_stages`` is None.
+
+    Raises:
+        ValueError: they do not divide the processes.
+    """
+    resolved = num_stages or num_processes
+    if num_processes % resolved != 0:
+        raise ValueError(
+            f"num_stages={resolved} does not divide the {num_processes} processes: each pipeline has "
+            "num_stages of them"
+        )
+    return resolved

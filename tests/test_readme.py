@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -24,7 +23,7 @@ from deepspeed_partition.engine.pipeline.module import check_boundaries, check_s
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.solvers import interface
 from lightning_madpipe.module import find_layers
-from lightning_madpipe.strategy import PipelineStrategy
+from lightning_madpipe.settings import resolved_num_stages
 
 ROOT = Path(__file__).parents[1]
 PLANNER = (ROOT / "deepspeed_partition" / "planner" / "README.md").read_text()
@@ -70,9 +69,7 @@ def another_model() -> None:
 
 TOLD: dict[str, Callable[[], object]] = {
     "a module without": lambda: find_layers(Bare()),
-    "num_stages=3": lambda: PipelineStrategy._resolved_num_stages(
-        SimpleNamespace(num_stages=3, world_size=2, _refusal=ValueError)  # type: ignore[arg-type]
-    ),
+    "num_stages=3": lambda: resolved_num_stages(3, 2),
     "a parameter that no layer has": lambda: find_layers(OutsideParameter()),
     "memori": lambda: Options.from_mapping({"memori": "16GB"}),
     "[0, 3, 7]": lambda: check_boundaries([0, 3, 7], 8, 2),

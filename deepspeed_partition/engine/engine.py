@@ -7,10 +7,9 @@ import inspect
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -18,7 +17,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
-from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
+from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
@@ -30,15 +29,14 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.pipeline.plan_engine import program_of
-from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages, owner
+from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.repairs import (
     clip_by_global_norm,
     fp16_without_zero,
     link_states_of_all_groups,
-    warn_of_clipping,
+    tell_how_gradients_are_clipped,
 )
-from deepspeed_partition.engine.repartition.layer_moves import check_that_layers_can_move, trainable_parameters
+from deepspeed_partition.engine.repartition.parts import trainable_parameters
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off
@@ -46,17 +44,14 @@ from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.engine.warmup.losses_of_batches import take_losses_of_batches
+from deepspeed_partition.engine.warmup.pending_plan import PendingPlan
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
-from deepspeed_partition.planner.units import counted, format_bytes, format_seconds
+from deepspeed_partition.planner.units import counted
 from deepspeed_partition.schedule.instructions import Instruction, Program
-from deepspeed_partition.schedule.lowering import is_flushed
-
-if TYPE_CHECKING:
-    from deepspeed_partition.engine.warmup.warm_up import WarmUp
 
 
 class MadPipeEngine(ResumingEngine):
@@ -88,18 +83,16 @@ class MadPipeEngine(ResumingEngine):
     """The folder where the plan is saved if ``save_plan`` names no place. None: the folder of DeepSpeed's
     monitors, if one writes files."""
     options: Options
+    """The options that a host has given; else those of ``pipeline.madpipe`` in the configuration."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        self._peeked: Iterator[Any] | None = None
-        self._waits_for_plan = False
-        self._knows_what_moves = False
+    def __init__(self, *, options: Options | None = None, **kwargs: Any) -> None:
+        self._pending = PendingPlan(self)
         self._layer_buffers: Buffers | None = None
-        self._warm_up: WarmUp | None = None
         of_fp16 = fp16_without_zero(kwargs["config_class"])
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
         super().__init__(**kwargs)
-        self.options = Options.from_mapping(self._config.pipeline.get("madpipe", {}))
+        self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         watch.start(self.options.patience_seconds)
         self._cut_as_configured()
         if of_fp16 and self.owns_cut:
@@ -110,21 +103,7 @@ class MadPipeEngine(ResumingEngine):
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
         self._tell_shapes_each_time()
-        self._tell_how_gradients_are_clipped()
-
-    def _tell_how_gradients_are_clipped(self) -> None:
-        """Say how gradients are clipped where plain DeepSpeed, or the program, does otherwise: fp32, no ZeRO."""
-        in_fp32_without_zero = self.optimizer is not None and self.optimizer is self.basic_optimizer
-        if not in_fp32_without_zero or self.num_stages == 1 or not self.gradient_clipping():
-            return
-        if not self.owns_cut:
-            warn_of_clipping(deepspeed.__version__, self.module.parts)
-        elif "gradient_clipping" not in self._config._param_dict:
-            announce(
-                "gradient_clipping is not set, so gradients are clipped to DeepSpeed's default, a norm of "
-                f"{self.gradient_clipping():g}, over all stages; plain DeepSpeed would take the norm of the first "
-                "stage alone and train otherwise: set it to 0 to clip nothing, or to a number"
-            )
+        tell_how_gradients_are_clipped(self)
 
     # The cut
 
@@ -160,7 +139,7 @@ class MadPipeEngine(ResumingEngine):
             save_plan = self.options.save_plan
             if save_plan is not None:
                 from_rank_0(lambda: check_writable(save_plan))
-            self._waits_for_plan = True
+            self._pending.wait()
             if num_steps := self.options.warmup_steps:
                 self.warm_up_until(lambda: self.global_steps >= num_steps, counted(num_steps, "step"))
 
@@ -172,30 +151,20 @@ class MadPipeEngine(ResumingEngine):
                 one there is no warm-up.
             length: of the warm-up in words, such as ``20 steps``.
         """
-        if not self._waits_for_plan:
-            return
-        if not self.runs_lists:
-            announce(
-                "DeepSpeed's own schedule runs here, under which layers are not measured while they train: there "
-                "is no warm-up, and the plan is made before the first optimizer step",
-                logging.WARNING,
-            )
-            return
-        from deepspeed_partition.engine.warmup.warm_up import WarmUp  # with the profiler, like planning
-
-        self._warm_up = WarmUp(self, is_over, length)
+        self._pending.warm_up_until(is_over, length)
 
     @property
     def is_warming_up(self) -> bool:
         """Whether steps have been made on a trial cut, and the plan is not made yet."""
-        return self._warm_up is not None and self._warm_up.has_begun and not self._warm_up.goes_on
+        warm_up = self._pending.warm_up
+        return warm_up is not None and warm_up.has_begun and not warm_up.goes_on
 
     @property
     def may_run_again(self) -> bool:  # type: ignore[override]
         """Whether a step runs that is given up, and run again, if a rank runs out of memory in it."""
-        return self._warm_up is not None and self._warm_up.is_trying
+        return self._pending.warm_up is not None and self._pending.warm_up.is_trying
 
-    def _why_deepspeeds_schedule(self) -> str | None:
+    def reason_for_deepspeeds_schedule(self) -> str | None:
         """Why DeepSpeed's own schedule must run a cut of ours; None where lists of instructions can."""
         return why_deepspeeds_schedule(self.module) or self._why_not_lists
 
@@ -213,38 +182,11 @@ class MadPipeEngine(ResumingEngine):
             ValueError: DeepSpeed's own schedule runs here, which begins backwards earlier; or the plan that was
                 given has no room.
         """
-        if not self.runs_lists and self.num_stages > 1:
-            reason = self._why_deepspeeds_schedule() or "MADPIPE=0 asks for it"
-            raise ValueError(
-                f"DeepSpeed's own schedule runs here, because {reason}, and it begins backwards before all "
-                "forwards are done; take the mean over micro-batches instead (loss='mean'), or one micro-batch"
-            )
-        self.flushes = flushes
-        if self.plan is None or self.plan.step is None or self.num_stages == 1:
-            return
-        last = len(self.plan.stages) - 1
-        if self.plan.step.num_micro_batches == sum(flushes) and is_flushed(
-            self.plan.step.order, last + 1, flushes
-        ):
-            return
-        if self.chain is not None:
-            from deepspeed_partition.engine.warmup.run_plan import plan_for_flushes
-
-            announce("the plan was made for other orders and is made anew")
-            self.recut(plan_for_flushes(self))
-            return
-        flaw = why_no_room_for_flush(self.plan, max(flushes))
-        if flaw is not None:
-            raise ValueError(flaw)
-        announce(
-            f"the plan's stages stay where they are and run the {counted(max(flushes), 'forward')} of a batch "
-            "before its first backward: the times and the memory that the plan promises are not those of this "
-            "order"
-        )
+        take_losses_of_batches(self, flushes)
 
     def _own_cut(self) -> None:
         """Let a module that DeepSpeed cut hold stages, where lists can run."""
-        if not self.runs_lists and self._why_deepspeeds_schedule() is None:
+        if not self.runs_lists and self.reason_for_deepspeeds_schedule() is None:
             hold_built_stages(self.module)
             self.module.madpipe_cut = Cut("boundaries")
             self._tell_shapes_each_time()
@@ -260,16 +202,16 @@ class MadPipeEngine(ResumingEngine):
         if self.runs_lists:
             refuse_blocking_waits(self.device)
             announce("MadPipe's own lists of instructions run here, with transfers beside computation")
-            for flaw in (accelerator.prepare_cuda(), accelerator.why_streams_may_wait()):
-                if flaw is not None:
-                    announce(flaw, logging.WARNING)
+            for message in (accelerator.prepare_cuda(), accelerator.why_streams_may_wait()):
+                if message is not None:
+                    announce(message, logging.WARNING)
         else:
-            reason = self._why_deepspeeds_schedule() or "MADPIPE=0 asks for it"
+            reason = self.reason_for_deepspeeds_schedule() or "MADPIPE=0 asks for it"
             announce(f"DeepSpeed's own schedule runs here, one stage per rank, because {reason}")
 
     def _record_into(self, path: str) -> None:
         from_rank_0(lambda: check_writable(path, "save_timeline"))
-        if self.runs_lists and (self.plan is not None or self._waits_for_plan):
+        if self.runs_lists and (self.plan is not None or self._pending.is_pending):
             self._recorder = Recorder(path, self.device)
         else:
             announce(
@@ -277,7 +219,7 @@ class MadPipeEngine(ResumingEngine):
             )
 
     def _check(self, plan: Plan) -> None:
-        reason = self._why_deepspeeds_schedule()
+        reason = self.reason_for_deepspeeds_schedule()
         check_plan(plan, self.module._num_layers, self.num_stages, one_stage_each=reason)
         if reason is None:
             program_of(plan, self.num_stages, self.micro_batches, trains=True)
@@ -313,13 +255,13 @@ class MadPipeEngine(ResumingEngine):
         self._own_cut()
         if allocation != allocation_of(self.module):
             self.move_to(allocation)
-        self._adopt(cut)
+        self.adopt(cut)
 
-    def _adopt(self, cut: Cut) -> None:
+    def adopt(self, cut: Cut) -> None:
         """Run ``cut``, whose layers are in their places."""
         self.module.madpipe_cut, self.plan = cut, cut.plan
-        self._waits_for_plan, self._warm_up = False, None
-        self._lowered_lists.cache_clear()
+        self._pending.settle()
+        self.lower_anew()
         self._layer_buffers = None
 
     @property
@@ -328,9 +270,6 @@ class MadPipeEngine(ResumingEngine):
         if self._layer_buffers is None:
             self._layer_buffers = Buffers(self.module)
         return self._layer_buffers
-
-    def _cut_in_words(self) -> str:
-        return _in_words(allocation_of(self.module))
 
     # Training
 
@@ -342,40 +281,25 @@ class MadPipeEngine(ResumingEngine):
                 on instead at the trial cut.
             RuntimeError: before the first step, a layer or a schedule that could not move; see :meth:`recut`.
         """
-        while self._waits_for_plan and torch.is_grad_enabled():
-            if not self._knows_what_moves:
-                check_that_layers_can_move(self.module)  # not after minutes
-                self.check_that_scheduler_can_go_on()
-                self._knows_what_moves = True
-            if data_iter is not None and data_iter is not self._peeked:
-                self.set_dataiterator(data_iter)
-                self._peeked = data_iter  # where planning fails and is tried again, nothing of it is lost
-            data_iter = None  # the engine's own begins with the micro-batch that was measured
-            trained = None if self._warm_up is None else self._warm_up.train(self._train_batch)
-            if trained is not None:
-                self._peeked = None
-                return trained[0]
-            self._measure_and_plan()
-        self._peeked = None
-        return self._train_batch(data_iter)
+        return self._pending.train(self._train_batch, data_iter)
 
     def _train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        self.check_that_it_goes_on()
+        self._lockstep.check_that_it_goes_on()
         self.reset_activation_shape()
         before = BeforeStep(self) if self.runs_lists else None
         self._in_step = True
         try:
             return super().train_batch(data_iter)
-        except Exception as flaw:  # such as the end of the data, after which another batch can be trained on
+        except Exception as error:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
-            if before is not None and is_raised_by_all(flaw):
+            if before is not None and is_raised_by_all(error):
                 before.restore()
             raise
         finally:
             self._in_step = False
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        self.check_that_it_goes_on()
+        self._lockstep.check_that_it_goes_on()
         self.reset_activation_shape()
         of_training = getattr(self, "training_dataloader", None), self.data_iterator
         call = inspect.signature(PipelineEngine.eval_batch).bind(self, data_iter, *args, **kwargs)
@@ -383,7 +307,7 @@ class MadPipeEngine(ResumingEngine):
             if self.runs_lists:
                 assert self._transfers, "made by all ranks, before they meet"
                 with torch.no_grad():  # before DeepSpeed's barrier, at which nobody could tell
-                    self._meet(call.arguments.get("num_micro_batches") or self.micro_batches)
+                    self._lockstep.begin_together(call.arguments.get("num_micro_batches") or self.micro_batches)
             return super().eval_batch(data_iter, *args, **kwargs)
         except Exception:
             self.let_batch_go()
@@ -392,63 +316,21 @@ class MadPipeEngine(ResumingEngine):
             raise
 
     def _run(self, instruction: Instruction) -> None:
-        if self._warm_up is None or not torch.is_grad_enabled():
+        if self._pending.warm_up is None or not torch.is_grad_enabled():
             super()._run(instruction)
         else:
-            self._warm_up.execute(instruction, super()._run)
+            self._pending.warm_up.execute(instruction, super()._run)
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
-        if self._warm_up is None or not torch.is_grad_enabled():
+        if self._pending.warm_up is None or not torch.is_grad_enabled():
             return super()._recorded()
-        return self._warm_up.recorded(self._transfers, self._execute)
+        return self._pending.warm_up.recorded(self._transfers, self._execute)
 
     def _lower(self, num_micro_batches: int, trains: bool, flushes: tuple[int, ...] | None) -> Program:
         other = None
-        if trains and self._warm_up is not None and flushes is None:
-            other = self._warm_up.program(num_micro_batches)
+        if trains and self._pending.warm_up is not None and flushes is None:
+            other = self._pending.warm_up.program(num_micro_batches)
         return super()._lower(num_micro_batches, trains, flushes) if other is None else other
-
-    def _measure_and_plan(self) -> None:
-        if self.module.activation_checkpoint_interval:
-            announce(
-                "activation checkpointing is on: layers are measured without it, so the plan counts on more "
-                "memory than they will keep, and on backwards without recomputation",
-                logging.WARNING,
-            )
-        from deepspeed_partition.engine.warmup.run_plan import measure_and_plan  # the profiler, used only here
-
-        before, started = self._cut_in_words(), time.perf_counter()
-        if self._warm_up is None or not self._warm_up.has_begun:
-            announce(
-                f"the layers, cut at {before} until the plan is made, are measured one by one on the first "
-                f"micro-batch, before training {'goes on' if self.global_steps else 'begins'}"
-            )
-        elif not self._warm_up.ran_out_of_memory:
-            announce(f"the warm-up is over after step {self.global_steps}")
-        try:
-            with self.around_measurements():
-                plan, self.chain = measure_and_plan(
-                    self, None if self._warm_up is None else self._warm_up.measuring
-                )
-        except InfeasibleError as flaw:
-            warm_up = self._warm_up
-            if warm_up is None or warm_up.ran_out_of_memory or warm_up.ran_at != allocation_of(self.module):
-                raise
-            # It has run so far, at this cut: no reason to end it.
-            announce(f"no plan fits, and training goes on at {self._cut_in_words()}: {flaw}", logging.WARNING)
-            if warm_up.has_fallen_back:
-                warm_up.goes_on = True
-            else:
-                self._adopt(Cut("boundaries"))
-            return
-        planned = time.perf_counter()
-        old, new = allocation_of(self.module), allocation_of(plan)
-        num_moved = sum(owner(old, layer) != owner(new, layer) for layer in range(self.module._num_layers))
-        self.recut(plan)
-        moved = f"{counted(num_moved, 'layer')} moved in {format_seconds(time.perf_counter() - planned)}"
-        took = f"measuring and planning took {format_seconds(planned - started)}"
-        where = f"the layers are cut at {self._cut_in_words()} as planned"
-        announce(f"{where} (until now: {before}): {took}, {moved}" if num_moved else f"{where}, as before: {took}")
 
     def peek_data(self) -> None:
         """Take the next micro-batch out of the data iterator, which will give it again."""
@@ -505,103 +387,20 @@ class MadPipeEngine(ResumingEngine):
     # Checkpoints
 
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
-        with nullcontext() if self._warm_up is None else self._warm_up.originals():
+        with nullcontext() if self._pending.warm_up is None else self._pending.warm_up.originals():
             return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""
-        asked_for_plan, warm_up = self._waits_for_plan, self._warm_up
-        options = bound.arguments
-        # Weights alone load on any cut.
-        saved = None if found is None or options["load_module_only"] else found.cut
-        try:
-            if found is not None and saved is not None:
-                self._adopt_cut_of(found, saved, whole=options["load_optimizer_states"])
-            loaded = super()._load_found(found, bound)
-        except Exception:
-            # A script may go on without, or with another one. A warm-up needs one stage per rank: where the layers
-            # have moved to a plan with several, that plan stays.
-            if asked_for_plan and allocation_of(self.module).is_contiguous:
-                self._wait_for_plan(warm_up)
-            raise
-        if warm_up is not None and saved is not None and self.global_steps:
-            warm_up.ran_at = saved.allocation
-        plans_anew = saved is not None and saved.num_ranks != self.num_stages
-        if asked_for_plan and self.plan is None and (warm_up is not None or not self.global_steps):
-            # Written before a plan was made: the warm-up goes on, where there is one.
-            self._wait_for_plan(warm_up)
-        elif self._waits_for_plan and self.global_steps and not plans_anew:
-            self._waits_for_plan = False
-            announce(
-                f"the checkpoint was written without a plan: training goes on at the cut {self.module.parts}",
-                logging.WARNING,
-            )
-        return loaded
-
-    def _wait_for_plan(self, warm_up: WarmUp | None) -> None:
-        """Let the present cut be a trial, as it was before a checkpoint's was adopted."""
-        self._adopt(Cut("trial"))
-        self._waits_for_plan, self._warm_up = True, warm_up
-
-    def _adopt_cut_of(self, found: Found, saved: SavedCut, *, whole: bool) -> None:
-        """Take over the cut of a checkpoint where this run waits for a plan.
-
-        Args:
-            whole: Whether the optimizer's states are to be loaded.
-        """
-        num_layers, as_many = saved.boundaries[-1], saved.num_ranks == self.num_stages
-        if num_layers != self.module._num_layers:
-            raise PlanMismatchError(
-                f"the checkpoint in {found.folder} has {num_layers} layers and this run "
-                f"{self.module._num_layers}: it is of another model"
-            )
-        same_cut, cut_here = found.is_at_cut_of(self.module), self._cut_in_words()
-        if as_many and same_cut and self._waits_for_plan:
-            self._adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
-        elif as_many and self._waits_for_plan:
-            announce(f"the checkpoint was written at the cut {_in_words(saved.allocation)}: the layers move to it")
-            self.recut(saved.boundaries if saved.plan is None else saved.plan)
-        elif not same_cut:
-            there, here = f"{saved.num_ranks} stages", str(self.num_stages)
-            if as_many:
-                there, here = f"the cut {_in_words(saved.allocation)}", cut_here
-            if found.layout is None and (whole or not as_many):
-                raise PlanMismatchError(
-                    f"the checkpoint in {found.folder} has {there} and this run {here}, and it does not say where "
-                    f"the optimizer's states lie: start it with {there}"
-                )
-            where = "are planned for these" if self._waits_for_plan else f"stay cut at {cut_here}"
-            announce(f"the checkpoint has {there} and this run {here}: the layers {where}")
+        load = super()._load_found
+        return self._pending.resume(found, bound.arguments, lambda: load(found, bound))
 
 
-def why_no_room_for_flush(plan: Plan, num_micro_batches: int) -> str | None:
-    """What a plan lacks to keep all micro-batches in flight, as far as it tells what it keeps of one."""
-    for device, use in enumerate(plan.memory):
-        in_flight = [stage.in_flight for stage in plan.stages if stage.device == device]
-        if not in_flight:
-            continue
-        needed = use.weights + use.buffers + use.transient + use.stash * num_micro_batches // max(in_flight)
-        if needed > plan.platform.memory_bytes:
-            return (
-                f"the plan keeps at most {counted(max(in_flight), 'micro-batch')} in flight on device {device}, "
-                f"and all {num_micro_batches} of a batch need {format_bytes(needed)} of the "
-                f"{format_bytes(plan.platform.memory_bytes)} that it was made for: leave the plan out, so that "
-                "one is made for this order, or take the mean over micro-batches (loss='mean')"
-            )
-    return None
-
-
-def _in_words(allocation: Allocation) -> str:
-    if allocation.is_contiguous:
-        return str(list(allocation.boundaries))
-    return f"{list(allocation.boundaries)} on the ranks {[stage.device for stage in allocation.stages]}"
-
-
-def initialize_with(engine_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with another class for the engine of pipeline modules."""
+def initialize_with(make_engine: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with another class, or function, that makes the engine of pipeline modules."""
     stock = deepspeed.PipelineEngine
     # deepspeed.initialize looks the class up when it is called, and has no argument for it.
-    deepspeed.PipelineEngine = engine_class
+    deepspeed.PipelineEngine = make_engine
     try:
         return deepspeed.initialize(*args, **kwargs)
     finally:

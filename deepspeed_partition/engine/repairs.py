@@ -57,6 +57,21 @@ def clip_by_global_norm(
     return norm
 
 
+def tell_how_gradients_are_clipped(engine: Any) -> None:
+    """Say how gradients are clipped where plain DeepSpeed, or the program, does otherwise: fp32, no ZeRO."""
+    in_fp32_without_zero = engine.optimizer is not None and engine.optimizer is engine.basic_optimizer
+    if not in_fp32_without_zero or engine.num_stages == 1 or not engine.gradient_clipping():
+        return
+    if not engine.owns_cut:
+        warn_of_clipping(deepspeed.__version__, engine.module.parts)
+    elif "gradient_clipping" not in engine._config._param_dict:
+        announce(
+            "gradient_clipping is not set, so gradients are clipped to DeepSpeed's default, a norm of "
+            f"{engine.gradient_clipping():g}, over all stages; plain DeepSpeed would take the norm of the first "
+            "stage alone and train otherwise: set it to 0 to clip nothing, or to a number"
+        )
+
+
 def warn_of_clipping(version: str, parts: Any) -> None:
     """Say, once, that DeepSpeed's norm depends on the cut."""
     if "clipping" not in _told:

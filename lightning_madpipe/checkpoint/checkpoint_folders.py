@@ -213,8 +213,8 @@ def check_archive(path: Path) -> None:
             return
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as flaw:
-        raise ValueError(f"{path} is damaged and cannot be read ({flaw}): take another checkpoint") from None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged and cannot be read ({error}): take another checkpoint") from None
     if damaged is not None:
         raise ValueError(
             f"{path} is damaged: the checksum of {shown(damaged)} in it is another one; take another checkpoint "
@@ -434,8 +434,8 @@ def consolidate(
         target.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(target) as opened:
             torch.save(checkpoint, opened)
-    except OSError as flaw:
-        raise ValueError(f"{target} cannot be written: {flaw.strerror or flaw}") from None
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written: {error.strerror or error}") from None
 
 
 def whole_checkpoint(
@@ -521,5 +521,5 @@ def _read(path: Path, reader: Reader) -> dict[str, Any]:
         return reader.load(path, map_location="cpu", mmap=True)
     except PlanFormatError:
         raise
-    except Exception as flaw:  # whatever comes of a file that is not what its name says
-        raise ValueError(f"{path} is damaged and cannot be read ({flaw}): take another checkpoint") from None
+    except Exception as error:  # whatever comes of a file that is not what its name says
+        raise ValueError(f"{path} is damaged and cannot be read ({error}): take another checkpoint") from None

@@ -15,9 +15,9 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was_unpickled
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
-from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
 from lightning_madpipe.checkpoint import checkpoint_folders
-from lightning_madpipe.compat.agreement import on_every_rank
+from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ MEETING_SECONDS = 20.0
 class Checkpointing(DeepSpeedStrategy):
     """The part of the strategy that writes and reads checkpoints."""
 
+    _lightning: Lightning
     _module: Any
     pipeline: Any
-    _refusal: Callable[[str], Exception]
     _start_engine: Callable[[Any], None]
     _start_runner: Callable[[Any], None]
     _batches: Any
@@ -94,7 +94,7 @@ class Checkpointing(DeepSpeedStrategy):
             time.sleep(0.05)
             arrived = store.add(key, 0)
         if arrived < self.world_size:
-            raise self._refusal(
+            raise self._lightning.refusal(
                 f"no checkpoint is written after this exception, because only {arrived} of {self.world_size} "
                 "processes met one, and each of them has a part of the model: resume from the last checkpoint"
             )
@@ -117,8 +117,8 @@ class Checkpointing(DeepSpeedStrategy):
             else:
                 with self.pipeline.layers_of_user.lent():
                     self._save_folder(checkpoint, Path(path))
-        except (OSError, ValueError) as flaw:
-            raise self._refusal(f"the checkpoint {path} cannot be written: {flaw}") from flaw
+        except (OSError, ValueError) as error:
+            raise self._lightning.refusal(f"the checkpoint {path} cannot be written: {error}") from error
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         from_rank_0(lambda: _make_room(path))
@@ -177,9 +177,9 @@ class Checkpointing(DeepSpeedStrategy):
             if self.deepspeed_engine.options.checkpoint_checksums and "://" not in path:
                 from_rank_0(lambda: checkpoint_folders.check_archive(Path(path)))
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
-            return on_every_rank(lambda: _read_file(self.checkpoint_io, path, keywords))
-        except ValueError as flaw:
-            raise self._refusal(f"ckpt_path={path!r} cannot be loaded: {flaw}") from None
+            return refused_together(lambda: _read_file(self.checkpoint_io, path, keywords))
+        except ValueError as error:
+            raise self._lightning.refusal(f"ckpt_path={path!r} cannot be loaded: {error}") from None
 
     def _load_folder(self, path: Path, fitting: bool) -> dict[str, Any]:
         engine = self.deepspeed_engine
@@ -201,7 +201,7 @@ class Checkpointing(DeepSpeedStrategy):
                 load_module_strict=self._module.strict_loading,
             )
             if saved.num_stages != self.pipeline.num_stages:  # DeepSpeed has read what the first of them had
-                outside = on_every_rank(lambda: checkpoint_folders.outside_of_all(path, saved, reader))
+                outside = refused_together(lambda: checkpoint_folders.outside_of_all(path, saved, reader))
                 checkpoint[checkpoint_folders.OUTSIDE_STATE] = outside
             self._batches.draws = checkpoint.get(checkpoint_folders.DRAWS, self._batches.draws)
         else:
@@ -211,7 +211,8 @@ class Checkpointing(DeepSpeedStrategy):
                 # the plan that was made meanwhile holds.
                 self._start_engine(self._module.trainer)
                 self._start_runner(self._module.trainer)
-            checkpoint = on_every_rank(lambda: checkpoint_folders.load_weights(path, saved, self.pipeline, reader))
+            load = partial(checkpoint_folders.load_weights, path, saved, self.pipeline, reader)
+            checkpoint = refused_together(load)
             say_what_was_unpickled(reader)
         checkpoint_folders.load_outside_state(
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
@@ -226,8 +227,8 @@ class Checkpointing(DeepSpeedStrategy):
             checkpoint_folders.load_consolidated(
                 self._module, self.pipeline, self._names, checkpoint["state_dict"], strict=strict
             )
-        except ValueError as flaw:
-            raise self._refusal(str(flaw)) from None
+        except ValueError as error:
+            raise self._lightning.refusal(str(error)) from None
 
 
 def _found_folder(path: str) -> bool:
@@ -242,8 +243,8 @@ def _found_folder(path: str) -> bool:
 def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     try:
         checkpoint = io.load_checkpoint(path, **keywords)
-    except Exception as flaw:  # of a reader that the user may have written, of any format
-        raise ValueError(f"the file is damaged, or no checkpoint ({type(flaw).__name__}: {flaw})") from flaw
+    except Exception as error:  # of a reader that the user may have written, of any format
+        raise ValueError(f"the file is damaged, or no checkpoint ({type(error).__name__}: {error})") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("the file is no Lightning checkpoint, because it holds no state_dict")
     return checkpoint

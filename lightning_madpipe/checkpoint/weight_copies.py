@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from deepspeed_partition.engine.repartition.parts import tensors_by_name
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on, tensors_of
+from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
 from lightning_madpipe.steps.step_side_effects import LIBRARIES
@@ -228,6 +229,17 @@ def is_copy(value: Any, module: nn.Module) -> bool:
     )
 
 
+def named_owners(module: Any) -> dict[str, Any]:
+    """The module and the callbacks of its Trainer, in which a program keeps its own things."""
+    callbacks = {type(callback).__name__: callback for callback in reversed(module.trainer.callbacks)}
+    more = (
+        (f"{type(callback).__name__} {place}", callback)
+        for place, callback in enumerate(module.trainer.callbacks)
+        if callbacks[type(callback).__name__] is not callback
+    )
+    return {"self": module, **callbacks, **dict(more)}
+
+
 def refusals_of_averages(module: nn.Module, owners: Mapping[str, Any]) -> Iterator[str]:
     """Yield why averages of a module that exist before its layers are spread cannot run, one sentence each."""
     inside = ((f"self.{name}", part) for name, part in module.named_modules())
@@ -243,11 +255,11 @@ def refusals_of_averages(module: nn.Module, owners: Mapping[str, Any]) -> Iterat
 
 
 def _is_average_of(average: AveragedModel, module: nn.Module) -> bool:
-    own = {name: tensor.shape for name, tensor in tensors_of(average.module).items()}
+    own = {name: tensor.shape for name, tensor in tensors_by_name(average.module).items()}
     inside = set(average.modules())
     return any(
         type(part) is type(average.module)
         and part not in inside
-        and own == {name: tensor.shape for name, tensor in tensors_of(part).items() if name in own}
+        and own == {name: tensor.shape for name, tensor in tensors_by_name(part).items() if name in own}
         for part in module.modules()
     )

@@ -22,7 +22,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.stages import allocation_of
-from deepspeed_partition.engine.repartition.layer_moves import held_modules, parts_of
+from deepspeed_partition.engine.repartition.parts import held_modules, parts_of, tensors_by_name
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
@@ -106,7 +106,7 @@ class LayersOfUser:
         self._before = {
             id(tensor): Before(tensor, tensor.dtype, tensor.data if low and tensor.is_floating_point() else None)
             for layer in self._layers().values()
-            for tensor in tensors_of(layer).values()
+            for tensor in tensors_by_name(layer).values()
         }
 
     def refine_masters(self) -> None:
@@ -140,7 +140,7 @@ class LayersOfUser:
             if value is not None:
                 tensor.data = value
         for layer in self._layers().values():  # those that were here, and left
-            for tensor in tensors_of(layer).values():
+            for tensor in tensors_by_name(layer).values():
                 _without_engines_attributes(tensor)
         self._groups = [group._replace(of_engine=group.settings["params"]) for group in self._groups]
         for group in self._groups:
@@ -197,7 +197,7 @@ class LayersOfUser:
             return reason
         self.take_back()
         for name in owners:
-            source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_of(layers[name])
+            source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_by_name(layers[name])
             for info in described[name]:
                 value = tensors[info.name] if dist.get_rank() == source else None
                 value = passed_on(value, info, source, group, place, arrives=arriving[name])
@@ -216,7 +216,7 @@ class LayersOfUser:
         found = {
             id(tensor): tensor
             for layer in held_modules(self._pipeline).values()
-            for tensor in tensors_of(layer).values()
+            for tensor in tensors_by_name(layer).values()
         }
         return list(found.values())
 
@@ -248,14 +248,14 @@ class LayersOfUser:
         """The tensors of a layer in the user's form."""
         return [
             TensorInfo(name, tensor.shape, self.type_of(tensor), tensor.requires_grad)
-            for name, tensor in tensors_of(layer).items()
+            for name, tensor in tensors_by_name(layer).items()
         ]
 
     def _bytes_to_allocate(self, arriving: Sequence[str], described: dict[str, list[TensorInfo]]) -> int:
         layers = self._layers()
         needed = 0
         for name in arriving:
-            tensors = tensors_of(layers[name])
+            tensors = tensors_by_name(layers[name])
             if tensors.keys() != {info.name for info in described[name]}:
                 raise RuntimeError(
                     f"layer {name!r} has other tensors on the rank that runs it than on this one: change layers "
@@ -267,11 +267,6 @@ class LayersOfUser:
                 if hasattr(tensor, "_hp_mapping") or tensor.dtype != self.type_of(tensor):
                     needed += tensor.numel() * self.type_of(tensor).itemsize
         return needed
-
-
-def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a layer, by their names there."""
-    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def can_be_whole(pipeline: PipelineModule) -> bool:

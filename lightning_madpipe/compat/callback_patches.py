@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.module import PipelineCall
 
 
@@ -26,6 +27,17 @@ def whole_module(module: Any, call: PipelineCall) -> Any:
 
 def _is_function(layer: Any) -> bool:
     return not hasattr(layer, "build") and not hasattr(layer, "parameters")
+
+
+def show_all_to_callbacks(strategy: Any, trainer: Any, lightning: Lightning) -> None:
+    """Let callbacks that look on see the whole model, and each sample once."""
+    callbacks, pipeline = lightning.module("callbacks"), strategy.pipeline
+    whole, num_stages = pipeline.whole_module(), pipeline.num_stages
+    for callback in trainer.callbacks:
+        if whole is not None and isinstance(callback, callbacks.ModelSummary):
+            summarize_whole(strategy, whole, callback, lightning.module("utilities.model_summary").summarize)
+        if isinstance(callback, callbacks.ThroughputMonitor):
+            count_pipelines(callback, num_pipelines=strategy.world_size // num_stages, num_stages=num_stages)
 
 
 def summarize_whole(strategy: Any, whole: Any, callback: Any, summarize: Callable[..., Any]) -> None:

@@ -36,8 +36,8 @@ def configured_optimizer(
     """
     try:
         optimizers, schedulers = configure(module)
-    except RuntimeError as flaw:
-        if "multiple optimizers" not in str(flaw):
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
             raise
         # Lightning's advice, manual optimization, would be refused here.
         raise ValueError(f"configure_optimizers returns several optimizers: {ONE_OF_EACH}") from None

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_madpipe.steps.user_step import MicroBatch
+from lightning_madpipe.steps.micro_batches import MicroBatch
 
 Tensors = tuple[Tensor, ...]
 Dims = tuple[int | None, ...]

@@ -17,32 +17,38 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.layer_calls import needs_unpacking, unpacking
 from deepspeed_partition.profiling.isolation import stand_ins
-from lightning_madpipe.compat.unsupported import HOOKS
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
+from lightning_madpipe.steps.module_state import buffer_values, buffers_restored, modes, restore_buffers, silenced
 from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.tensor_comparison import (
+    are_same,
+    close,
+    directions_for,
+    equal,
+    first_difference,
+    gap_in_words,
+    gradients_of,
+)
+from lightning_madpipe.steps.watched_forward import LayerCall, Passed, WatchedForward, autograd_state
 from lightning_madpipe.steps.what_layers_set import Left
 
 NUM_COPIES = 3
 """The number of copies of all weights in a check: the weights, and the gradients by either way."""
-
-PLAIN = (bool, int, float, str, type(None))
 
 SUGGESTIONS = {
     "relu": "nn.ReLU()", "relu_": "nn.ReLU()", "gelu": "nn.GELU()", "silu": "nn.SiLU()", "elu": "nn.ELU()",
@@ -55,19 +61,11 @@ SUGGESTIONS = {
 }  # fmt: skip
 """What to write for what ``forward`` does between two layers."""
 
-
 ALWAYS_THE_SAME = frozenset((
     "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
     "view", "view_as", "reshape", "reshape_as", "flatten", "expand_as", "requires_grad_", "retain_grad",
 ))  # fmt: skip
 """What hands on the same values in every batch, where it does so in one."""
-
-
-READS_OF_VALUES = frozenset((
-    "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "item",
-    "is_nonzero", "numpy", "tolist",
-))  # fmt: skip
-"""What gives numbers of a tensor, which a branch may depend on."""
 
 
 class LayersDifferError(Exception):
@@ -127,113 +125,6 @@ def check_layers(
         restore()
 
 
-@dataclass
-class _Passed:
-    """What stands between two layers: tensors, and the same as they were then, for they may change in place."""
-
-    tensors: list[Tensor]
-    values: list[Tensor]
-    is_plain: bool
-    """Whether it is a tensor, or a tuple or list of tensors, which is what a layer may be given."""
-    kind: str
-    num_hooks: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """How often each tensor had been changed in place."""
-    restore: Callable[[], None] | None = None
-    """Puts the random generators back to where they were then."""
-
-    @staticmethod
-    def of(value: Any, *, same_as: _Passed | None = None) -> _Passed:
-        tensors = [value] if isinstance(value, Tensor) else []
-        is_plain = isinstance(value, Tensor)
-        if type(value) in (list, tuple):
-            tensors = [each for each in value if isinstance(each, Tensor)]
-            is_plain = len(tensors) == len(value)
-        if same_as is not None and _are(tensors, same_as.tensors) and same_as.is_unchanged:
-            values = same_as.values
-        else:
-            values = [tensor.detach().clone() for tensor in tensors]
-        hooks = [len(tensor._backward_hooks or ()) for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
-        return _Passed(tensors, values, is_plain, type(value).__name__, hooks, versions, random_state())
-
-    @property
-    def is_unchanged(self) -> bool:
-        return all(map(_equal, self.tensors, self.values))
-
-
-@dataclass
-class _Call:
-    """One call of a layer in ``forward``."""
-
-    layer: nn.Module
-    given: _Passed
-    keywords: list[str]
-    state: tuple[Any, ...]
-    """The state of gradients and autocast when the layer was called."""
-    num_given: int = 1
-    returned: _Passed | None = None
-    done_before: list[str] = field(default_factory=list)
-    """What ``forward`` did since the call before."""
-
-
-class _Watched(TorchFunctionMode):
-    """Runs ``forward`` and records its calls of the layers, and what else makes tensors outside of them."""
-
-    def __init__(self, anchors: Mapping[nn.Module, Any], given: _Passed, foreign: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        self._anchors, self._foreign = anchors, foreign
-        self.calls: list[_Call] = []
-        self.done: list[str] = []
-        self._depth = 0
-        self._last = given
-        self.read_values: dict[str, None] = {}
-        """The operations by which ``forward`` asked for the numbers in tensors."""
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        name = getattr(function, "__name__", "")
-        if not self._depth and name not in ("__get__", "__set__") and _has_tensor(result):
-            self.done.append(name.removeprefix("__").removesuffix("__"))
-        if not self._depth and name in READS_OF_VALUES:
-            self.read_values[name.strip("_")] = None
-        return result
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for layer in self._anchors:
-                stack.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-                handle = layer.register_forward_hook(self._leave, with_kwargs=True, always_call=False)
-                stack.callback(handle.remove)
-            for part in self._foreign:
-                stack.callback(part.register_forward_pre_hook(self._enter_foreign).remove)
-                stack.callback(part.register_forward_hook(self._leave_foreign).remove)
-            yield
-
-    def _enter(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
-        plain, named = _without_defaults(layer, arguments, keywords)
-        given = _Passed.of(plain[0] if len(plain) == 1 else plain, same_as=self._last)
-        self.calls.append(_Call(layer, given, named, _autograd_state(), len(plain), done_before=self.done))
-        self.done = []
-
-    def _leave(self, layer: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
-        if self._depth == 1:  # what this does to tensors itself is not to be recorded
-            self._last = self.calls[-1].returned = _Passed.of(outputs)
-        self._depth -= 1
-
-    def _enter_foreign(self, part: nn.Module, arguments: Any) -> None:
-        if not self._depth:
-            self.done.append(f"self.{self._foreign[part]} ({type(part).__name__})")
-        self._depth += 1
-
-    def _leave_foreign(self, part: nn.Module, arguments: Any, outputs: Any) -> None:
-        self._depth -= 1
-
-
 class _Check:
     """One comparison. See the module's docstring."""
 
@@ -266,7 +157,7 @@ class _Check:
     def verdict(self) -> Verdict:
         known = set(self._module.modules())
         strange = [part for layer in self._existing for part in layer.modules() if part not in known]
-        with _silenced([self._module, *self._existing]), _modes(dict.fromkeys(strange, self._module.training)):
+        with silenced([self._module, *self._existing]), modes(dict.fromkeys(strange, self._module.training)):
             whole = self._fits()
             if whole:
                 try:
@@ -306,7 +197,7 @@ class _Check:
 
     def _changed(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, ...]:
         """The modules of the LightningModule's layers whose buffers are not what they were."""
-        changed = {id(buffer) for buffer, value in buffers if not _equal(buffer, value)}
+        changed = {id(buffer) for buffer, value in buffers if not equal(buffer, value)}
         names = {part: f"self.{name} ({type(part).__name__})" for name, part in self._module.named_modules()}
         owners = dict.fromkeys(part for layer in self._existing for part in layer.modules())
         return tuple(
@@ -336,23 +227,23 @@ class _Check:
                     stack.enter_context(self._alone(layer))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self._with_gradients))
-            buffers = _buffer_values([self._module, *self._existing])
+            buffers = buffer_values([self._module, *self._existing])
             passed = [tensor.clone() for tensor in inputs]  # which may be changed in place
-            given = _Passed.of(tuple(passed))
-            watched = _Watched(self._anchors(), given, self._foreign())
-            start = _autograd_state()
+            given = Passed.of(tuple(passed))
+            watched = WatchedForward(self._anchors(), given, self._foreign())
+            start = autograd_state()
             try:
                 outputs = self._run_forward(passed, watched, stack)
             except OUT_OF_MEMORY:
                 raise
-            except Exception as flaw:
+            except Exception as error:
                 self._notes.append(
                     f"pipeline_layers() could not be compared with forward() of {self._name}, which raises "
-                    f"{type(flaw).__name__} here: {flaw}"
+                    f"{type(error).__name__} here: {error}"
                 )
                 return
             self._statistics = self._changed(buffers)
-            returned = _Passed.of(outputs)
+            returned = Passed.of(outputs)
             after = _random_numbers()
             self._compare_calls(watched, given, returned, start, whole=whole)
             if whole:
@@ -360,7 +251,7 @@ class _Check:
                 if drew:
                     self._compare_without_chance(buffers)
 
-    def _run_forward(self, inputs: Sequence[Tensor], watched: _Watched, stack: ExitStack) -> Any:
+    def _run_forward(self, inputs: Sequence[Tensor], watched: WatchedForward, stack: ExitStack) -> Any:
         before, within = self._traces(), Leftovers(nn.ModuleList(self._existing), vars(nn.Module()), undoable=True)
         stack.callback(within.undo)
         stack.callback(before.undo)
@@ -406,7 +297,7 @@ class _Check:
     # Between two calls
 
     def _compare_calls(
-        self, watched: _Watched, given: _Passed, returned: _Passed, start: tuple[Any, ...], *, whole: bool
+        self, watched: WatchedForward, given: Passed, returned: Passed, start: tuple[Any, ...], *, whole: bool
     ) -> None:
         place, last = -1, given
         done: list[str] = []
@@ -430,7 +321,7 @@ class _Check:
             place, last, done = found, call.returned, []
         self._compare_link(place, last, len(self._layers), returned, [*done, *watched.done], whole)
 
-    def _next_place(self, call: _Call, place: int, later: Collection[nn.Module]) -> int | None:
+    def _next_place(self, call: LayerCall, place: int, later: Collection[nn.Module]) -> int | None:
         """Find the place of this call in the list; None if it comes before one that the list has before it."""
         places = [index for index, layer in enumerate(self._layers) if _callable_module(layer) is call.layer]
         found = next((index for index in places if index > place), None)
@@ -444,7 +335,7 @@ class _Check:
             what = f"calls {here} after {self._described(place)}, and in the list it stands before that"
         raise self._differs(what, "name the layers in the order in which forward() calls them, each as often")
 
-    def _compare_call(self, call: _Call, place: int, start: tuple[Any, ...]) -> None:
+    def _compare_call(self, call: LayerCall, place: int, start: tuple[Any, ...]) -> None:
         here = self._described(place)
         if call.keywords:
             raise self._differs(
@@ -466,7 +357,7 @@ class _Check:
             self._unclear = self._unclear or f"calls {here} without gradients (torch.no_grad)"
 
     def _compare_link(
-        self, before: int, left: _Passed, after: int, right: _Passed, done: Sequence[str], whole: bool
+        self, before: int, left: Passed, after: int, right: Passed, done: Sequence[str], whole: bool
     ) -> None:
         """Compare what one layer returned, or the input, with what the next got, or what ``forward`` returns."""
         skipped = self._layers[before + 1 : after]
@@ -483,10 +374,10 @@ class _Check:
         if skipped:
             self._compare_segment(before, left, after, right, what, whole)
             return
-        same = len(left.values) == len(right.values) and all(map(_equal, left.values, right.values))
+        same = len(left.values) == len(right.values) and all(map(equal, left.values, right.values))
         if not same:
             raise self._differs(what, self._advice(done))
-        is_untouched = _are(left.tensors, right.tensors) and left.versions == right.versions
+        is_untouched = are_same(left.tensors, right.tensors) and left.versions == right.versions
         if not is_untouched and not ALWAYS_THE_SAME.issuperset(done):
             raise self._differs(
                 f"{what}, which changes nothing in the first micro-batch, and would not run in a later one that "
@@ -500,12 +391,12 @@ class _Check:
                 if has != had:
                     raise self._differs(f"hangs a hook on the gradient {between}", "hang it on within the layer")
             elif was.requires_grad:
-                [gradient], direction = _gradients_of([now], [was])
-                if gradient is None or not _equal(gradient, direction[0]):
+                [gradient], direction = gradients_of([now], [was])
+                if gradient is None or not equal(gradient, direction[0]):
                     raise self._differs(f"{what}, which changes gradients", self._advice(done))
 
     def _compare_segment(
-        self, before: int, left: _Passed, after: int, right: _Passed, what: str, whole: bool
+        self, before: int, left: Passed, after: int, right: Passed, what: str, whole: bool
     ) -> None:
         """Compare entries of the list that ``forward`` does not call as they stand there with what it does."""
         skipped = self._layers[before + 1 : after]
@@ -521,20 +412,20 @@ class _Check:
         with ExitStack() as stack:
             if not whole:
                 stack.enter_context(self._copies(modules))
-            stack.enter_context(_restored(_buffer_values(modules)))
+            stack.enter_context(buffers_restored(buffer_values(modules)))
             self._in_segment = True
             try:
                 outputs = self._run_layers(before + 1, after, _as_passed(inputs))
             except OUT_OF_MEMORY:
                 raise
-            except Exception as flaw:
+            except Exception as error:
                 raise self._differs(
-                    f"does not call {names}, which cannot run on what it gets ({type(flaw).__name__}: {flaw})",
+                    f"does not call {names}, which cannot run on what it gets ({type(error).__name__}: {error})",
                     "name what forward() runs, in order",
-                ) from flaw
+                ) from error
             finally:
                 self._in_segment = False
-            found = _Passed.of(outputs)
+            found = Passed.of(outputs)
             drew = numbers != _random_numbers()
             if not found.is_plain:
                 raise self._differs(
@@ -544,27 +435,27 @@ class _Check:
             if len(found.values) != len(right.values):
                 raise self._differs(f"{what}, where the list has {names}", "name what forward() runs, in order")
             for ours, theirs in zip(found.values, right.values, strict=True):
-                if not _close(ours, theirs):
+                if not close(ours, theirs):
                     raise self._differs(
-                        f"{what}, where the list has {names}, which computes something else ({_gap(ours, theirs)})"
-                        + " from the same random numbers" * drew,
+                        f"{what}, where the list has {names}, which computes something else "
+                        f"({gap_in_words(ours, theirs)})" + " from the same random numbers" * drew,
                         "name what forward() runs, in order",
                     )
             again = self._passed_back(found, inputs)
-            if gradients is not None and again is not None and _first_difference(gradients, again) is not None:
+            if gradients is not None and again is not None and first_difference(gradients, again) is not None:
                 raise self._differs(
                     f"{what}, where the list has {names}, whose gradients differ",
                     "name what forward() runs, in order",
                 )
 
-    def _passed_back(self, end: _Passed, start: Sequence[Tensor]) -> list[Tensor | None] | None:
+    def _passed_back(self, end: Passed, start: Sequence[Tensor]) -> list[Tensor | None] | None:
         """The gradients of ``start``; None where they cannot be told without those of all before."""
         if not self._with_gradients or not torch.is_grad_enabled():
             return None
         try:
-            return _gradients_of(end.tensors, start)[0]
-        except RuntimeError as flaw:
-            if "use_reentrant" not in str(flaw):
+            return gradients_of(end.tensors, start)[0]
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
                 raise
             return None
 
@@ -586,47 +477,49 @@ class _Check:
         Raises:
             LayersDifferError: they differ otherwise.
         """
-        theirs = _Passed.of(outputs)
+        theirs = Passed.of(outputs)
         named = self._named_weights()
         weights = list(named)
         # Before the list runs: batch normalization changes what its backward may ask for.
         of_theirs = self._all_gradients(theirs, [*inputs, *weights])
-        _restore_buffers(buffers)
+        restore_buffers(buffers)
         restore()
         again = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
         try:
             sequence = self._run_layers(0, len(self._layers), _as_passed(again))
         except OUT_OF_MEMORY:
             raise
-        except Exception as flaw:
+        except Exception as error:
             raise self._differs(
-                f"runs, and the list does not ({type(flaw).__name__}: {flaw})",
+                f"runs, and the list does not ({type(error).__name__}: {error})",
                 "name what forward() runs, in order",
-            ) from flaw
-        ours = _Passed.of(sequence)
+            ) from error
+        ours = Passed.of(sequence)
         other_numbers = after != _random_numbers()
-        same = len(theirs.values) == len(ours.values) and all(map(_close, ours.values, theirs.values))
+        same = len(theirs.values) == len(ours.values) and all(map(close, ours.values, theirs.values))
         if not same:
             if other_numbers:
                 return True
             gap = (
-                _gap(ours.values[0], theirs.values[0]) if ours.values and theirs.values else "nothing is returned"
+                gap_in_words(ours.values[0], theirs.values[0])
+                if ours.values and theirs.values
+                else "nothing is returned"
             )
             raise self._differs(
                 f"returns something else than the list ({gap})", "name what forward() runs, in order"
             )
-        found = _first_difference(of_theirs, self._all_gradients(ours, [*again, *weights]))
+        found = first_difference(of_theirs, self._all_gradients(ours, [*again, *weights]))
         if found is not None:
             what = f"input {found}" if found < len(inputs) else named[weights[found - len(inputs)]]
             where = self._unclear or f"gives {what} another gradient than the list"
             raise self._differs(where, "let the layers do that, or leave it out")
         return False
 
-    def _all_gradients(self, end: _Passed, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def _all_gradients(self, end: Passed, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """What a backward leaves in each of ``leaves``. By backward(), which every checkpoint allows."""
         if not self._with_gradients:
             return []
-        ends = [(t, d) for t, d in zip(end.tensors, _directions(end.tensors), strict=True) if t.requires_grad]
+        ends = [(t, d) for t, d in zip(end.tensors, directions_for(end.tensors), strict=True) if t.requires_grad]
         if ends:
             torch.autograd.backward([t for t, _ in ends], [d for _, d in ends])
         gradients = [leaf.grad for leaf in leaves]
@@ -637,8 +530,8 @@ class _Check:
     def _compare_without_chance(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Compare again in the mode of evaluation, in which dropout does nothing."""
         parts = [part for owner in (self._module, *self._existing) for part in owner.modules()]
-        with _modes(dict.fromkeys(parts, False)):
-            _restore_buffers(buffers)
+        with modes(dict.fromkeys(parts, False)):
+            restore_buffers(buffers)
             restore = random_state()
             inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
             with self._context():
@@ -764,80 +657,10 @@ def _callable_module(layer: Any) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _without_defaults(
-    layer: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], list[str]]:
-    """The arguments of a call but for those that the layer's ``forward`` would take anyway."""
-    try:
-        known = inspect.signature(layer.forward).parameters
-    except (TypeError, ValueError):
-        return arguments, list(keywords)
-    defaults = [
-        parameter.default for parameter in known.values() if parameter.kind < inspect.Parameter.VAR_POSITIONAL
-    ]
-    while len(arguments) > 1 and len(arguments) <= len(defaults):
-        value = arguments[-1]
-        if not isinstance(value, PLAIN) or value != defaults[len(arguments) - 1]:
-            break
-        arguments = arguments[:-1]
-    named = [
-        name
-        for name, value in keywords.items()
-        if not (isinstance(value, PLAIN) and name in known and known[name].default == value)
-    ]
-    return arguments, named
-
-
-def _autograd_state() -> tuple[Any, ...]:
-    kinds = ("cpu", "cuda")
-    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
-    return (torch.is_grad_enabled(), *autocast)
-
-
 def _random_numbers() -> tuple[Any, ...]:
     """What tells whether random numbers have been drawn."""
     devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return tuple(bytes(state.numpy().tobytes()) for state in (torch.get_rng_state(), *devices))
-
-
-def _directions(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """A gradient for each tensor, drawn at random, always alike."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(output.shape, generator=generator).to(device=output.device, dtype=output.dtype)
-        for output in outputs
-    ]
-
-
-def _gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """The gradients of ``inputs`` where those of ``outputs`` are random; and these."""
-    directions = _directions(outputs)
-    ends = [(o, d) for o, d in zip(outputs, directions, strict=True) if o.requires_grad]
-    asked = [tensor for tensor in inputs if tensor.requires_grad]
-    found: dict[int, Tensor | None] = {}
-    if ends and asked:
-        gradients = torch.autograd.grad(
-            [o for o, _ in ends], asked, [d for _, d in ends], retain_graph=True, allow_unused=True
-        )
-        found = {id(tensor): gradient for tensor, gradient in zip(asked, gradients, strict=True)}
-    return [found.get(id(tensor)) for tensor in inputs], directions
-
-
-def _first_difference(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> int | None:
-    """Which gradients are not the same; None if all are."""
-    dense = [(_dense(one, other), _dense(other, one)) for one, other in zip(left, right, strict=True)]
-    largest = max((float(one.abs().max()) for one, _ in dense if one is not None and one.numel()), default=0.0)
-    for index, (one, other) in enumerate(dense):
-        if one is not None and other is not None and not _close(one, other, FLOOR * largest):
-            return index
-    return None
-
-
-def _dense(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Replace a gradient that is None by zeros."""
-    if gradient is None and other is not None:
-        return torch.zeros_like(other.to_dense() if other.is_sparse else other)
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _as_passed(leaves: Sequence[Tensor]) -> Any:
@@ -851,115 +674,9 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     return leaf.requires_grad_(requires_grad and (leaf.is_floating_point() or leaf.is_complex()))
 
 
-def _are(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    left, right = left.detach(), right.detach()
-    if left.is_sparse or right.is_sparse:
-        left, right = left.to_dense(), right.to_dense()
-    if left.is_floating_point() or left.is_complex():
-        return bool(((left == right) | (left.isnan() & right.isnan())).all())
-    return torch.equal(left, right)
-
-
-def _close(left: Tensor, right: Tensor, least: float = 0.0) -> bool:
-    """Whether tensors are equal but for rounding, in proportion to the largest value, or to ``least``."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if not left.is_floating_point():
-        return _equal(left, right)
-    if left.numel() == 0 or _equal(left, right):
-        return True
-    tolerance = TOLERANCES.get(left.dtype, 1e-1)
-    left, right = left.detach().double(), right.detach().double()
-    finite = left.isfinite() & right.isfinite()
-    if not bool((finite | (left == right) | (left.isnan() & right.isnan())).all()):
-        return False
-    left, right = left[finite], right[finite]
-    if not left.numel():
-        return True
-    return float((left - right).abs().max()) <= tolerance * max(float(right.abs().max()), least)
-
-
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far rounding may bring two tensors apart, in proportion to their largest value."""
-
-FLOOR = 1e-3
-"""A gradient is compared in proportion to this share of the largest one at least: some are rounding alone, such as
-that of a bias before batch normalization."""
-
-
-def _gap(left: Tensor, right: Tensor) -> str:
-    if left.shape != right.shape:
-        return f"of shape {tuple(right.shape)}, and by the list {tuple(left.shape)}"
-    if left.dtype != right.dtype:
-        return f"{right.dtype}, and by the list {left.dtype}"
-    most = (left.double() - right.double()).abs().max()
-    return f"by {float(most):.3g} at most, of values up to {float(right.double().abs().max()):.3g}"
-
-
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
-
-
 def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    buffers = {id(b): b for module in modules for b in module.buffers()}
-    return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-
-
-def _restore_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for buffer, value in buffers:
-        buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer
-
-
-@contextmanager
-def _restored(buffers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _restore_buffers(buffers)
-
-
-@contextmanager
-def _modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Let modules be in these modes meanwhile."""
-    before = {part: part.training for part in modes}
-    try:
-        for part, mode in modes.items():
-            part.training = mode
-        yield
-    finally:
-        for part, mode in before.items():
-            part.training = mode
-
-
-@contextmanager
-def _silenced(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave out the hooks of the user, but for torch's own, such as those of ``weight_norm``."""
-    before = []
-    try:
-        for part in dict.fromkeys(part for module in modules for part in module.modules()):
-            for table in HOOKS:
-                hooks = vars(part).get(table)
-                if hooks:
-                    before.append((part, table, hooks))
-                    torchs = {
-                        key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.")
-                    }
-                    vars(part)[table] = type(hooks)(torchs)
-        yield
-    finally:
-        for part, table, hooks in before:
-            vars(part)[table] = hooks

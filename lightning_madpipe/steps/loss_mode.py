@@ -213,9 +213,9 @@ class LossOfBatches:
             self._found = try_batch(self.steps, self.module, tried, is_tuple, compares=compares)
 
         trial.asks = ask
-        flaw = self.forward(trial)
-        if flaw is not None:
-            return [Finding(why_unknown=flaw)]
+        reason = self.forward(trial)
+        if reason is not None:
+            return [Finding(why_unknown=reason)]
         if self._found is not None:
             self._keep(trial, self._found)
         findings = self._from_every_pipeline(self._found)
@@ -296,8 +296,8 @@ class LossOfBatches:
             since = f" from step {self._num_steps} on{before}"
         try:
             self.engine.take_losses_of_batches(flushes)
-        except ValueError as flaw:
-            raise self.refusal(f"the loss of training_step is to be computed once per batch: {flaw}") from None
+        except ValueError as error:
+            raise self.refusal(f"the loss of training_step is to be computed once per batch: {error}") from None
         if why:
             announce(
                 f"the loss of training_step is no mean over samples ({why}), so it is computed once on all "

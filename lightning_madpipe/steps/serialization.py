@@ -48,8 +48,8 @@ def pickled(value: Any) -> tuple[bytes | None, str]:
     """``value`` as bytes; or None, and why it cannot be sent."""
     try:
         return pickle.dumps(value), ""
-    except Exception as flaw:  # pickling runs code of any class
-        return None, f"{type(flaw).__name__}: {flaw}"
+    except Exception as error:  # pickling runs code of any class
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _packed_tensor(tensor: Tensor) -> PackedTensor:

@@ -28,7 +28,8 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.user_step import NoLossError, UserSteps, merged_logs, rule_of
+from lightning_madpipe.steps.step_results import merged_logs, rule_of
+from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -43,8 +44,8 @@ def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, c
     """
     try:
         joined = steps.join(run, trains=False)
-    except ValueError as flaw:
-        return Finding(why_unknown=str(flaw))
+    except ValueError as error:
+        return Finding(why_unknown=str(error))
     floating = [tensor for tensor in joined if tensor.is_floating_point()]
     low = any(tensor.dtype in LOW_PRECISION for tensor in floating)
     try:
@@ -57,12 +58,12 @@ def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, c
         tolerance = 2 * max(torch.finfo(tensor.dtype).eps for tensor in floating) if low else TOLERANCE
         finding = Finding() if not compares else _compared(steps, module, run, joined, is_tuple, tolerance)
         return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
-    except OUT_OF_MEMORY as flaw:
-        return Finding(why_unknown=f"there is no memory for all outputs of a batch at once ({flaw})")
+    except OUT_OF_MEMORY as error:
+        return Finding(why_unknown=f"there is no memory for all outputs of a batch at once ({error})")
     except NoLossError:
         return Finding(why_unknown="it returns no loss")
-    except Exception as flaw:  # the user's, which comes again where the step runs for good
-        return Finding(why_unknown=f"it raises {type(flaw).__name__}: {flaw}")
+    except Exception as error:  # the user's, which comes again where the step runs for good
+        return Finding(why_unknown=f"it raises {type(error).__name__}: {error}")
 
 
 def _compared(
@@ -93,8 +94,8 @@ def _compared(
             raise
         except NoLossError:
             return Finding(why_not="it returns a loss for the batch and none for a part of it")
-        except Exception as flaw:
-            return Finding(why_not=f"for a part of it, it raises {type(flaw).__name__}: {flaw}")
+        except Exception as raised:
+            return Finding(why_not=f"for a part of it, it raises {type(raised).__name__}: {raised}")
         begin += micro_batch.size
     left_by_pieces = traces.taken()
     if draws.are_seeded:

@@ -8,11 +8,9 @@ import numbers
 import random
 import time
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -36,65 +34,16 @@ from lightning_madpipe.steps.batch_runs import (
     rows_of_inputs,
     writable,
 )
-from lightning_madpipe.steps.batches import join_pieces, map_children, shapes_of, tensors_of
+from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
 from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLossError, operations_of
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.metrics import BatchMetrics, MetricValue, metrics_of
+from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
-
-LogCall = dict[str, Any]
-"""The arguments of one ``self.log`` call, by name."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class MicroBatch:
-    """A part of a Lightning batch on its way through the pipeline, in the place of the labels.
-
-    DeepSpeed converts tensors and tuples that it is given as labels and hands on any other object, so
-    the last stage finds here what the user's step needs. Each run of the step overwrites what the one
-    before left: a profiler may repeat it.
-    """
-
-    step: str
-    """``training_step``, ``validation_step``, ``test_step`` or ``predict_step``."""
-    data: Any
-    size: int
-    """The number of samples in the micro-batch."""
-    arguments: tuple[Any, ...]
-    """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
-    seed: int
-    """The seed of the step's own random numbers, which both ends of the pipeline must draw alike."""
-    place: int = 0
-    """The number of the micro-batch in the Lightning batch."""
-    is_last: bool = True
-    """Whether the Lightning batch ends with it."""
-    keeps_returned: bool = False
-    """Whether somebody will read what the step returns."""
-    loss_scale: float = 1.0
-    """The share of its loss in that of the optimizer step, times the number that DeepSpeed divides by."""
-    share: float | None = None
-    """The factor of its loss in that of the Lightning batch, where each has a loss; None: its samples."""
-    is_untried: bool = False
-    """Whether its loss shows a sign of being another one than those that were tried."""
-    loss: Tensor | None = None
-    """What the step returned, unscaled; None where it returned no loss."""
-    returned: Any = None
-    """What the step returned, where somebody reads it."""
-    log_calls: list[LogCall] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    """The calls of loggers and of ``self.print`` that the step made."""
-
-
-class StepResult(NamedTuple):
-    """What the last stage tells the other ranks about one Lightning batch."""
-
-    loss: float | None
-    log_calls: list[LogCall]
-    returned: Any
 
 
 class NoLossError(Exception):
@@ -183,12 +132,12 @@ class UserSteps:
         """
         try:
             taken = self._taken(micro_batch, is_last_stage)
-        except ElsewhereError as flaw:
+        except ElsewhereError as error:
             with pipeline_of(self._module).elsewhere.lifted():
                 taken = self._taken(micro_batch, is_last_stage)
             if taken is not None:
                 raise self._error(
-                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {flaw}"
+                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {error}"
                 ) from None
         if taken is None:
             raise self._error(
@@ -249,13 +198,13 @@ class UserSteps:
             self._look_at_piece(first, key)
         try:
             cut = cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
-        except ValueError as flaw:
+        except ValueError as error:
             if was_known:  # it may pass on other shapes now
                 del self._shapes_of_pieces[key]
                 return self._inputs_of_pieces(run, is_last_stage=is_last_stage)
-            if isinstance(flaw, SamplesSelectedError) and self.rehearsing:
+            if isinstance(error, SamplesSelectedError) and self.rehearsing:
                 raise
-            raise self._error(f"{first.step}: {flaw}") from None
+            raise self._error(f"{first.step}: {error}") from None
         if first.step == "training_step":
             self._rows = rows_of_inputs(cut[0], whole, first.size)
         return cut
@@ -319,11 +268,11 @@ class UserSteps:
         step, pieces = run.whole.step, run.outputs
         try:
             joined = self.join(run, trains=trains)
-        except ValueError as flaw:
+        except ValueError as error:
             if trains:
-                raise self._error(f"{step}: {flaw}") from None
+                raise self._error(f"{step}: {error}") from None
             # Nothing is trained by it: as micro-batches, each with its own step.
-            self._say(f"{step} runs once per micro-batch, and not once per batch, because {flaw}")
+            self._say(f"{step} runs once per micro-batch, and not once per batch, because {error}")
             run.fell_apart = True
             for outputs, micro_batch in zip(pieces, run.micro_batches, strict=True):
                 value = self._loss_or_error(outputs if is_tuple else outputs[0], micro_batch)
@@ -405,10 +354,10 @@ class UserSteps:
     def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
         try:
             return self._loss(outputs, micro_batch)
-        except Exception as flaw:
+        except Exception as error:
             if not self.rehearsing:
-                if isinstance(flaw, ElsewhereError):
-                    raise self._other_weights(micro_batch, flaw) from None
+                if isinstance(error, ElsewhereError):
+                    raise self._other_weights(micro_batch, error) from None
                 raise
             return _nothing_of(outputs)
 
@@ -481,12 +430,12 @@ class UserSteps:
         ]
         return tuple(cut) if isinstance(outputs, tuple) else cut[0]
 
-    def _other_weights(self, micro_batch: MicroBatch, flaw: Exception | None = None) -> Exception:
+    def _other_weights(self, micro_batch: MicroBatch, error: Exception | None = None) -> Exception:
         return self._error(
             f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
             "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
             "optimizer's weight_decay, or let the layers return what the loss needs"
-            + (f" ({flaw})" if flaw is not None else "")
+            + (f" ({error})" if error is not None else "")
         )
 
     def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
@@ -526,7 +475,7 @@ class UserSteps:
         Args:
             again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
         """
-        data = _copied(micro_batch.data) if again else micro_batch.data
+        data = _cloned(micro_batch.data) if again else micro_batch.data
         layers = call
         if self._attribute != "forward":
             sequential = getattr(self._module, self._attribute)
@@ -628,108 +577,6 @@ class _SequentialStandIn:
         raise self._refusal
 
 
-def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] | None = None) -> StepResult:
-    """The loss, the logs and the output of a Lightning batch from those of its micro-batches.
-
-    Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
-    ``reduce_fx`` is sum, min or max, that is applied.
-
-    Args:
-        log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`.
-
-    Raises:
-        ValueError: somebody reads what the step returns, and it cannot be joined.
-    """
-    with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
-    losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
-    loss = _weighted_sum(losses, _shares_of(with_loss)) if losses else None
-    return StepResult(loss, merged_logs(micro_batches, log_rules or {}), _joined_output(micro_batches))
-
-
-def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
-    first = micro_batches[0]
-    if not first.keeps_returned:
-        return None
-    if len(micro_batches) == 1:
-        return first.returned
-    pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
-    return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
-
-
-def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, str] = "samples") -> list[LogCall]:
-    """The log calls of a batch from those of its micro-batches.
-
-    Args:
-        rules: How means are merged, one for all or by name: weighted by ``samples``, which is the default, or as
-            the ``loss`` is; or as a ``sum``.
-    """
-    # The k-th call with a name is merged with the k-th call of the other micro-batches.
-    same: dict[tuple[str, int], list[tuple[LogCall, int]]] = defaultdict(list)
-    shares = _shares_of(micro_batches)
-    for micro_batch in micro_batches:
-        seen: Counter[str] = Counter()
-        for log_call in micro_batch.log_calls:
-            same[log_call["name"], seen[log_call["name"]]].append((log_call, micro_batch.size))
-            seen[log_call["name"]] += 1
-    plain = [calls for calls in same.values() if not isinstance(calls[0][0]["value"], MetricValue)]
-    floats = iter(_as_floats([log_call["value"] for calls in plain for log_call, _ in calls]))
-    merged = []
-    for calls in same.values():
-        if isinstance(calls[0][0]["value"], MetricValue):
-            merged.append(calls[-1][0])  # the last micro-batch's knows the value of the batch
-            continue
-        weights = [log_call.get("batch_size") or size for log_call, size in calls]
-        values = [next(floats) for _ in calls]
-        first = calls[0][0]
-        rule = rules if isinstance(rules, str) else rules.get(first["name"], "samples")
-        if len(calls) == len(shares) and rule != "samples" and _is_mean(first):
-            value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
-        else:
-            value = _reduced(first, values, weights)
-        merged.append({**first, "value": value, "batch_size": sum(weights)})
-    return merged
-
-
-def _is_mean(log_call: LogCall) -> bool:
-    return rule_of(log_call) == "mean"
-
-
-def rule_of(log_call: LogCall) -> str:
-    """How values of micro-batches are merged if nothing else is found: ``mean``, ``sum``, ``min`` or ``max``."""
-    reduce_fx = log_call.get("reduce_fx", "mean")
-    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    # What Lightning doesn't know, it refuses when the merged value is logged.
-    return name if name in ("sum", "min", "max") else "mean"
-
-
-def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
-    plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
-    rule = rule_of(log_call)
-    return plain[rule](values) if rule in plain else _weighted_mean(values, weights)
-
-
-def _shares_of(micro_batches: Sequence[MicroBatch]) -> list[float]:
-    """The share of each micro-batch's loss in that of the batch."""
-    total = sum(micro_batch.size for micro_batch in micro_batches)
-    return [each.size / total if each.share is None else each.share for each in micro_batches]
-
-
-def _weighted_sum(values: Sequence[float], shares: Sequence[float]) -> float:
-    # A micro-batch in which no label counts has no loss: a mean over nothing is NaN.
-    return sum(value * share for value, share in zip(values, shares, strict=True) if share)
-
-
-def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-
-
-def _as_floats(values: Sequence[Any]) -> list[float]:
-    """Tensors and numbers as floats, in one copy from the device."""
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    floats = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
-
-
 def _nothing_of(outputs: Any) -> Tensor:
     """A loss of 0 that depends on ``outputs``."""
     floating = [t for t in as_tuple(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -747,8 +594,8 @@ def _graph_of(outputs: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else map_children(value, _copied)
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else map_children(value, _cloned)
 
 
 def _detached(value: Any) -> Any:

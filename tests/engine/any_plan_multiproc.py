@@ -463,14 +463,8 @@ def no_more_in_flight_than_planned(_: Path) -> None:
                     )
             assert not any(_Counter.alive.values()), _Counter.alive
             held = [value for values in engine.pipe_buffers.values() for value in values if value is not None]
-            assert (
-                not held
-                and not engine._between
-                and not engine._arrived
-                and not engine._departed
-                and not engine._losses
-            )
-            assert not engine._micro_batches and not engine._gradient_shapes
+            assert not held and not engine.batch_data.kept
+            assert not any(vars(engine.batch_state).values()), vars(engine.batch_state)
 
 
 def what_is_refused(_: Path) -> None:

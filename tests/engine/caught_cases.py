@@ -101,8 +101,8 @@ def all_raise(kind: type[Exception], rank: int, arguments: tuple[Any, ...]) -> I
     raised: Any = None
     try:
         yield
-    except Exception as flaw:
-        raised = flaw
+    except Exception as error:
+        raised = error
     assert type(raised) is kind and raised.args == arguments, repr(raised)
     if dist.get_rank() != rank:
         cause = raised.__cause__
@@ -292,8 +292,8 @@ def ranks_that_begin_different_batches(_: Path) -> None:
             engine.eval_batch(iter(data[0]))
         else:
             engine.train_batch(Counted(list(data[0])))
-    except RuntimeError as flaw:
-        told = str(flaw)
+    except RuntimeError as error:
+        told = str(error)
     assert "rank 0 a training step of 4 micro-batches, rank 1 an evaluation" in told, told
     same([float(engine.train_batch(given)) for _ in data], train_alone(specs, data, two_groups))
 
@@ -324,8 +324,8 @@ def shapes_that_differ_are_told_on_every_rank(_: Path) -> None:
     told = ""
     try:
         engine.train_batch(given)
-    except RuntimeError as flaw:
-        told = str(flaw)
+    except RuntimeError as error:
+        told = str(error)
     assert "dynamic_shape=True" in told, told
     losses.append(float(engine.train_batch(given)))
     same(losses, train_alone(specs, [data[0], data[2]], two_groups))

@@ -75,14 +75,14 @@ def load(num_processes: int, folder: Path, rank: int) -> None:
 
 def outcome_of(case: Callable[[], None]) -> str:
     """What went wrong on which rank; empty if nothing did."""
-    flaw = ""
+    report = ""
     try:
         case()
     except Exception:
-        flaw = traceback.format_exc()
-    flaws = [""] * dist.get_world_size()
-    dist.all_gather_object(flaws, flaw)
-    return "\n".join(filter(None, flaws))
+        report = traceback.format_exc()
+    reports = [""] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return "\n".join(filter(None, reports))
 
 
 def go_on(name: str, saved: str, under: str, folder: Path) -> None:

@@ -42,7 +42,7 @@ def begin() -> MadPipeEngine:
 
 
 def instructions_of(engine: MadPipeEngine) -> tuple[Instruction, ...]:
-    return engine._lowered(engine.micro_batches, trains=True).lists[engine.stage_id]
+    return engine.program(engine.micro_batches, trains=True).lists[engine.stage_id]
 
 
 class Streams:
@@ -234,7 +234,7 @@ def gloo_that_is_bound_to_a_device(_: Path) -> None:
 def others_use_the_default_group(_: Path) -> None:
     """A signal handler of the host, for one, at any instant: here a thread that never stops."""
     num_rounds, size = 40, 2000
-    flaws: list[Exception] = []
+    errors: list[Exception] = []
 
     def broadcast() -> None:
         try:
@@ -242,8 +242,8 @@ def others_use_the_default_group(_: Path) -> None:
                 box = ["x" * size * number if dist.get_rank() == 0 else None]
                 dist.broadcast_object_list(box, src=0)
                 assert len(box[0]) == size * number
-        except Exception as flaw:
-            flaws.append(flaw)
+        except Exception as error:
+            errors.append(error)
 
     collectives.own_groups()
     other = threading.Thread(target=broadcast)
@@ -254,7 +254,7 @@ def others_use_the_default_group(_: Path) -> None:
         assert gather_objects((dist.get_rank(), number)) == [(rank, number) for rank in ranks]
         assert reduced([dist.get_rank(), 1], dist.ReduceOp.SUM) == [sum(ranks), len(ranks)]
     other.join()
-    assert not flaws, flaws
+    assert not errors, errors
 
 
 def waits_of_the_host_for_nccl(_: Path) -> None:

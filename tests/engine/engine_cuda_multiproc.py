@@ -114,8 +114,8 @@ def waits_of_the_host_for_nccl(_: Path) -> None:
     with patch.dict(os.environ, {accelerator.BLOCKING_WAIT[0]: "1"}):
         try:
             begin(mlp(), ONE_STAGE_EACH)
-        except ValueError as flaw:
-            assert f"unset {accelerator.BLOCKING_WAIT[0]}" in str(flaw)
+        except ValueError as error:
+            assert f"unset {accelerator.BLOCKING_WAIT[0]}" in str(error)
         else:
             raise AssertionError("it was not refused")
 

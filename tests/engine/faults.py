@@ -85,8 +85,8 @@ def states(_: Path) -> None:
     failure = ""
     try:
         first_moments(stock)
-    except ValueError as flaw:
-        failure = str(flaw)
+    except ValueError as error:
+        failure = str(error)
     assert "not found" in failure, "DeepSpeed links the states of all groups now"
     engine, _, _ = start(mlp(), cut(), config, optimizer=two_groups)
     moments = first_moments(engine)

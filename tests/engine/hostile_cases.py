@@ -171,8 +171,8 @@ def names_that_lead_outside(folder: Path) -> None:
     dist.barrier()
     try:
         engine.load_checkpoint(str(where))
-    except PlanFormatError as flaw:
-        assert "the-secret" not in str(flaw) and "what a link leads to" in str(flaw), flaw
+    except PlanFormatError as error:
+        assert "the-secret" not in str(error) and "what a link leads to" in str(error), error
     else:
         raise AssertionError("it was followed")
     if dist.get_rank() == 0:
@@ -184,8 +184,8 @@ def names_that_lead_outside(folder: Path) -> None:
     dist.barrier()
     try:
         engine.load_checkpoint(str(where), tag=TAG)
-    except PlanFormatError as flaw:
-        assert "12345" not in str(flaw) and "is a link to another file, outside" in str(flaw), flaw
+    except PlanFormatError as error:
+        assert "12345" not in str(error) and "is a link to another file, outside" in str(error), error
     else:
         raise AssertionError("it was read")
     assert not trace.exists()

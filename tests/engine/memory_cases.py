@@ -106,7 +106,7 @@ class WatchedEngine(MadPipeEngine):
 
     def unread_bytes(self) -> int:
         """The bytes of micro-batches that were read and are not loaded yet, which no plan counts."""
-        unread = (each for each in self._micro_batches.values() if each[0] is not None)
+        unread = (each for each in self.batch_data.kept.values() if each[0] is not None)
         return sum(tensor.untyped_storage().nbytes() for each in unread for tensor in each)
 
 

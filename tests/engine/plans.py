@@ -145,7 +145,7 @@ def plan_of(
     )
     replayed = replay(plan, chain)
     assert replayed.in_flight, replayed.violations
-    broken = [flaw for flaw in replayed.violations if "the plan says" not in flaw]
+    broken = [violation for violation in replayed.violations if "the plan says" not in violation]
     assert not broken, broken
     stages = tuple(
         replace(stage, in_flight=count) for stage, count in zip(plan.stages, replayed.in_flight, strict=True)

@@ -165,7 +165,7 @@ def what_does_not_fit_is_measured_alone(_: Path) -> None:
     data = batches(2)
     config = planned(cut(), warmup_steps=WARM_UP, memory=9_000, weight_copies=0.01)
     engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
-    assert engine._warm_up is not None
+    assert engine._pending.warm_up is not None
     with heard() as sentences:
         losses = train(engine, data)
     assert any("for its weights, gradients" in each and "one by one" in each for each in sentences), sentences
@@ -219,7 +219,7 @@ def a_long_warm_up(_: Path) -> None:
             losses += train(engine, [batch])
             num_recomputed.append(checkpoint.call_count)
     same(losses, train_alone(hungry(0), data, two_groups))
-    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 2
+    assert engine._pending.warm_up is not None and engine._pending.warm_up.clock.num_steps == 2
     per_step = num_recomputed[0]
     assert per_step >= NUM_MICRO_BATCHES and num_recomputed == [per_step * number for number in (1, 2, 3, 4)]
 

@@ -19,9 +19,9 @@ def outcomes(outcomes_of):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_is_loaded_under_others(outcomes, kind):
-    found = {case: flaw for case, flaw in outcomes.items() if case.startswith(f"{kind}: ")}
+    found = {case: outcome for case, outcome in outcomes.items() if case.startswith(f"{kind}: ")}
     assert len(found) == sum(len(KINDS[kind].loaded_under(saved)) for saved in KINDS[kind].layouts)
-    assert not any(found.values()), "\n".join(f"{case}: {flaw}" for case, flaw in found.items() if flaw)
+    assert not any(found.values()), "\n".join(f"{case}: {outcome}" for case, outcome in found.items() if outcome)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for cases in CASES.values() for case in cases])

@@ -38,8 +38,8 @@ def folder_of(tmp_path_factory):
             try:
                 ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
                 output = ended.stdout + ended.stderr
-            except subprocess.TimeoutExpired as flaw:
-                output = f"no end within {flaw.timeout} s"
+            except subprocess.TimeoutExpired as error:
+                output = f"no end within {error.timeout} s"
             known[backend] = folder, output
         return known[backend]
 

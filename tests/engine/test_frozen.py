@@ -109,3 +109,20 @@ def test_a_port_that_is_taken(tmp_path):
         assert job.exits() == [1, 1]
     assert "address already in use" in job.log(0)
     assert "rank 1 ends: it waits for rank 0 to join the job, which had begun and has ended" in job.log(1)
+
+
+def test_what_ranks_wait_in_is_said_by_functions_that_exist():
+    """A rank says what it waits in by the names of the functions in its stack: a new name would go unnoticed."""
+    import deepspeed
+    import torch
+
+    import deepspeed_partition
+    import lightning_madpipe
+    from deepspeed_partition.engine.runtime import watch
+
+    places = [Path(package.__file__).parent for package in (deepspeed_partition, lightning_madpipe)]
+    places += [Path(deepspeed.__file__).parent / name for name in ("runtime", "comm")]
+    files = [file for place in places for file in place.rglob("*.py")]
+    files.append(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
+    text = "\n".join(file.read_text() for file in files)
+    assert [name for name in watch._OPERATIONS if f"def {name}(" not in text] == []

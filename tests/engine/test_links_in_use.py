@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_partition.engine.runtime.tracing import Part
+from deepspeed_partition.engine.runtime.tracing import DeviceTrace
 from deepspeed_partition.engine.warmup.stage_profiler import links_of
 from deepspeed_partition.planner.warm_up_report import LinkUse
 from deepspeed_partition.schedule.instructions import Message
@@ -14,8 +14,8 @@ from deepspeed_partition.schedule.instructions import Message
 F, B = ([Message(direction, 0, number) for number in range(3)] for direction in "FB")
 
 
-def part(sent: dict[Message, float], received: dict[Message, tuple[float, float]], num_bytes: int) -> Part:
-    return Part(
+def part(sent: dict[Message, float], received: dict[Message, tuple[float, float]], num_bytes: int) -> DeviceTrace:
+    return DeviceTrace(
         computed=[], sent=sent, received=received, received_bytes=dict.fromkeys(received, num_bytes),
         clock_error_seconds=0.0,
     )  # fmt: skip

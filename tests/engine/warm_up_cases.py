@@ -54,7 +54,7 @@ def heard() -> Iterator[list[str]]:
 
 def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
     """No stand-in, and nothing that would look at another step."""
-    assert engine._warm_up is None and "_exec_optimizer_step" not in vars(engine)
+    assert engine._pending.warm_up is None and "_exec_optimizer_step" not in vars(engine)
     assert engine.module.loss_fn is pipelines.loss_fn
     for stage in engine.module.own_stages:
         for function in engine.module._functions[stage]:
@@ -97,7 +97,9 @@ def a_warm_up_and_a_move_equal_one_process(folder: Path) -> None:
             chain = Chain.load(path.with_suffix(".chain.json"))
             assert chain.digest() == engine.chain.digest() == engine.plan.chain.digest
             given, _, _ = start(specs(), "madpipe", planned(cut(), warmup_steps=WARM_UP, plan=str(path)))
-            assert given._warm_up is None and given.plan == engine.plan, "a plan that is given needs no warm-up"
+            assert given._pending.warm_up is None and given.plan == engine.plan, (
+                "a plan that is given needs no warm-up"
+            )
             leaves_nothing(engine, data[:1])
 
 
@@ -208,8 +210,8 @@ def evaluation_in_a_warm_up(_: Path) -> None:
     for batch in data:
         items = iter(batch) if engine.is_first_stage() or engine.is_last_stage() else None
         engine.eval_batch(items, num_micro_batches=NUM_MICRO_BATCHES)
-        if engine._warm_up is not None:
-            assert engine._warm_up.clock.num_steps == len(losses)
+        if engine._pending.warm_up is not None:
+            assert engine._pending.warm_up.clock.num_steps == len(losses)
         losses += train(engine, [batch])
     same(losses, expected)
 
@@ -506,7 +508,7 @@ def a_run_goes_on_with_its_warm_up(folder: Path) -> None:
         resumed, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
         resumed.load_checkpoint(where)
         has_plan = saved_after > WARM_UP
-        assert (resumed.plan is not None) == has_plan and (resumed._warm_up is None) == has_plan
+        assert (resumed.plan is not None) == has_plan and (resumed._pending.warm_up is None) == has_plan
         for number in range(saved_after, len(data)):
             losses += train(resumed, data[number : number + 1])
             assert (resumed.plan is not None) == (number >= WARM_UP)
@@ -557,7 +559,7 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
     losses = train(engine, data[:1])
     with raised(StopIteration, "the data iterator ended"):
         engine.train_batch(iter([]) if engine.is_first_stage() or engine.is_last_stage() else None)
-    assert engine._warm_up is not None and engine._warm_up.clock.num_steps == 1
+    assert engine._pending.warm_up is not None and engine._pending.warm_up.clock.num_steps == 1
     assert losses + train(engine, data[1:]) == train(start(mlp(), engine.module.parts)[0], data)
 
 

@@ -142,8 +142,8 @@ class Watch(Callback):
                 weight = module.get_parameter(name)
                 self.got[f"{hook} {name}"] = "the trained one" if weight.grad_fn is None else "another"
                 assert any(weight is here for here in module.parameters())
-            except RuntimeError as flaw:
-                self.got[f"{hook} {name}"] = str(flaw)
+            except RuntimeError as error:
+                self.got[f"{hook} {name}"] = str(error)
             assert module.get_submodule(name.rpartition(".")[0]) is not None
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:

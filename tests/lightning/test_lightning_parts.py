@@ -20,15 +20,18 @@ from torch import nn
 
 import lightning_madpipe
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
+from deepspeed_partition.options import Options
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.planning import why_left_out
-from lightning_madpipe.settings import checked_config
+from lightning_madpipe.settings import checked_settings
 from lightning_madpipe.steps.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
 from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
 from lightning_madpipe.steps.losses import error_in_words
 from lightning_madpipe.steps.metrics import copied
-from lightning_madpipe.steps.user_step import MicroBatch, UserSteps, result_of, rule_of
+from lightning_madpipe.steps.micro_batches import MicroBatch
+from lightning_madpipe.steps.step_results import result_of, rule_of
+from lightning_madpipe.steps.user_step import UserSteps
 from tests.lightning.lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 
 
@@ -328,9 +331,9 @@ def test_given_options_win_over_the_configuration() -> None:
     configured = {
         "pipeline": {"madpipe": {"memory": "2GB", "warmup_steps": 3}, "activation_checkpoint_interval": 1}
     }
-    config = checked_config(configured, given, zero_stage=1)
-    assert config["pipeline"]["madpipe"] == {"memory": "1GB", "warmup_steps": 3}
-    assert config["pipeline"]["activation_checkpoint_interval"] == 1
+    config, options, counts_steps = checked_settings(configured, given, zero_stage=1)
+    assert options == Options(memory="1GB", warmup_steps=3) and counts_steps  # type: ignore[arg-type]
+    assert config["pipeline"] == {"activation_checkpoint_interval": 1}
     assert config["zero_optimization"]["stage"] == 1
     assert configured["pipeline"]["madpipe"]["memory"] == "2GB"
 
@@ -407,18 +410,18 @@ def test_a_warm_up_is_left_out_where_nothing_is_trained_after_it(
 @pytest.mark.parametrize(
     "arguments, epochs, steps",
     [
-        ({}, 1, None),
-        ({"warmup_epochs": 0}, 0, None),
+        ({}, 1, 0),
+        ({"warmup_epochs": 0}, 0, 0),
         ({"warmup_epochs": 3, "warmup_steps": 0}, 3, 0),
         ({"warmup_steps": 20}, 0, 20),
         ({"warmup_steps": 0}, 0, 0),
         ({"config": {"pipeline": {"madpipe": {"warmup_steps": 7}}}}, 0, 7),
     ],
 )
-def test_steps_take_the_place_of_the_epoch(arguments: dict[str, Any], epochs: int, steps: int | None) -> None:
+def test_steps_take_the_place_of_the_epoch(arguments: dict[str, Any], epochs: int, steps: int) -> None:
     strategy = lightning_madpipe.MadPipeStrategy(**arguments)
     assert strategy.warmup_epochs == epochs
-    assert strategy.config["pipeline"]["madpipe"].get("warmup_steps") == steps
+    assert strategy.options.warmup_steps == steps
     assert inspect.signature(lightning_madpipe.MadPipeStrategy).parameters["warmup_epochs"].default == 1
 
 

@@ -91,8 +91,8 @@ def _lock(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as flaw:
-        if flaw.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
             os.close(descriptor)
             raise OSError(errno.EBUSY, "another process is writing this checkpoint", str(folder)) from None
         # else a disk without locks, as some network disks are
@@ -312,8 +312,8 @@ def check_contents(folder: Path, listed: Listed, names: Iterable[str]) -> None:
     for name in names if checksums else ():
         try:
             found = checksum(folder / name)
-        except OSError as flaw:
-            raise PlanFormatError(f"{folder / name} cannot be read: {flaw.strerror or flaw}") from None
+        except OSError as error:
+            raise PlanFormatError(f"{folder / name} cannot be read: {error.strerror or error}") from None
         if found != checksums[name]:
             raise PlanFormatError(
                 f"the checkpoint {folder} is damaged: {name} has the checksum {found} and was saved with "

@@ -27,7 +27,13 @@ from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
 from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, lay_states
-from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, portable
+from deepspeed_partition.engine.runtime.collectives import (
+    from_rank_0,
+    gather_objects,
+    portable,
+    raise_first,
+    raised_together,
+)
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import PlanFormatError
@@ -72,7 +78,7 @@ class ResumingEngine(MovingEngine):
     """The plan of the current cut; None for a trial cut, and for one that was given as boundaries."""
 
     options: Options
-    """The options in the ``madpipe`` section of the configuration."""
+    """The options of planning, of which some are for checkpoints."""
     _reader: Reader
     """The reader of the checkpoint that is being loaded."""
     _copy_recovery_script: Any
@@ -110,7 +116,7 @@ class ResumingEngine(MovingEngine):
             with self._writes_watched() as writes:
                 self._write_beside(written, writes)
                 saved = super().save_checkpoint(*bound.args, **bound.kwargs)
-            _raise_first(writes.flaw)
+            raise_first(writes.error)
             checksums = self._checksums_of(written, writes)
             self._on_every_disk(lambda: _take_place(path, checksums))
         except Exception:
@@ -175,7 +181,7 @@ class ResumingEngine(MovingEngine):
         if not self.options.checkpoint_checksums:
             return None
         mine: dict[str, str] = {}
-        flaw: Exception | None = None
+        failed: OSError | None = None
         try:
             mine = {
                 path.relative_to(folder).as_posix(): atomic_folders.checksum(path)
@@ -183,19 +189,14 @@ class ResumingEngine(MovingEngine):
                 if path.is_file() and path.is_relative_to(folder)
             }
         except OSError as error:
-            flaw = error
-        _raise_first(flaw)
+            failed = error
+        raise_first(failed)
         return {name: value for theirs in gather_objects(mine) for name, value in theirs.items()}
 
     def _on_every_disk(self, change: Callable[[], None]) -> None:
         """Run ``change`` on rank 0, and on one rank of each other node that has its own storage. Collective."""
-        flaw: Exception | None = None
-        if self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0):
-            try:
-                change()
-            except Exception as error:
-                flaw = portable(error)
-        _raise_first(flaw)
+        is_first_here = self.global_rank == 0 or (self.use_node_local_storage() and self.local_rank == 0)
+        raised_together(change if is_first_here else lambda: None)
 
     # Loading
 
@@ -232,7 +233,7 @@ class ResumingEngine(MovingEngine):
             states = self._agreed(saved)
             options["load_optimizer_states"] = False
         loaded: tuple[Any, Any] = None, None
-        flaw: Exception | None = None
+        failed: Exception | None = None
         with self._files_named(), _ties_follow(self.module):
             try:
                 loaded = super().load_checkpoint(*bound.args, **bound.kwargs)
@@ -241,8 +242,8 @@ class ResumingEngine(MovingEngine):
                     read = functools.partial(self.checkpoint_engine.load, map_location="cpu")
                     load_ties(found.folder, self.module, same_cut=same_cut, strict=strict, read=read)
             except Exception as error:  # of a file that perhaps one rank reads: the others would go on
-                flaw = portable(error)
-            _raise_first(flaw)
+                failed = portable(error)
+            raise_first(failed)
         say_what_was_unpickled(self._reader)
         if not _is_whole(options) and hasattr(self.optimizer, "refresh_fp32_params"):
             self.optimizer.refresh_fp32_params()  # DeepSpeed does without ties, if at all
@@ -267,8 +268,8 @@ class ResumingEngine(MovingEngine):
                 return load(path, *args, **kwargs)
             except PlanFormatError:
                 raise
-            except Exception as flaw:  # whatever comes of a file that is not what its name says
-                raise saved_state.unreadable(path, flaw) from None
+            except Exception as error:  # whatever comes of a file that is not what its name says
+                raise saved_state.unreadable(path, error) from None
 
         with _replaced(engine, "load", named):
             yield
@@ -329,15 +330,14 @@ class ResumingEngine(MovingEngine):
         if self.use_node_local_storage():
             hosts = gather_objects(socket.gethostname())
             neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.global_rank]]
-        flaw: Exception | None = None
-        try:
+
+        def check_share() -> None:
             here = _listed(folder, unneeded) if self.use_node_local_storage() else listed
             if here is not None:
                 share = here.share(neighbours.index(self.global_rank), len(neighbours))
                 atomic_folders.check_contents(folder, here, share)
-        except Exception as error:
-            flaw = portable(error)
-        _raise_first(flaw)
+
+        raised_together(check_share)
 
     def _fits(self, found: Found) -> bool:
         """Whether DeepSpeed can load the optimizer's state: the ranks train the same tensors. Collective.
@@ -352,13 +352,7 @@ class ResumingEngine(MovingEngine):
 
     def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:
         """What this rank's optimizer needs, or the first rank's error on all of them."""
-        states: dict[str, ParameterState] = {}
-        flaw: Exception | None = None
-        try:
-            states = saved.states_for(self.optimizer, self.module)
-        except Exception as error:
-            flaw = portable(error)
-        _raise_first(flaw)
+        states = raised_together(lambda: saved.states_for(self.optimizer, self.module))
         announce(
             "the checkpoint has no state of an optimizer: this run's begins anew"
             if saved.optimizer is None
@@ -393,13 +387,6 @@ def say_what_was_unpickled(reader: Reader) -> None:
     sentence = next(filter(None, gather_objects(reader.sentence())), "")
     if sentence:
         announce(sentence, logging.WARNING)
-
-
-def _raise_first(flaw: Exception | None) -> None:
-    """Raise the first rank's flaw on all of them, if one has any. Collective."""
-    flaws = list(filter(None, gather_objects(flaw)))
-    if flaws:
-        raise flaws[0]
 
 
 @contextmanager
@@ -445,25 +432,26 @@ class _Writes:
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
-        self.flaw: Exception | None = None
+        self.error: Exception | None = None
+        """Why a file could not be written."""
 
     def attempt(self, path: Path, write: Callable[[], Any]) -> Any:
         """Call ``write``, which writes ``path``, unless something failed before; keep what it raises."""
-        if self.flaw is not None:
+        if self.error is not None:
             return None
         try:
             result = write()
-        except Exception as flaw:
-            self.flaw = portable(_cause(path, flaw))
+        except Exception as error:
+            self.error = portable(_cause(path, error))
             return None
         self.paths.append(path)
         return result
 
 
-def _cause(path: Path, flaw: Exception) -> Exception:
+def _cause(path: Path, error: Exception) -> Exception:
     """Why ``path`` cannot be written: torch's archives tell where they stopped, and not what the disk said."""
-    if isinstance(flaw, OSError):
-        return flaw
+    if isinstance(error, OSError):
+        return error
     try:
         # What the disk says to the next bytes at the end of what was written.
         with open(path, "ab") as file:
@@ -472,7 +460,7 @@ def _cause(path: Path, flaw: Exception) -> Exception:
             os.fsync(file.fileno())
     except OSError as reason:
         return OSError(reason.errno, f"cannot be written: {reason.strerror}", str(path))
-    return OSError(f"{path} cannot be written: {flaw}") if "unexpected pos" in str(flaw) else flaw
+    return OSError(f"{path} cannot be written: {error}") if "unexpected pos" in str(error) else error
 
 
 def _take_place(path: Path, checksums: Mapping[str, str] | None) -> None:

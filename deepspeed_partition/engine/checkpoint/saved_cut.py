@@ -118,8 +118,8 @@ def _named_by(latest: Path) -> str:
         with open(latest, "rb") as file:
             data = file.read(LONGEST_LATEST_BYTES + 1)
         tag = data.decode("utf-8").strip()
-    except OSError as flaw:
-        raise PlanFormatError(f"{latest} cannot be read: {flaw.strerror or flaw}") from None
+    except OSError as error:
+        raise PlanFormatError(f"{latest} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         tag = "\0"
     if not tag:

@@ -18,7 +18,6 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
-from deepspeed_partition.engine.repartition.layer_moves import loss_part_of
 from deepspeed_partition.engine.repartition.optimizer_state import (
     FLAT,
     MASTER,
@@ -30,6 +29,7 @@ from deepspeed_partition.engine.repartition.optimizer_state import (
     trained_by,
 )
 from deepspeed_partition.engine.repartition.parameter_groups import OF_PARAMETERS
+from deepspeed_partition.engine.repartition.parts import loss_part_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io import files
@@ -63,22 +63,22 @@ def describe(engine: Any) -> dict[str, Any] | None:
     optimizer, module = engine.optimizer, engine.module
     replica = engine.grid.get_data_parallel_rank()
     mine: dict[str, Any] | None = None
-    flaw = getattr(optimizer, "elastic_checkpoint", False) or engine.grid.model_parallel_size > 1
-    if optimizer is not None and not flaw:
+    is_unknown = getattr(optimizer, "elastic_checkpoint", False) or engine.grid.model_parallel_size > 1
+    if optimizer is not None and not is_unknown:
         try:
             trained = trained_by(optimizer, module)
         except RuntimeError:
-            trained, flaw = [], True
+            trained, is_unknown = [], True
         in_groups = sum(len(group["params"]) for group in engine.basic_optimizer.param_groups)
-        flaw = flaw or in_groups != len(trained)
+        is_unknown = is_unknown or in_groups != len(trained)
         mine = {
             "pipe_rank": engine.grid.get_stage_id(),
             "replica": replica,
             "file": _file_name(engine),
             "trained": [_described(one, but=_not_trained_here(module)) for one in trained],
         }
-    gathered = gather_objects((mine, flaw))
-    if any(flaw for _, flaw in gathered):
+    gathered = gather_objects((mine, is_unknown))
+    if any(unknown for _, unknown in gathered):
         return None
     writers = [
         entry
@@ -164,9 +164,9 @@ class SavedState:
                         if holders.setdefault(name, holder) == holder:
                             piece = Piece(name_of_file, place, num_trained, share)
                             self._pieces.setdefault(name, []).append(piece)
-        except _NotPlainError as flaw:
+        except _NotPlainError as error:
             raise PlanFormatError(
-                f"{folder / FILE_NAME} names {flaw}, which is not a file of this folder: take another checkpoint"
+                f"{folder / FILE_NAME} names {error}, which is not a file of this folder: take another checkpoint"
             ) from None
         except (KeyError, TypeError, ValueError, AttributeError):
             raise PlanFormatError(f"{folder / FILE_NAME}: not the layout of an optimizer's state") from None
@@ -266,8 +266,8 @@ class SavedState:
                 self._contents[file] = _content(saved, self.optimizer)
             except PlanFormatError:
                 raise
-            except Exception as flaw:  # whatever comes of a file that is not what its name says
-                raise unreadable(path, flaw) from None
+            except Exception as error:  # whatever comes of a file that is not what its name says
+                raise unreadable(path, error) from None
         return self._contents[file]
 
 
@@ -293,9 +293,9 @@ def _known_optimizer(name: str | None) -> str | None:
     return name
 
 
-def unreadable(path: object, flaw: Exception) -> PlanFormatError:
+def unreadable(path: object, error: Exception) -> PlanFormatError:
     return PlanFormatError(
-        f"{path} is damaged or missing ({type(flaw).__name__}: {flaw}): take another checkpoint"
+        f"{path} is damaged or missing ({type(error).__name__}: {error}): take another checkpoint"
     )
 
 

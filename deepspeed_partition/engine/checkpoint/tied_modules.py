@@ -18,7 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.tied_copies import Form, forms_of
-from deepspeed_partition.engine.repartition.layer_moves import held_modules, loss_part_of
+from deepspeed_partition.engine.repartition.parts import held_modules, loss_part_of
 
 LOSS_FILE = "madpipe-loss.pt"
 

@@ -50,11 +50,6 @@ _known: list[Any] = [
 ]  # fmt: skip
 
 
-def know(*classes: type) -> None:
-    """Let files hold objects of these classes, too, whose construction and ``__setstate__`` are harmless."""
-    _known.extend(classes)
-
-
 @contextmanager
 def _allowed() -> Iterator[None]:
     """Let torch load objects of known classes meanwhile; classes that the user registered stay so."""
@@ -92,10 +87,10 @@ class Reader:
         try:
             with _allowed():
                 return torch.load(path, **options, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as flaw:
-            if isinstance(flaw, RuntimeError) and "weights_only" not in str(flaw):
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 raise
-            needed, reason = _classes_in(path, str(flaw)), _reason(str(flaw))
+            needed, reason = _classes_in(path, str(error)), _reason(str(error))
         name = Path(path).name
         if self.unpickle is None and name.startswith(WITH_OBJECTS):
             value = torch.load(path, **options, weights_only=False)

@@ -27,6 +27,7 @@ from deepspeed_partition.schedule.instructions import Compute, Instruction, Mess
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
+    from deepspeed_partition.engine.pipeline.batch_state import BatchState
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
@@ -79,11 +80,12 @@ class Batch:
 
     Args:
         engine: whose batch has begun on all ranks of its pipeline.
+        state: The tensors of the batch.
         num_micro_batches: that the ranks with data read.
     """
 
-    def __init__(self, engine: AnyPlanEngine, num_micro_batches: int) -> None:
-        self._engine, self._num_micro_batches = engine, num_micro_batches
+    def __init__(self, engine: AnyPlanEngine, state: BatchState, num_micro_batches: int) -> None:
+        self._engine, self._state, self._num_micro_batches = engine, state, num_micro_batches
         self._failure: Failure | None = None
         self._computes = True
         self._input_shapes: dict[tuple[int, int], Shapes] = {}
@@ -101,8 +103,8 @@ class Batch:
         if self._computes:
             try:
                 run(instruction)
-            except Exception as flaw:
-                self._fail(flaw, instruction)
+            except Exception as error:
+                self._fail(error, instruction)
             else:
                 self._note_output(instruction)
                 return
@@ -135,15 +137,15 @@ class Batch:
             self._failure = Failure(watch.tell_of_a_failure(), dist.get_rank(), place, error, details)
         self._compute_no_more()
 
-    def _fail(self, flaw: Exception, instruction: Instruction) -> None:
-        if isinstance(flaw, OUT_OF_MEMORY) and self._engine.may_run_again:
+    def _fail(self, error: Exception, instruction: Instruction) -> None:
+        if isinstance(error, OUT_OF_MEMORY) and self._engine.may_run_again:
             # Not the error itself, which refers to what the step holds.
-            reason = f"rank {dist.get_rank()} ran out of memory in {instruction}: {flaw}"
+            reason = f"rank {dist.get_rank()} ran out of memory in {instruction}: {error}"
             self.fail(StepGivenUp(reason, for_memory=True), str(instruction))
-        elif isinstance(flaw, CannotBeWatchedError):
-            self.fail(StepGivenUp(str(flaw), for_memory=False), str(instruction))
+        elif isinstance(error, CannotBeWatchedError):
+            self.fail(StepGivenUp(str(error), for_memory=False), str(instruction))
         else:
-            self.fail(flaw, instruction.in_words)
+            self.fail(error, instruction.in_words)
 
     @staticmethod
     def _portable(failure: Failure) -> Failure:
@@ -157,44 +159,44 @@ class Batch:
     def _transfer(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
         try:
             run(instruction)
-        except ShapesDifferError as flaw:
+        except ShapesDifferError as error:
             assert not isinstance(instruction, Compute)
-            self._fail(flaw, instruction)
-            self._engine._between[instruction.message] = self._zeros(flaw.expected)
+            self._fail(error, instruction)
+            self._state.between[instruction.message] = self._zeros(error.expected)
             run(instruction)
 
     def _note_input(self, compute: Compute) -> None:
         if compute.kind == "F" and compute.stage > 0:
-            arrived = self._engine._between[Message("F", compute.stage - 1, compute.micro_batch)]
+            arrived = self._state.between[Message("F", compute.stage - 1, compute.micro_batch)]
             self._input_shapes[compute.stage, compute.micro_batch] = Shapes.of(arrived)
             if not tensors_of(arrived):
                 self._compute_no_more()  # the rank before says what went wrong
 
     def _note_output(self, compute: Compute) -> None:
-        output = self._engine._between.get(Message("F", compute.stage, compute.micro_batch))
+        output = self._state.between.get(Message("F", compute.stage, compute.micro_batch))
         if compute.kind == "F" and output is not None:
             self._output_shapes[compute.stage] = Shapes.of(output)
 
     def _do_without(self, compute: Compute) -> None:
-        engine, stage, number = self._engine, compute.stage, compute.micro_batch
-        devices = engine.module.device_of_stage
+        state, stage, number = self._state, compute.stage, compute.micro_batch
+        devices = self._engine.module.device_of_stage
         is_last = stage == len(devices) - 1
         if compute.kind == "F":
-            engine._between.pop(Message("F", stage - 1, number), None)
+            state.between.pop(Message("F", stage - 1, number), None)
             if is_last:
                 return
             shapes = self._output_shapes.get(stage)
             output = NOTHING if shapes is None else self._zeros(shapes)
-            engine._between[Message("F", stage, number)] = output
+            state.between[Message("F", stage, number)] = output
             if devices[stage] != devices[stage + 1]:
                 floating = tuple(tensor for tensor in tensors_of(output) if tensor.is_floating_point())
-                engine._gradient_shapes[Message("B", stage, number)] = Shapes.of(floating)
+                state.gradient_shapes[Message("B", stage, number)] = Shapes.of(floating)
             return
-        engine._between.pop(Message("B", stage, number), None)
+        state.between.pop(Message("B", stage, number), None)
         if stage > 0:
             inputs = self._zeros(self._input_shapes.get((stage, number), Shapes.of(NOTHING)))
             gradients = tuple(tensor for tensor in tensors_of(inputs) if tensor.is_floating_point())
-            engine._between[Message("B", stage - 1, number)] = gradients
+            state.between[Message("B", stage - 1, number)] = gradients
 
     def _zeros(self, shapes: Shapes) -> Boundary:
         boundary = shapes.empty(self._engine.device)
@@ -235,7 +237,7 @@ class Attempt:
 
     def __init__(self, engine: MadPipeEngine) -> None:
         self._engine = engine
-        self._unread = engine._partly_unread, engine._unread
+        self._backlog = engine.batch_data.backlog
         self._data: _Remembering | None = None
         if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
             self._data = engine.data_iterator = _Remembering(engine.data_iterator)
@@ -248,7 +250,7 @@ class Attempt:
     def undo(self) -> None:
         """Give the data back. The rest was put back when the step was given up."""
         engine = self._engine
-        engine._partly_unread, engine._unread = self._unread
+        engine.batch_data.backlog = self._backlog
         if self._data is not None:
             engine.data_iterator = itertools.chain(self._data.taken, self._data.iterator)
         get_accelerator().empty_cache()

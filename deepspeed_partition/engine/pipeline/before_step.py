@@ -86,22 +86,19 @@ class BeforeStep:
     """
 
     def __init__(self, engine: MadPipeEngine) -> None:
-        self._engine, module = engine, engine.module
+        self._engine = engine
         self._restore_buffers = engine.layer_buffers.before_step(all_of_them=engine.may_run_again)
         self._restore_random_state = random_state()
-        self._num_forwards: dict[int, int] | None = None
-        if engine.runs_lists:
-            self._num_forwards, self._micro_offset = dict(module._num_forwards), module.micro_offset
+        self._restore_counts = engine.module.counts_of_forwards() if engine.runs_lists else None
 
     def restore(self) -> None:
         """Let the step not have begun: gradients, buffers, random numbers, the counts that seeds go by."""
-        engine, module = self._engine, self._engine.module
-        engine.let_batch_go()
-        let_gradients_go(engine)
+        self._engine.let_batch_go()
+        let_gradients_go(self._engine)
         self._restore_buffers()
         self._restore_random_state()
-        if self._num_forwards is not None:
-            module._num_forwards, module.micro_offset = dict(self._num_forwards), self._micro_offset
+        if self._restore_counts is not None:
+            self._restore_counts()
 
 
 def let_gradients_go(engine: Any) -> None:

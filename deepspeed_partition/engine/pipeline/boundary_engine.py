@@ -15,13 +15,11 @@ import torch
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine.runtime.autograd_boundary import tensors_of
+
 NO_BOUNDARY: tuple[torch.Tensor, ...] = ()
 """The empty boundary that is sent in the place of a step's first activations: there is no data for another
 step."""
-
-
-def _tensors_of(boundary: Any) -> tuple[torch.Tensor, ...]:
-    return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
 class AnyBoundaryEngine(PipelineEngine):
@@ -102,7 +100,7 @@ class AnyBoundaryEngine(PipelineEngine):
 
     def _check_shapes(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Refuse what would corrupt the transfers of DeepSpeed: they keep the shapes of a batch's first one."""
-        shapes = [tensor.shape for tensor in _tensors_of(inputs)]
+        shapes = [tensor.shape for tensor in tensors_of(inputs)]
         if self._step_shapes is None:
             self._step_shapes = shapes
         elif shapes != self._step_shapes:
@@ -187,7 +185,7 @@ class AnyBoundaryEngine(PipelineEngine):
             super()._exec_send_grads(buffer_id)
             return
         # In a tuple, DeepSpeed passes over what is not floating.
-        inputs = self.pipe_buffers["inputs"][buffer_id] = _tensors_of(self.pipe_buffers["inputs"][buffer_id])
+        inputs = self.pipe_buffers["inputs"][buffer_id] = tensors_of(self.pipe_buffers["inputs"][buffer_id])
         for tensor in inputs:
             if tensor.is_floating_point() and tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)

@@ -293,8 +293,8 @@ def partition_layers(
     if isinstance(method, str) and not asks_for_plan(method):
         try:
             by_deepspeed(method)
-        except NotImplementedError as flaw:
-            raise NotImplementedError(f"{flaw} It is {KNOWN_METHODS}.") from None
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error} It is {KNOWN_METHODS}.") from None
         set_boundaries(module, module.parts)
         warn_of_weights_apart(module._layer_specs, module.stage_owner)
         return

@@ -3,14 +3,15 @@
 A batch is one list of instructions per rank (``lowering.py``), run in order. What computes is DeepSpeed's code,
 with one stage at a time made to look like the only one of its rank; what moves tensors is ``transfers.py``.
 
-Every tensor between two stages lies in ``_between``, under its message, from where it is made (or arrives) to
-where it is used (or sent). Stages on one rank therefore hand over by leaving it there: nothing is copied.
+Every tensor between two stages lies in ``batch_state.between``, under its message, from where it is made (or
+arrives) to where it is used (or sent). Stages on one rank therefore hand over by leaving it there: nothing is
+copied.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -21,8 +22,11 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine.pipeline.batch_attempt import Batch, RaisedElsewhere, traceback_of
+from deepspeed_partition.engine.pipeline.batch_attempt import Batch
+from deepspeed_partition.engine.pipeline.batch_programs import program_of
+from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
+from deepspeed_partition.engine.pipeline.lockstep import Lockstep
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
     instructions_of,
@@ -31,24 +35,16 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
     why_not_lists,
 )
 from deepspeed_partition.engine.pipeline.stages import StagesModule
-from deepspeed_partition.engine.pipeline.tied_copies import several_of_a_key
+from deepspeed_partition.engine.pipeline.tied_gradients import copies_added_up, gradient_so_far
 from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
-from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Boundary, Departed, Loaded, tensors_of
-from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, portable, reduced
+from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed, Loaded, tensors_of
+from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
 from deepspeed_partition.engine.runtime.environment import announce
-from deepspeed_partition.engine.runtime.first_failure import (
-    FirstFailure,
-    in_words,
-    is_raised_by_all,
-    raised_by_all,
-)
+from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import Shapes, Transfers
 from deepspeed_partition.engine.runtime.watch import watch
-from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.step import one_f_one_b_order
-from deepspeed_partition.schedule import lowering
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
 _ANY = -1
@@ -84,11 +80,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
     fwd_outputs: list[Any]
     loss: Any
     num_stages: int
-    _failure: FirstFailure
+    _lockstep: Lockstep
     _active = _ANY
-    _partly_unread: Any = None
-    """The iterator of training data of a rank that reads none, of which it is behind the others by ``_unread``."""
-    _unread = 0
+    batch_state: BatchState
+    batch_data: BatchData
     _recorder: Recorder | None = None
     flushes: tuple[int, ...] | None = None
     """Micro-batches of each batch of the next step, where the loss of a batch is computed once on all of its
@@ -106,15 +101,15 @@ class AnyPlanEngine(AnyBoundaryEngine):
             super().__init__(**kwargs)
         self._active = _ANY
         self._pace = accelerator.Pace(self.device)
-        self._between: dict[Message, Boundary] = {}
-        self._arrived: dict[int, Arrived] = {}
-        self._departed: dict[int, Departed] = {}
-        self._losses: dict[int, torch.Tensor] = {}
-        self._gradient_shapes: dict[Message, Shapes] = {}
-        self._micro_batches: dict[int, Any] = {}
-        self._num_read = 0
+        self.batch_state = BatchState()
+        if "batch_data" not in vars(self):  # what was not read outlives a move of the layers
+            self.batch_data = BatchData(
+                lambda: PipelineEngine._next_batch(self),  # and not what loading a micro-batch is told
+                lambda: self.data_iterator,
+            )
+        self.batch_data.begin()
         self._read_now: Any = None
-        self._cannot_go_on = ""
+        self._lockstep = Lockstep(self._pipelines())
         self._lowered_lists = functools.lru_cache(maxsize=16)(self._lower)
 
     def _configure_distributed_model(self, model):
@@ -175,7 +170,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         num_stages = self.num_stages
         self.num_stages = self._rank_of_loss() + 1
         try:
-            with self._ended_by_errors():
+            with self._lockstep.ended_by_errors():
                 return super()._aggregate_total_loss()
         finally:
             self.num_stages = num_stages
@@ -211,48 +206,29 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _next_batch(self) -> Any:
         return super()._next_batch() if self._active < 0 else self._read_now
 
-    def _read(self, number: int) -> Any:
-        """Return the micro-batch of this number; the engine keeps those before it until they are asked for."""
-        while self._unread and self.data_iterator is self._partly_unread:
-            super()._next_batch()
-            self._unread -= 1
-        while self._num_read <= number:
-            self._num_read += 1  # also where it cannot be read
-            self._micro_batches[self._num_read - 1] = super()._next_batch()
-        return self._micro_batches[number]
-
     def skip_data(self, num_micro_batches: int) -> None:
         """Leave a batch that was given up behind, on all ranks that read data, however far each had come."""
-        self._micro_batches.clear()
+        data = self.batch_data
+        data.kept.clear()
         if self.data_ends_with_batch or not (self.is_first_stage() or self.is_last_stage()):
             return
-        while self._num_read < num_micro_batches:
+        while data.num_read < num_micro_batches:
             try:
-                self._read(self._num_read)
+                data.read(data.num_read)
             except StopIteration:
                 return
-            except Exception as flaw:  # what is wrong has been told; this one would have come next
-                announce(f"while the rest of the batch was skipped: {type(flaw).__name__}: {flaw}")
-            self._micro_batches.clear()
+            except Exception as error:  # what is wrong has been told; this one would have come next
+                announce(f"while the rest of the batch was skipped: {type(error).__name__}: {error}")
+            data.kept.clear()
 
     def let_batch_go(self) -> None:
         """Free what a batch has kept for its backwards."""
         if self.runs_lists:
-            for kept in (self._arrived, self._departed, self._losses):
-                kept.clear()
+            self.batch_state.free_graphs()
             self._read_now = None
         for slots in self.pipe_buffers.values():
             slots[:] = [None] * len(slots)
         self.loss = self.grad_layer = None
-
-    def _count_unread(self, num_micro_batches: int) -> None:
-        """Count how far the iterator is behind on a rank that reads nothing: layers may move, and it will."""
-        if not torch.is_grad_enabled():
-            return
-        if self.data_iterator is not self._partly_unread:
-            self._partly_unread, self._unread = self.data_iterator, 0
-        if not (self.is_first_stage() or self.is_last_stage()):
-            self._unread += num_micro_batches
 
     def _replaced_too_late(self) -> Exception | None:
         reason = why_not_lists(self)
@@ -263,7 +239,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             "before deepspeed.initialize(), and DeepSpeed's own schedule runs with it"
         )
 
-    def _flaw_of_data(self, num_micro_batches: int) -> Exception | None:
+    def _error_of_data(self, num_micro_batches: int) -> Exception | None:
         """What keeps this rank from reading the micro-batches of a batch, if it is to read.
 
         The first and the last stage read all of them at once, before anything is sent: an iterator may communicate
@@ -277,18 +253,23 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 "give every rank an iterator, or those on which engine.is_first_stage() or is_last_stage() holds"
             )
         try:
-            self._read(num_micro_batches - 1)
+            self.batch_data.read(num_micro_batches - 1)
         except StopIteration:
-            self._num_loaded = self._num_read - 1
+            self._num_loaded = self.batch_data.num_read - 1
             return self._data_ended()
-        except Exception as flaw:  # of the user's data; every rank must hear of it
-            return flaw
+        except Exception as error:  # of the user's data; every rank must hear of it
+            return error
         return None
 
     # A batch
 
-    def _lowered(self, num_micro_batches: int, trains: bool) -> Program:
+    def program(self, num_micro_batches: int, *, trains: bool) -> Program:
+        """Return the lists of instructions of a batch."""
         return self._lowered_lists(num_micro_batches, trains, self.flushes if trains else None)
+
+    def lower_anew(self) -> None:
+        """Make the lists of instructions anew, where something has changed that they depend on."""
+        self._lowered_lists.cache_clear()
 
     def _lower(self, num_micro_batches: int, trains: bool, flushes: tuple[int, ...] | None) -> Program:
         plan = self.module.madpipe_cut.plan
@@ -302,27 +283,29 @@ class AnyPlanEngine(AnyBoundaryEngine):
         return program
 
     def _train_schedule(self) -> Any:
-        return self._lowered(self.micro_batches, trains=True) if self.runs_lists else super()._train_schedule()
+        return self.program(self.micro_batches, trains=True) if self.runs_lists else super()._train_schedule()
 
     def _inference_schedule(self, micro_batches: int) -> Any:
         if not self.runs_lists:
             return super()._inference_schedule(micro_batches)
-        return self._lowered(micro_batches, trains=False)
+        return self.program(micro_batches, trains=False)
 
     def _exec_schedule(self, program: Any) -> None:
         if not self.runs_lists:
-            self._failure = FirstFailure(min(self._pipelines()[self.grid.data_parallel_id]))
-            with self._ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):
+            self._lockstep.begin_batch(min(self._pipelines()[self.grid.data_parallel_id]))
+            with self._lockstep.ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):
                 super()._exec_schedule(program)
             return
         if not isinstance(program, Program):  # before 0.19.8, which asks for its schedules
-            program = self._lowered(program.micro_batches, trains=isinstance(program, schedule.TrainSchedule))
-        self._failure = FirstFailure(self._transfers.ranks[0])
-        with self._ended_by_errors():
+            program = self.program(program.micro_batches, trains=isinstance(program, schedule.TrainSchedule))
+        self._lockstep.begin_batch(self._transfers.ranks[0])
+        with self._lockstep.ended_by_errors():
             self._begin_batch(program.num_micro_batches)
-            self._count_unread(program.num_micro_batches)
+            if torch.is_grad_enabled():
+                reads = self.is_first_stage() or self.is_last_stage()
+                self.batch_data.count_unread(0 if reads else program.num_micro_batches)
             self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-            self._batch = Batch(self, program.num_micro_batches)
+            self._batch = Batch(self, self.batch_state, program.num_micro_batches)
             with self._recorded() as execute:
                 for instruction in program.lists[self.stage_id]:
                     watch.runs(instruction)
@@ -334,7 +317,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 replaced = replaced_instructions(self)
                 for kind, name in AT_THE_END.items():
                     run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
-                    with self._tied_copies_added_up() if kind is schedule.ReduceTiedGrads else nullcontext():
+                    is_of_ties = kind is schedule.ReduceTiedGrads
+                    with copies_added_up(self.module, self._tied_gradient) if is_of_ties else nullcontext():
                         run()
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -350,68 +334,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             if weight.requires_grad:
                 dist.all_reduce(self._tied_gradient(weight), group=group)
 
-    @contextmanager
-    def _tied_copies_added_up(self) -> Iterator[None]:
-        """Make the gradients of all copies of a tied weight on this rank one, while ranks add them up."""
-        alike = [
-            tuple(map(self._tied_gradient, weights))
-            for copies in several_of_a_key(self.module)
-            for weights in zip(*(tied.tied_weights(self.module) for tied in copies), strict=True)
-            if weights[0].requires_grad
-        ]
-        for first, *others in alike:
-            for other in others:
-                first += other
-        yield
-        for first, *others in alike:
-            for other in others:
-                other.copy_(first)
-
-    def _before_reduction(self) -> None:
-        """Do what a host adds before gradients are reduced: called in training when the lists are through."""
-
     def _tied_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient of a tied weight that the step has added up so far; zeros if there is none."""
-        name = "grad"
-        if self.using_bf16_optimizer:
-            name = "_hp_grad"
-        elif getattr(self.optimizer, "use_grad_accum_attribute", False):
-            name = "grad_accum"
-        if getattr(weight, name, None) is None:
-            dtype = self.optimizer.gradient_accumulation_dtype if name == "grad_accum" else weight.dtype
-            setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
-        gradient: torch.Tensor = getattr(weight, name)
-        return gradient
-
-    @contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        """Run what the ranks do together; an error that they do not agree upon ends this engine.
-
-        Raises:
-            RuntimeError: another rank failed before this one, and with what, or has ended.
-        """
-        try:
-            with self._failure.told():
-                yield
-        except BaseException as flaw:
-            if not is_raised_by_all(flaw):
-                self._cannot_go_on = in_words(flaw)
-                watch.tell_that_this_rank_leaves(f"left a batch with {self._cannot_go_on}")
-            raise
-        finally:
-            watch.runs(None)
-
-    def check_that_it_goes_on(self) -> None:
-        """Refuse to go on after an error that has ended what the ranks do together.
-
-        Raises:
-            RuntimeError: there was such an error.
-        """
-        if self._cannot_go_on:
-            raise RuntimeError(
-                f"a batch before ended, on this rank alone, with {self._cannot_go_on}: the ranks of the job are "
-                "not at the same place any more, and this engine cannot go on; start again from a checkpoint"
-            )
+        return gradient_so_far(weight, self.optimizer, in_bf16=self.using_bf16_optimizer)
 
     # DeepSpeed calls instructions through this map, which does not see overriding methods.
     _INSTRUCTION_MAP: ClassVar = {
@@ -430,20 +354,21 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._batch.execute(instruction, self._run)
 
     def _run(self, instruction: Instruction) -> None:
+        between = self.batch_state.between
         if isinstance(instruction, Compute):
             run = self._run_forward if instruction.kind == "F" else self._run_backward
             with self._as_stage(instruction.stage):
                 run(instruction)
             self._pace.step()
         elif instruction.kind == "S":
-            self._transfers.send(instruction.message, instruction.peer, self._between[instruction.message])
-            del self._between[instruction.message]
+            self._transfers.send(instruction.message, instruction.peer, between[instruction.message])
+            del between[instruction.message]
         elif instruction.kind == "D":
             self._transfers.wait_until_left(instruction.message, instruction.peer)
         elif instruction.kind == "R":
             self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
         else:
-            self._between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
+            between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
 
     def _begin_batch(self, num_micro_batches: int) -> None:
         """Begin a batch on all ranks of the job, or on none: only first and last stages know of the data.
@@ -453,67 +378,18 @@ class AnyPlanEngine(AnyBoundaryEngine):
             Exception: what kept a rank from reading it, on every rank.
         """
         self.fwd_outputs = []
-        self._num_read = self._num_loaded = 0
-        self._micro_batches.clear()
-        for left in (self._between, self._arrived, self._departed, self._losses, self._gradient_shapes):
-            left.clear()
-        flaw = self._replaced_too_late() or self._flaw_of_data(num_micro_batches)
+        self._num_loaded = 0
+        self.batch_data.begin()
+        self.batch_state.clear()
+        error = self._replaced_too_late() or self._error_of_data(num_micro_batches)
         try:
-            self._meet(num_micro_batches, flaw)
+            self._lockstep.begin_together(num_micro_batches, error)
         except StopIteration:
             raise
         except Exception:
             self.skip_data(num_micro_batches)
             raise
         self._transfers.start(told_each_time=self.dynamic_shape)
-
-    def _meet(self, num_micro_batches: int, flaw: BaseException | None = None, *, asks: bool = False) -> bool:
-        """Begin a batch together, or none. Collective.
-
-        Args:
-            num_micro_batches: 0: this rank comes only to tell what it has met.
-            flaw: what keeps this rank from it.
-            asks: whether it asks for something that all ranks do together.
-
-        Returns:
-            Whether any rank asks.
-
-        Raises:
-            Exception: what has kept a rank from it, on every rank.
-            RuntimeError: ranks begin with different things, such as training and evaluation, on every rank.
-        """
-        pipelines, trains = self._pipelines(), torch.is_grad_enabled()
-        mine = next(place for place, ranks in enumerate(pipelines) if dist.get_rank() in ranks)
-        most = [-(2**31), -(2**31)] * len(pipelines)
-        if num_micro_batches:
-            most[2 * mine : 2 * mine + 2] = num_micro_batches, -num_micro_batches
-        begins = bool(num_micro_batches)
-        facts = [flaw is not None, begins and trains, begins and not trains, asks]
-        some_fail, some_train, some_evaluate, some_ask, *most = reduced([*facts, *most], dist.ReduceOp.MAX)
-        if some_fail:
-            self._raise_first(flaw)
-        if (some_train and some_evaluate) or any(
-            up != -down for up, down in zip(most[::2], most[1::2], strict=True)
-        ):
-            kind = "a training step" if trains else "an evaluation"
-            doing = gather_objects(f"rank {dist.get_rank()} {kind} of {num_micro_batches} micro-batches")
-            raise raised_by_all(
-                RuntimeError(
-                    f"the ranks begin different batches: {', '.join(doing)}; does the data of one rank end before "
-                    "that of another, or does a rank leave a loop alone?"
-                )
-            )
-        return bool(some_ask)
-
-    def _raise_first(self, flaw: BaseException | None) -> None:
-        own = None if flaw is None else portable(flaw, keep=(StopIteration,))
-        told = gather_objects(None if own is None else (dist.get_rank(), own, traceback_of(flaw or own)))
-        rank, error, details = next(theirs for theirs in told if theirs is not None)
-        if rank == dist.get_rank() and isinstance(flaw, Exception):
-            raise raised_by_all(flaw)
-        if isinstance(error, StopIteration):
-            raise raised_by_all(error)
-        raise raised_by_all(error) from RaisedElsewhere(f"rank {rank} met this between two batches:\n\n{details}")
 
     def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:
         """Begin a step with all ranks, before they agree on anything else for it. Collective.
@@ -528,7 +404,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             Exception: what another rank has met since the last step, on every rank.
         """
         if self.runs_lists and dist.get_world_size() > 1:
-            return self._meet(num_micro_batches, asks=asks)
+            return self._lockstep.begin_together(num_micro_batches, asks=asks)
         return any(reduced([int(asks)], dist.ReduceOp.MAX)) if dist.get_world_size() > 1 else asks
 
     def tell_at_next_batch(self, error: BaseException) -> None:
@@ -536,9 +412,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
         Where they do not begin one, this waits until they have ended.
         """
-        if self.runs_lists and not self._in_step and not self._cannot_go_on and dist.get_world_size() > 1:
+        if self.runs_lists and not self._in_step and self._lockstep.goes_on and dist.get_world_size() > 1:
             try:
-                self._meet(0, error)
+                self._lockstep.begin_together(0, error)
             except Exception as met:  # the caller raises ``error`` already
                 if is_raised_by_all(met):  # and not where another rank has ended instead of coming
                     raised_by_all(error)
@@ -546,7 +422,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _load(self, number: int, slot: int) -> None:
         """Load the active stage's inputs, labels, or both of a micro-batch."""
         self._num_loaded = number
-        self._read_now = self._read(number)
+        self._read_now = self.batch_data.read(number)
         PipelineEngine._exec_load_micro_batch(self, slot)
         self._read_now = None
         if self.is_first_stage():
@@ -555,32 +431,32 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self.pipe_buffers["inputs"][slot] = Loaded(self.pipe_buffers["inputs"][slot])
         ends = {0, len(self.module.device_of_stage) - 1}.intersection(self.module.own_stages)
         if self._active == max(ends):  # the last one here to ask for it
-            del self._micro_batches[number]
-        else:  # for which the inputs need not be kept
-            self._micro_batches[number] = None, self._micro_batches[number][1]
+            self.batch_data.drop(number)
+        else:
+            self.batch_data.drop_inputs(number)
 
     # One instruction
 
     def _run_forward(self, forward: Compute) -> None:
-        stage, number, slot = forward.stage, forward.micro_batch, forward.slot
+        stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
         if self.is_first_stage() or self.is_last_stage():
             self._load(number, slot)
         if stage > 0:
-            arrived = Arrived(self._between.pop(Message("F", stage - 1, number)))
-            self.pipe_buffers["inputs"][slot] = self._arrived[slot] = arrived
+            arrived = Arrived(state.between.pop(Message("F", stage - 1, number)))
+            self.pipe_buffers["inputs"][slot] = state.arrived[slot] = arrived
         self._exec_forward_pass(slot)
         self.pipe_buffers["inputs"][slot] = None
         if not self.is_last_stage():
             self._leave_output(Message("F", stage, number), slot)
         elif torch.is_grad_enabled():
-            self._losses[slot] = self.loss
+            state.losses[slot] = self.loss
         self.loss = None
         if not torch.is_grad_enabled():
-            self._arrived.pop(slot, None)
+            state.arrived.pop(slot, None)
             self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
 
     def _leave_output(self, message: Message, slot: int) -> None:
-        outputs = self.pipe_buffers["outputs"][slot]
+        state, outputs = self.batch_state, self.pipe_buffers["outputs"][slot]
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
         if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
             raise TypeError(
@@ -588,63 +464,29 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 "tensor or a tuple of tensors can cross a cut"
             )
         detached = tuple(tensor.detach() for tensor in whole)
-        self._between[message] = detached if isinstance(outputs, tuple) else detached[0]
+        state.between[message] = detached if isinstance(outputs, tuple) else detached[0]
         if not torch.is_grad_enabled():
             return
-        departed = self._departed[slot] = Departed(outputs)
+        departed = state.departed[slot] = Departed(outputs)
         self.pipe_buffers["outputs"][slot] = departed.root
-        accelerator = self.module.device_of_stage
-        if accelerator[message.boundary] != accelerator[message.boundary + 1]:
+        devices = self.module.device_of_stage
+        if devices[message.boundary] != devices[message.boundary + 1]:
             floating = tuple(tensor for tensor in detached if tensor.is_floating_point())
-            self._gradient_shapes[message._replace(direction="B")] = Shapes.of(floating)
+            state.gradient_shapes[message._replace(direction="B")] = Shapes.of(floating)
 
     def _shapes_of(self, message: Message) -> Shapes | None:
-        return self._gradient_shapes.pop(message) if message.direction == "B" else None
+        return self.batch_state.gradient_shapes.pop(message) if message.direction == "B" else None
 
     def _run_backward(self, backward: Compute) -> None:
-        stage, number, slot = backward.stage, backward.micro_batch, backward.slot
+        stage, number, slot, state = backward.stage, backward.micro_batch, backward.slot, self.batch_state
         if self.is_last_stage():
-            self.loss = self._losses.pop(slot)
+            self.loss = state.losses.pop(slot)
         else:
-            departed = self._departed.pop(slot)
-            departed.give(tensors_of(self._between.pop(Message("B", stage, number))))
+            departed = state.departed.pop(slot)
+            departed.give(tensors_of(state.between.pop(Message("B", stage, number))))
             self.grad_layer = torch.ones_like(departed.root)
         self._exec_backward_pass(slot)
         self.grad_layer = self.loss = None
         self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
         if stage > 0:
-            self._between[Message("B", stage - 1, number)] = self._arrived.pop(slot).gradients()
-
-
-def program_of(
-    plan: Plan | None,
-    num_ranks: int,
-    num_micro_batches: int,
-    *,
-    trains: bool,
-    flushes: Sequence[int] | None = None,
-) -> Program:
-    """The lists of one batch.
-
-    A cut without a plan has one stage per rank and runs as DeepSpeed would run it, with as many micro-batches in
-    flight.
-
-    Args:
-        flushes: Micro-batches of each batch of the step, see ``AnyPlanEngine.flushes``.
-
-    Raises:
-        LoweringError: the plan's order cannot be run.
-    """
-    if plan is not None and trains:
-        return lowering.lower(plan, num_micro_batches, flushes)
-    if plan is not None:
-        return lowering.lower_evaluation(plan, num_micro_batches)
-    if trains and flushes is not None:
-        return lowering.with_transfers(lowering.flush_orders(range(num_ranks), flushes), range(num_ranks))
-    orders = [
-        one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
-        if trains
-        else tuple((f"F{stage}", number) for number in range(num_micro_batches))
-        for stage in range(num_ranks)
-    ]
-    return lowering.with_transfers(orders, range(num_ranks))
+            state.between[Message("B", stage - 1, number)] = state.arrived.pop(slot).gradients()

@@ -69,8 +69,8 @@ def tie_repeated_modules(specs: Sequence[Any], num_stages: int) -> list[Any]:
             f"layers {listed(layers)} are one {type(module).__name__} object: their weights are tied on every "
             f"cut, as by a TiedLayerSpec, and named tied_modules.{key}"
         )
-    if num_stages > 1 and (flaw := why_not_apart(tied)):
-        raise ValueError(flaw)
+    if num_stages > 1 and (reason := why_not_apart(tied)):
+        raise ValueError(reason)
     return tied
 
 

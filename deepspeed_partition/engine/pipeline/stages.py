@@ -127,8 +127,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 f"layers {listed(repeated[0])} are one module object, and DeepSpeed has built them as modules of "
                 f"their own: give the pipeline module partition_method='madpipe', which ties them, or {WAY_OUT}"
             )
-        if flaw := why_not_apart(self._layer_specs):
-            raise ValueError(flaw)
+        if reason := why_not_apart(self._layer_specs):
+            raise ValueError(reason)
         [stage] = self.own_stages
         self.forward_funcs = [unpacking(function) for function in self.forward_funcs]
         self._functions = {stage: self.forward_funcs}
@@ -153,6 +153,15 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """Go on as if each stage had run so often."""
         self._num_forwards = dict.fromkeys(self.own_stages, num_forwards)
         self.micro_offset = num_forwards
+
+    def counts_of_forwards(self) -> Callable[[], None]:
+        """Note how often each stage has run; return a function that puts it back."""
+        num_forwards, micro_offset = dict(self._num_forwards), self.micro_offset
+
+        def restore() -> None:
+            self._num_forwards, self.micro_offset = dict(num_forwards), micro_offset
+
+        return restore
 
     @contextmanager
     def active(self, stage: int) -> Iterator[None]:
@@ -327,6 +336,13 @@ def hold_built_stages(module: deepspeed.pipe.PipelineModule) -> None:
 def owner(allocation: Allocation, layer: int) -> int:
     """The device of a layer."""
     return next(stage.device for stage in allocation.stages if layer < stage.layers[1])
+
+
+def allocation_in_words(allocation: Allocation) -> str:
+    """The boundaries, and the ranks of the stages where these do not follow one another."""
+    if allocation.is_contiguous:
+        return str(list(allocation.boundaries))
+    return f"{list(allocation.boundaries)} on the ranks {[stage.device for stage in allocation.stages]}"
 
 
 def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:

@@ -118,17 +118,17 @@ class TrainingState:
         self._states: dict[str, ParameterState] = {}
         self._loss_scale = {name: vars(optimizer)[name] for name in OF_THE_LOSS_SCALE if name in vars(optimizer)}
         mine: dict[str, StateInfo] = {}
-        flaw = ""
+        message = ""
         for trained, entries in zip(self._trained, self._entries, strict=True):
             mine.update(_describe(trained, entries))
-            flaw = flaw or _flaw(trained, entries)
-        gathered = gather_objects((mine, flaw), grid.get_pipe_parallel_group())
+            message = message or _why_inseparable(trained, entries)
+        gathered = gather_objects((mine, message), grid.get_pipe_parallel_group())
         self._infos = [infos for infos, _ in gathered]
-        flaws = [flaw for _, flaw in gathered]
+        messages = [message for _, message in gathered]
         if type(optimizer) in FLAT:
-            flaws.append(_disagreement(self._infos, group_of))
-        if any(flaws):
-            raise RuntimeError(next(filter(None, flaws)))
+            messages.append(_disagreement(self._infos, group_of))
+        if any(messages):
+            raise RuntimeError(next(filter(None, messages)))
 
     # Out of the optimizer
 
@@ -373,7 +373,7 @@ def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[st
         yield share.name, StateInfo(share, infos, values)
 
 
-def _flaw(trained: Trained, entries: Mapping[str, Any]) -> str:
+def _why_inseparable(trained: Trained, entries: Mapping[str, Any]) -> str:
     """Why the state of a flat tensor cannot be taken apart; empty if it can."""
     for key, value in entries.items():
         if trained.is_flat and has_dimensions(value) and value.shape != trained.tensor.shape:

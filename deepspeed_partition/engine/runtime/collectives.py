@@ -78,8 +78,8 @@ def from_rank_0(compute: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             outcome = [compute(), None]
-        except Exception as flaw:
-            outcome = [None, portable(flaw)]
+        except Exception as raised:
+            outcome = [None, portable(raised)]
     dist.broadcast_object_list(outcome, src=0, group=own_groups().objects)
     value, error = outcome
     if error is not None:
@@ -101,15 +101,37 @@ def raised_together(compute: Callable[[], T], group: dist.ProcessGroup | None = 
     Raises:
         Exception: what it raised on the first such rank, on every rank.
     """
-    flaw: Exception | None = None
+    own: Exception | None = None
     try:
         value = compute()
     except Exception as error:  # of the user's code; every rank must hear of it
-        flaw = portable(error)
-    for found in gather_objects(flaw, group):
+        own = portable(error)
+    raise_first(own, group)
+    return value
+
+
+def raise_first(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise the error of the first rank of ``group`` that has one, on all of them. Collective."""
+    for found in gather_objects(error, group):
         if found is not None:
             raise found
-    return value
+
+
+def refused_together(compute: Callable[[], T]) -> T:
+    """What ``compute`` returns on this rank, if it raises on no rank of the job.
+
+    Raises:
+        ValueError: what the first rank with an exception met, in words, on every rank.
+    """
+    value, message = None, None
+    try:
+        value = compute()
+    except Exception as error:
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    for found in gather_objects(message):
+        if found is not None:
+            raise ValueError(found)
+    return value  # type: ignore[return-value]
 
 
 def reduced(values: Sequence[int], operation: Any) -> list[int]:

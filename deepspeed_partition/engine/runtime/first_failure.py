@@ -36,17 +36,17 @@ class FirstFailure:
         """
         try:
             yield
-        except BaseException as flaw:
-            if is_raised_by_all(flaw):
+        except BaseException as error:
+            if is_raised_by_all(error):
                 raise
-            mine = in_words(flaw)
+            mine = in_words(error)
             first = _first(self._key, f"rank {dist.get_rank()} failed first: {mine}")
-            if not isinstance(flaw, Exception):  # it ends this program, and not for what another rank has met
+            if not isinstance(error, Exception):  # it ends this program, and not for what another rank has met
                 raise
             if first is None or first.endswith(f" failed first: {mine}"):  # the same on all ranks, as agreed upon
                 raise
             # As the cause of another error, contextlib would take a StopIteration for that error itself.
-            cause = None if isinstance(flaw, StopIteration) else flaw
+            cause = None if isinstance(error, StopIteration) else error
             raise RuntimeError(f"{first} (here: {mine})") from cause
 
 

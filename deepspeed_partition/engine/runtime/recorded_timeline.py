@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime.environment import announce
-from deepspeed_partition.engine.runtime.tracing import Execute, Part, moves_of, recorded
+from deepspeed_partition.engine.runtime.tracing import DeviceTrace, Execute, moves_of, recorded
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
@@ -54,7 +54,7 @@ class Recorder:
         if dist.get_rank() == 0:
             self._write(plan, parts)
 
-    def _write(self, plan: Plan, parts: list[Part]) -> None:
+    def _write(self, plan: Plan, parts: list[DeviceTrace]) -> None:
         devices = tuple(stage.device for stage in plan.stages)
         num_micro_batches = sum(name == "F0" for part in parts for name, *_ in part.computed)
         if plan is not self._plan:
@@ -75,8 +75,8 @@ class Recorder:
         )
         try:
             timeline.save(self._path)
-        except OSError as flaw:
-            announce(f"the timeline in {self._path}: {flaw.strerror}", logging.WARNING)
+        except OSError as error:
+            announce(f"the timeline in {self._path}: {error.strerror}", logging.WARNING)
             return
         if not self.wants_more:
             found = timeline.compare(plan)
@@ -88,7 +88,7 @@ class Recorder:
             )
 
 
-def _gather(part: Part, transfers: Transfers) -> list[Part]:
+def _gather(part: DeviceTrace, transfers: Transfers) -> list[DeviceTrace]:
     """Gather the parts of all devices on the first one."""
     first = transfers.ranks[0]
     parts: list[Any] | None = [None] * len(transfers.ranks) if dist.get_rank() == first else None
@@ -96,7 +96,7 @@ def _gather(part: Part, transfers: Transfers) -> list[Part]:
     return parts or []
 
 
-def merged(parts: list[Part], devices: tuple[int, ...]) -> tuple[TimedOperation, ...]:
+def merged(parts: list[DeviceTrace], devices: tuple[int, ...]) -> tuple[TimedOperation, ...]:
     """The operations of a step, by their start; of each transfer what its two ends saw."""
     zero = min(start for part in parts for _, _, start, _ in part.computed)
 

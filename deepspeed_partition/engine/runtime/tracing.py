@@ -40,7 +40,7 @@ Stamp = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DeviceTrace:
     """What one device saw of a step, in seconds of the first device's clock."""
 
     computed: list[tuple[str, int, float, float]]
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 class Recorded:
     """One device's instants of one step."""
 
-    part: Part
+    part: DeviceTrace
     """What the device saw of the step; it is there when the step is over."""
 
     def __init__(self, clock: _Clock, arrivals: _Arrivals, execute: Execute) -> None:
@@ -100,7 +100,7 @@ class Recorded:
         def seconds(stamp: Stamp) -> float:
             return self._clock.seconds(stamp) + offset_seconds
 
-        self.part = Part(
+        self.part = DeviceTrace(
             computed=[
                 (f"{each.kind}{each.stage}", each.micro_batch, seconds(start), seconds(end))
                 for each, start, end in self._computed
@@ -131,7 +131,7 @@ def recorded(transfers: Transfers, device: torch.device, execute: Execute) -> It
     step.finish(offset_seconds, error_seconds)
 
 
-def moves_of(parts: Sequence[Part], devices: Sequence[int]) -> Iterator[Move]:
+def moves_of(parts: Sequence[DeviceTrace], devices: Sequence[int]) -> Iterator[Move]:
     """Return the messages of a step, seen from both ends; ``parts`` by device, ``devices`` of each stage."""
     sent = {message: seconds for part in parts for message, seconds in part.sent.items()}
     for part in parts:
@@ -204,21 +204,21 @@ class _Awaited:
     def __init__(self, works: list[Any], note: Callable[[Stamp], None]) -> None:
         self._works, self._note = works, note
         self._over = threading.Event()
-        self._flaw: Exception | None = None
+        self._error: Exception | None = None
 
     def wait_and_note(self) -> None:
         try:
             for work in self._works:
                 work.wait()
             self._note(time.perf_counter())
-        except Exception as flaw:  # raised again by wait()
-            self._flaw = flaw
+        except Exception as error:  # raised again by wait()
+            self._error = error
         self._over.set()
 
     def wait(self) -> None:
         self._over.wait()
-        if self._flaw is not None:
-            raise self._flaw
+        if self._error is not None:
+            raise self._error
 
 
 class _DeviceArrivals(_Arrivals):

@@ -192,8 +192,8 @@ def _wait(work: Any, rank: int) -> None:
     """
     try:
         work.wait()
-    except RuntimeError as flaw:
-        raise RuntimeError(f"rank {rank} has ended, or the link to it is down ({flaw})") from flaw
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {rank} has ended, or the link to it is down ({error})") from error
 
 
 class _Line:
@@ -214,7 +214,7 @@ class _Line:
         self._rank, self._start, self._later = rank, start, later
         self._helper = Helper(f"receives-from-{rank}")
         self._changed = threading.Condition()
-        self._flaw: Exception | None = None
+        self._error: Exception | None = None
         self._num_waiting = 0
         self._shapes: dict[str, Shapes] = {}
         self._posted: dict[Message, Posted] = {}
@@ -241,16 +241,16 @@ class _Line:
             Exception: what a header, or the posting after it, failed with.
         """
         with self._changed:
-            self._changed.wait_for(lambda: message in self._posted or self._flaw is not None)
+            self._changed.wait_for(lambda: message in self._posted or self._error is not None)
             if message not in self._posted:
-                assert self._flaw is not None
-                raise self._flaw
+                assert self._error is not None
+                raise self._error
             return self._posted.pop(message)
 
-    def fail(self, flaw: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Let :meth:`take` raise this for what is not posted: what makes the sender send may never have left."""
         with self._changed:
-            self._flaw = self._flaw or flaw
+            self._error = self._error or error
             self._changed.notify()
 
     def close(self) -> None:
@@ -275,9 +275,9 @@ class _Line:
                 self._posted[message] = self._start(message, shapes)
                 self._num_waiting -= 1
                 self._changed.notify()
-        except Exception as flaw:  # raised again by take()
+        except Exception as error:  # raised again by take()
             with self._changed:
-                self._flaw = flaw
+                self._error = error
                 self._changed.notify()
             raise
 
@@ -398,10 +398,10 @@ class Transfers:
             return self._stream()
         return _from_place(accelerator.mark(), self.stream_for("receives", peer))
 
-    def _fail(self, flaw: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """Let receives raise what a thread failed with when it sent: nobody may wait for an answer to that."""
         for line in self._lines.values():
-            line.fail(flaw)
+            line.fail(error)
 
     def agree(self, holds: bool) -> bool:
         """Return whether ``holds`` is true on every rank of the pipeline. Collective over it."""

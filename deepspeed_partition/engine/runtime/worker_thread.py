@@ -22,7 +22,7 @@ class Helper:
 
     def __init__(self, name: str, when_failed: Callable[[Exception], object] = lambda _: None) -> None:
         self._when_failed = when_failed
-        self._flaw: Exception | None = None
+        self._error: Exception | None = None
         self._queue: queue.SimpleQueue[Callable[[], object] | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"madpipe-{name}", daemon=True)
         self._thread.start()
@@ -45,8 +45,8 @@ class Helper:
             Exception: what failed first; nothing behind it was run.
         """
         mark.wait()
-        if self._flaw is not None:
-            raise self._flaw
+        if self._error is not None:
+            raise self._error
 
     def finish(self) -> None:
         """Return when everything is done; raises what :meth:`reach` does."""
@@ -68,10 +68,10 @@ class Helper:
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
-            elif self._flaw is None:
+            elif self._error is None:
                 try:
                     item()
-                except Exception as flaw:  # raised again by finish()
-                    self._flaw = flaw
-                    self._when_failed(flaw)
+                except Exception as error:  # raised again by finish()
+                    self._error = error
+                    self._when_failed(error)
             del item  # with what it refers to

@@ -1,4 +1,5 @@
 """The plan of a run: layers measured where they train, the platform that there is, and the files of the plan.
 
-Imports all other folders of the engine. Open first: ``warm_up.py``, then ``run_plan.py``.
+Imports all other folders of the engine. Open first: ``pending_plan.py``, then ``warm_up.py``
+and ``run_plan.py``.
 """

@@ -37,10 +37,10 @@ def save_plan(engine: MadPipeEngine, plan: Plan, chain: Chain) -> None:
         # A link at the place that the user chose is the user's; beside the logs somebody else may have planted it.
         files.write_json(path, plan.to_dict(), through_link=given is not None)
         files.write_json(beside, chain.to_dict(), through_link=given is not None)
-    except OSError as flaw:
+    except OSError as error:
         if given is not None:
             raise
-        announce(f"the plan is not saved: {flaw}; save_plan names another place", logging.WARNING)
+        announce(f"the plan is not saved: {error}; save_plan names another place", logging.WARNING)
         return
     announce(f"the plan is saved in {path}, what it was made from in {beside.name}")
 

@@ -19,6 +19,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     from_rank_0,
     gather_objects,
     portable,
+    raised_together,
     receive_object,
     send_object,
 )
@@ -114,14 +115,7 @@ def _peek(engine: MadPipeEngine) -> None:
     Raises:
         Exception: what an iterator raised; on every rank.
     """
-    flaw: Exception | None = None
-    try:
-        engine.peek_data()
-    except Exception as error:
-        flaw = portable(error)
-    flaws = list(filter(None, gather_objects(flaw)))
-    if flaws:
-        raise flaws[0]
+    raised_together(engine.peek_data)
 
 
 def plan_for_flushes(engine: MadPipeEngine) -> Plan:
@@ -234,8 +228,8 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
             ]
             if engine.is_last_stage() and engine.module.loss_fn is None:
                 _check_loss(outputs)
-        except Exception as flaw:  # every rank must hear of it: those that wait would wait for ever
-            error = portable(flaw)
+        except Exception as raised:  # every rank must hear of it: those that wait would wait for ever
+            error = portable(raised)
     if not engine.is_last_stage():
         handed_on = None if outputs is None else to_device(outputs, torch.device("cpu"))
         send_object((handed_on, error), grid.stage_to_global(stage_id=stage + 1))
@@ -339,8 +333,8 @@ def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> 
     """``plan``, or one for the cut that the run has, where layers would move for less than ``MIN_GAIN``."""
     try:
         present = make_present()
-    except InfeasibleError as flaw:
-        announce(f"the present cut does not fit in memory, the plan does: {flaw}")
+    except InfeasibleError as error:
+        announce(f"the present cut does not fit in memory, the plan does: {error}")
         return plan
     assert plan.step_seconds is not None and present.step_seconds is not None, "both are for a step"
     gain = 1 - plan.step_seconds / present.step_seconds

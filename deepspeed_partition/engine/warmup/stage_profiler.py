@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY, CannotBeWatchedError
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
-from deepspeed_partition.engine.runtime.tracing import Execute, Part, moves_of, recorded
+from deepspeed_partition.engine.runtime.tracing import DeviceTrace, Execute, moves_of, recorded
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.warmup.run_platform import kept_tensors
 from deepspeed_partition.planner.warm_up_report import LinkUse
@@ -54,7 +54,7 @@ class TrialReport:
     """The peak of memory, in bytes; None where no step was watched that ran as the trial cut does."""
     num_in_flight: int
     """The number of micro-batches in flight in the step of the peak."""
-    parts: list[Part]
+    parts: list[DeviceTrace]
     """What the device saw of the steps whose transfers were recorded."""
 
 
@@ -74,11 +74,11 @@ class Measuring:
         self._bytes: dict[int, LayerBytes] = {}
         self._peak_bytes: int | None = None
         self._num_in_flight = 0
-        self._parts: list[Part] = []
+        self._parts: list[DeviceTrace] = []
         # Of the step that runs:
         self._memory: InPlaceMemory | None = None
         self._live: LiveBytes | None = None
-        self._part: Part | None = None
+        self._part: DeviceTrace | None = None
 
     @contextmanager
     def step(self, *, recomputes: bool) -> Iterator[None]:
@@ -153,8 +153,8 @@ class Measuring:
                 run(instruction)
         except OUT_OF_MEMORY:
             raise
-        except Exception as flaw:
-            raise CannotBeWatchedError(f"a layer could not be watched: {type(flaw).__name__}: {flaw}") from flaw
+        except Exception as error:
+            raise CannotBeWatchedError(f"a layer could not be watched: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def recorded(self, transfers: Transfers, execute: Execute) -> Iterator[Execute]:
@@ -225,7 +225,7 @@ class Measuring:
             yield
             peak_bytes = torch.cuda.max_memory_allocated(engine.device)
         self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
-        program = engine._lowered(engine.micro_batches, trains=True)
+        program = engine.program(engine.micro_batches, trains=True)
         self._num_in_flight = max(self._num_in_flight, program.num_slots(engine.stage_id))
 
     def _count_received(self, _: Message, peer: int, boundary: Boundary, works: list[Any]) -> list[Any]:
@@ -235,7 +235,7 @@ class Measuring:
         return works
 
 
-def links_of(parts: Sequence[Sequence[Part]], devices: Sequence[int]) -> tuple[LinkUse, ...]:
+def links_of(parts: Sequence[Sequence[DeviceTrace]], devices: Sequence[int]) -> tuple[LinkUse, ...]:
     """The links between the devices of neighboring stages.
 
     Args:

@@ -144,14 +144,14 @@ class WarmUp:
         memory_bytes = device_memory_bytes(engine)
         memory_bytes = engine.options.memory or memory_bytes
         needed_bytes, _ = training_bytes(engine)
-        flaws = [
+        messages = [
             f"rank {rank} needs {format_bytes(needed)} for its weights, gradients and the optimizer's states "
             f"on the trial cut and has {format_bytes(memory)}"
             for rank, (needed, memory) in enumerate(gather_objects((needed_bytes, memory_bytes)))
             if needed > memory
         ]
-        if flaws:
-            announce(f"{flaws[0]}; {self._give_up()}", logging.WARNING)
+        if messages:
+            announce(f"{messages[0]}; {self._give_up()}", logging.WARNING)
 
     def _fall_back(self, reason: str) -> None:
         """Do one thing more against a lack of memory. Collective."""
@@ -163,7 +163,7 @@ class WarmUp:
             self._most_in_flight = math.ceil(in_flight / 2)
             most = counted(self._most_in_flight, "micro-batch")
             remedy = f"until the plan is made, no stage has more than {most} in flight"
-            self._engine._lowered_lists.cache_clear()
+            self._engine.lower_anew()
         else:
             remedy = self._give_up()
         announce(f"{reason}; {remedy}", logging.WARNING)
@@ -234,14 +234,14 @@ def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return ``function``, run again in the backward; on a copy, for it may change its input in place."""
 
     def run(inputs: Any) -> Any:
-        return function(_copied(inputs))
+        return function(_cloned(inputs))
 
     return functools.partial(checkpoint, run, use_reentrant=False)
 
 
-def _copied(inputs: Any) -> Any:
+def _cloned(inputs: Any) -> Any:
     if isinstance(inputs, tuple | list):
-        return type(inputs)(map(_copied, inputs))
+        return type(inputs)(map(_cloned, inputs))
     return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
 
 

@@ -1,0 +1,234 @@
+"""What a receiver must know of a part: its tensors, its attributes, its hooks; and what cannot be sent."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from deepspeed_partition.engine.repartition.parts import (
+    LOSS,
+    Part,
+    tensors_by_name,
+)
+from deepspeed_partition.profiling.attributes import attributes_of
+
+OF_DEEPSPEED = (
+    "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
+)  # fmt: skip
+"""How names begin of attributes that DeepSpeed sets on parameters, besides ``ds_`` and ``_``."""
+
+KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
+
+OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a receiver must know about a parameter or buffer that it is sent."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    attributes: dict[str, Any]
+    """What a program has set on it, such as ``no_decay``."""
+    hooks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """What a receiver must know about a part that it is sent."""
+
+    tensors: list[TensorInfo]
+    hooks: tuple[str, ...]
+    """The hooks of the part's modules."""
+    attributes: dict[str, dict[str, Any]]
+    """The other attributes of the part's modules, by the path of the module and the name of the attribute."""
+
+
+def describe(part: nn.Module) -> PartInfo:
+    """What this rank has of a part, in a form that can be sent."""
+    tensors = [
+        TensorInfo(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            tensor.requires_grad,
+            attributes_of_tensor(tensor),
+            tuple(_hooks(tensor, OF_TENSORS)),
+        )
+        for name, tensor in tensors_by_name(part).items()
+    ]
+    hooks = (hook for name, module in part.named_modules() for hook in _hooks(module, OF_MODULES, name))
+    attributes = {name: _module_attributes(module) for name, module in part.named_modules()}
+    return PartInfo(tensors, tuple(hooks), attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """A generator of random numbers, as another process can have it."""
+
+    state: torch.Tensor
+
+
+def _module_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
+    return {name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(value)}
+
+
+@dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A tensor that is an attribute of a parameter, such as its running average, and is sent after it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device_type: str
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return GeneratorState(value.get_state())
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().cpu()
+    return value if _is_plain(value) else Unsendable(type(value).__name__)
+
+
+def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = None) -> PartInfo:
+    """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
+    if isinstance(part.spec, nn.Module):  # a program sets what it sets on every rank; one of them runs the loss
+        return there if part.name == LOSS else replace(there, attributes={})
+    built = part.spec.build() if built is None else built
+    own = {name: _module_attributes(module) for name, module in built.named_modules()}
+    changed = {
+        path: {name: value for name, value in found.items() if not _is_alike(own.get(path, {}), name, value)}
+        for path, found in there.attributes.items()
+    }
+    return replace(there, attributes=changed)
+
+
+def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
+    if name not in own or type(own[name]) is not type(value):
+        return False
+    if isinstance(value, GeneratorState):
+        return torch.equal(own[name].state, value.state)
+    if isinstance(value, torch.Tensor):
+        # Where a layer draws it, it need not be what a layer of the same specification has drawn.
+        return own[name].shape == value.shape and torch.equal(own[name], value)
+    return bool(own[name] == value)
+
+
+def take_attributes(built: nn.Module, there: PartInfo) -> None:
+    """Give the modules of a part the attributes that they have on the rank that sends them."""
+    for path, found in there.attributes.items():
+        here = vars(built.get_submodule(path))
+        for name, value in found.items():
+            if isinstance(value, GeneratorState):
+                here.setdefault(name, torch.Generator()).set_state(value.state)
+            elif isinstance(value, torch.Tensor):
+                here[name] = value.to(get_accelerator().current_device_name())
+            elif not isinstance(value, Unsendable):
+                here[name] = value
+
+
+def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a program, and not DeepSpeed, has set. What cannot be sent is replaced by its class."""
+    found = {
+        name: value
+        for name, value in vars(tensor).items()
+        if not name.startswith(("_", "ds_", *OF_DEEPSPEED)) and not _is_known(value)
+    }
+    return {name: _of_a_tensor(value) for name, value in found.items()}
+
+
+def _of_a_tensor(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return SentTensor(value.shape, value.dtype, value.device.type)
+    return value if _is_plain(value) else Unsendable(type(value).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """An attribute that another process cannot have, such as a function."""
+
+    type_name: str
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(member) for key, member in value.items())
+    return value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype | enum.Enum)
+
+
+def _hooks(owner: Any, kinds: Iterable[str], name: str = "") -> Iterator[str]:
+    """The hooks that a program has registered, in words that are the same in each process."""
+    for kind in kinds:
+        for hook in (getattr(owner, kind, None) or {}).values():
+            if not _is_known(hook):
+                function = getattr(hook, "__qualname__", type(hook).__qualname__)
+                yield f"{hook.__module__}.{function} ({kind.strip('_')}{f' of {name}' if name else ''})"
+
+
+def _is_known(function: Any) -> bool:
+    """Whether DeepSpeed or this package has made it."""
+    return f"{getattr(function, '__module__', '')}.".startswith(KNOWN)
+
+
+def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int) -> None:
+    """Refuse to leave behind what no other process can have.
+
+    Raises:
+        RuntimeError: a hook that the specification does not register, or an attribute that cannot be sent.
+    """
+    own = {info.name: info for info in here.tensors}
+    added = Counter(there.hooks) - Counter(here.hooks)
+    for info in there.tensors:
+        added += Counter(f"{hook} on {info.name}" for hook in info.hooks) - Counter(
+            f"{hook} on {info.name}" for hook in own[info.name].hooks
+        )
+    if added:
+        raise RuntimeError(
+            f"layer {part.name!r} cannot be moved: on rank {rank} it has the hook {next(iter(added))}, which "
+            "would stay behind: register it where the layer is built, in its __init__; or give the cut as "
+            "boundaries or a plan, so that no layer moves; or remove it, and register it again after the move"
+        )
+    attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
+    attributes += [
+        (path or "module", {name: value for name, value in found.items() if name[0] != "_"}, here.attributes[path])
+        for path, found in there.attributes.items()
+    ]
+    for owner_name, found, known in attributes:
+        for name, value in found.items():
+            if isinstance(value, Unsendable) and name not in known:
+                raise RuntimeError(
+                    f"layer {part.name!r} cannot be moved: on rank {rank} its {owner_name} has the attribute "
+                    f"{name!r}, a {value.type_name}, which no other process can have: set it where the layer is "
+                    "built, in its __init__; or give the cut as boundaries or a plan, so that no layer moves"
+                )
+
+
+def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) -> None:
+    """Refuse a part that is not what its specification builds.
+
+    Raises:
+        RuntimeError: other parameters or buffers; a hook or an attribute that cannot be sent.
+    """
+    tensors = {info.name for info in here.tensors}
+    if tensors != {info.name for info in description.tensors}:
+        raise RuntimeError(
+            f"layer {part.name!r} cannot be moved: its specification builds {sorted(tensors)} and rank {rank} "
+            f"has {sorted(info.name for info in description.tensors)}; change layers in their specification, "
+            "not after they are built (weight normalization or LoRA go into the __init__ of a layer, or of a "
+            "module that wraps it); or give the cut as boundaries or a plan, so that no layer moves"
+        )
+    _check_what_was_added(part, description, here, rank)

@@ -1,0 +1,39 @@
+"""Lightning's modules, of the one of its two packages that a program uses."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lightning:
+    """``pytorch_lightning`` or ``lightning.pytorch``, whose classes are different ones.
+
+    Args:
+        namespace: The name of the package.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    def module(self, name: str) -> Any:
+        """Return a module of the package, such as ``callbacks``."""
+        return importlib.import_module(f"{self._namespace}.{name}")
+
+    @property
+    def module_class(self) -> Any:
+        """The class ``LightningModule``."""
+        return self.module("core.module").LightningModule
+
+    @property
+    def exception(self) -> type[Exception]:
+        """The class of the errors that users make in what they configure."""
+        return self.module("utilities.exceptions").MisconfigurationException
+
+    def refusal(self, sentence: str) -> Exception:
+        """Return the error that says ``sentence``."""
+        return self.exception(sentence)
+
+    def warn(self, note: str) -> None:
+        """Warn of something on rank 0."""
+        self.module("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")

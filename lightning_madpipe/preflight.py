@@ -1,0 +1,91 @@
+"""What keeps a run from beginning, told in one error, and what it does otherwise than its user may expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_madpipe.checkpoint.weight_copies import named_owners, refusals_of_averages
+from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.optimizers import configured_optimizer
+from lightning_madpipe.compat.unsupported import (
+    all_at_once,
+    notes_on,
+    notes_on_hooks,
+    refusals_of,
+    refusals_of_callbacks,
+    refusals_of_hooks,
+    refusals_of_normalization,
+)
+from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.spread_model import layers_of
+
+
+def refuse_callbacks(trainer: Any, module: Any, lightning: Lightning) -> None:
+    """Refuse a fit with callbacks that cannot run, before their own setup hooks speak of a DeepSpeed strategy.
+
+    Raises:
+        MisconfigurationException: all reasons against the fit that are known so early.
+    """
+    callbacks = lightning.module("callbacks")
+    if trainer.state.fn == "fit" and any(True for _ in refusals_of_callbacks(trainer, callbacks)):
+        reasons = list(refusals_of(trainer, module, lightning.module_class, callbacks))
+        raise lightning.refusal(all_at_once(type(module).__name__, reasons))
+
+
+def refuse_what_cannot_run(
+    trainer: Any, module: Any, lightning: Lightning, *, num_stages: Callable[[], int], flattened: bool
+) -> None:
+    """Give all reasons against a run at once, before anything is built.
+
+    Args:
+        num_stages: Returns the stages of the pipeline, asked for when layers are looked at.
+        flattened: Whether DeepSpeed puts an optimizer of its own around the user's.
+
+    Raises:
+        MisconfigurationException: the reasons.
+    """
+    fitting = trainer.state.fn == "fit"
+    reasons = list(refusals_of(trainer, module, lightning.module_class, lightning.module("callbacks")))
+    averages = list(refusals_of_averages(module, named_owners(module))) if fitting else []
+    reasons += averages or _refusals_of_layers(module, num_stages())
+    if reasons and fitting:
+        reasons += _refusals_of_optimizer(module, lightning, flattened)
+    if reasons:
+        raise lightning.refusal(all_at_once(type(module).__name__, reasons))
+
+
+def _refusals_of_layers(module: Any, num_stages: int) -> list[str]:
+    try:
+        call = layers_of(module)
+    except ValueError as error:
+        return list(error.args)
+    num_layers = len(call.layers)
+    reasons = [*refusals_of_normalization(module, num_stages), *refusals_of_hooks(module, call)]
+    if num_layers < num_stages:
+        reasons.append(
+            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages: take fewer "
+            "stages, or finer layers"
+        )
+    return reasons
+
+
+def _refusals_of_optimizer(module: Any, lightning: Lightning, flattened: bool) -> list[str]:
+    """What else would be refused, where the run is refused anyway."""
+    configure = lightning.module("core.optimizer")._init_optimizers_and_lr_schedulers
+    try:
+        configured_optimizer(configure, module, set(module.parameters()), flattened=flattened)
+    except ValueError as error:
+        return [str(error)]
+    except Exception as error:  # the user's code, in a run that does not begin
+        return [f"configure_optimizers raises {type(error).__name__}: {error}"]
+    return []
+
+
+def notes_on_fit(trainer: Any, module: Any, lightning: Lightning) -> list[str]:
+    """What a fit does otherwise than its user may expect, one sentence each."""
+    pipeline, classes = pipeline_of(module), (lightning.module_class, lightning.module("callbacks").Callback)
+    defaults = [each.on_before_backward for each in classes]
+    with pipeline.elsewhere.lifted():
+        hooks = list(notes_on_hooks(module, pipeline.call_of_module))
+    return [*notes_on(trainer, module, defaults), *hooks]

@@ -1,0 +1,209 @@
+"""A LightningModule whose layers lie on several ranks while it runs, and where they are when the run has ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+
+from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.repartition.layer_moves import exchange_layers, has_layers
+from deepspeed_partition.engine.runtime.collectives import reduced
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies, named_owners
+from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
+from lightning_madpipe.compat.callback_patches import whole_module
+from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewhere
+from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.state_dict_names import one_device_names
+from lightning_madpipe.module import (
+    HOLDER,
+    PipelineCall,
+    PipelineHolder,
+    find_layers,
+    pipeline_of,
+    refuse_other_calls,
+)
+
+
+def layers_of(module: Any) -> PipelineCall:
+    """The layers of ``module``, also where they lie on several ranks.
+
+    Raises:
+        ValueError: see :func:`find_layers`.
+    """
+    # Which layers a rank builds must not shift the random numbers that follow.
+    with preserved_random_state(), in_reach(module):
+        return find_layers(module)
+
+
+@contextmanager
+def in_reach(module: Any) -> Iterator[None]:
+    """Let the tensors of all layers be read, with the values that this rank has."""
+    pipeline = pipeline_of(module)
+    with nullcontext() if pipeline is None or pipeline.is_whole else pipeline.elsewhere.lifted():
+        yield
+
+
+class SpreadModel:
+    """The layers of a LightningModule on the ranks of its pipeline.
+
+    Args:
+        module: The LightningModule.
+        lightning: The package of its class.
+        follow: Called with the group of the pipeline's ranks, on all of them, when layers have moved.
+    """
+
+    def __init__(self, module: Any, lightning: Lightning, follow: Callable[[Any], None]) -> None:
+        self.module, self._lightning, self._follow = module, lightning, follow
+        self._copies: WeightCopies | None = None
+
+    @property
+    def pipeline(self) -> Any:
+        """DeepSpeed's module with this rank's layers; None before the first run."""
+        return pipeline_of(self.module)
+
+    def spread(self, *, num_stages: int, base_seed: int, plan: str | None, end_engine: Callable[[], None]) -> None:
+        """Let each rank have its own layers only, where a run before had them, if there was one. Collective.
+
+        Args:
+            num_stages: The stages of the pipeline.
+            base_seed: The seed of layers that are built; the same on every rank.
+            plan: The path of the plan that is given.
+            end_engine: Ends the engine of a run before, where the layers get another pipeline.
+
+        Raises:
+            MisconfigurationException: the layers lie on the ranks of another pipeline.
+        """
+        module, pipeline, call = self.module, self.pipeline, layers_of(self.module)
+        if pipeline is not None:
+            if pipeline.num_stages == num_stages and has_layers(pipeline, call.layers):
+                exchange_layers(pipeline, call.layers)
+            elif self.is_whole_everywhere():
+                end_engine()
+                object.__delattr__(module, HOLDER)
+                pipeline = None
+            else:
+                raise self._lightning.refusal(
+                    f"this {type(module).__name__} lies in {pipeline.num_stages} stages, and has other layers now "
+                    f"or is to run in num_stages={num_stages}: bring its layers together first, with "
+                    "trainer.strategy.gather_model() on every rank"
+                )
+        if pipeline is None:
+            pipeline = _built_pipeline(call, type(module).__name__, num_stages, base_seed, plan)
+        pipeline.call_of_module = call
+        pipeline.one_device_names = one_device_names(module, call)
+        whole = whole_module(module, call)
+        pipeline.whole_module = lambda: whole  # not as a child of the pipeline
+        pipeline.elsewhere = Elsewhere(module, pipeline)
+        pipeline.whole_in_reach = pipeline.elsewhere.lifted
+        pipeline.train = pipeline.elsewhere.take_over_modes
+        if pipeline.num_stages > 1:
+            pipeline.allow_calls()
+            pipeline.allow_calls = refuse_other_calls(module, call.attribute, self._lightning.refusal)
+        # Not a child: the layers have the user's names, and no others.
+        object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
+        pipeline.elsewhere.hide()
+        pipeline.is_whole = False
+        ignored = {*vars(self._lightning.module_class()), HOLDER}
+        self._copies = WeightCopies(module, lambda: named_owners(module), ignored, pipeline.elsewhere.lifted)
+        pipeline.when_layers_moved = self._follow_layers
+        pipeline.when_layers_moved()
+        # Lightning's summary would run it through the whole model, of which this rank has a part.
+        if module.example_input_array is not None:
+            pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def _follow_layers(self) -> None:
+        """Let what a rank has of its layers, or knows of them, be where they are now. Collective."""
+        assert self._copies is not None, "they are looked for when layers are spread"
+        group = self.pipeline.mpu().get_pipe_parallel_group()
+        self._copies.follow(group)
+        self._follow(group)
+
+    def refuse_copies_that_stay(self) -> None:
+        """Refuse modules that average the weights of this rank's layers, which may leave it.
+
+        Raises:
+            MisconfigurationException: there is one.
+        """
+        assert self._copies is not None, "they are looked for when layers are spread"
+        found = self._copies.modules() if self.pipeline.num_stages > 1 else []
+        if found:
+            raise self._lightning.refusal(
+                f"{', '.join(found)} is a copy of the layers that this rank has now, and they move when the "
+                f"plan is made: {WAY_OUT}; or run a saved plan, MadPipeStrategy(plan=...), with which none moves"
+            )
+
+    def is_whole_everywhere(self) -> bool:
+        """Whether every rank has all layers. Collective."""
+        [is_whole] = reduced([int(self.pipeline.is_whole)], dist.ReduceOp.MIN)
+        return bool(is_whole)
+
+    def gather(self, place: str, *, is_rank_zero: bool) -> None:
+        """Put the whole model on every rank, or on rank 0; where there is no room, say so. Collective.
+
+        Args:
+            place: ``every_rank`` or ``rank_zero``.
+            is_rank_zero: Whether this is rank 0.
+        """
+        pipeline, module = self.pipeline, self.module
+        if not can_be_whole(pipeline):
+            self.stay_spread(AFTER_A_RUN)
+            return
+        with pipeline.elsewhere.lifted():
+            reason = pipeline.layers_of_user.gather(place)
+        if reason is not None:
+            announce(
+                f"the whole model is not put on {place.replace('_', ' ')}, because {reason}: each rank keeps its "
+                "own layers, and whole_model='rank_zero' or 'none' asks for less",
+                logging.WARNING,
+            )
+            self.stay_spread(AFTER_A_RUN)
+            return
+        if place == "rank_zero" and not is_rank_zero:
+            self.stay_spread(ON_RANK_ZERO)
+        else:
+            pipeline.elsewhere.show()
+            pipeline.whole_in_reach = self._refuse_moves
+            pipeline.allow_calls()
+            pipeline.is_whole = True
+            if pipeline.example_input_array is not None:
+                module.example_input_array = pipeline.example_input_array
+        pipeline.when_layers_moved()  # on every rank: those that stay spread give theirs
+
+    def stay_spread(self, sentence: str) -> None:
+        """Leave each rank with its own layers after a run; ``sentence`` is said to whoever reads another one."""
+        self.pipeline.elsewhere.sentence = sentence
+        self.pipeline.elsewhere.hide()
+
+    def _refuse_moves(self) -> Any:
+        raise self._lightning.refusal(
+            "layers move in a run only, and this one has ended: call recut in a hook of fit"
+        )
+
+
+def _built_pipeline(
+    call: PipelineCall, name: str, num_stages: int, base_seed: int, plan: str | None
+) -> PipelineModule:
+    with preserved_random_state():
+        pipeline = PipelineModule(
+            layers=call.layers,
+            num_stages=num_stages,
+            plan=plan,
+            seed_layers=any(isinstance(layer, LayerSpec) for layer in call.layers),
+            base_seed=base_seed,
+        )
+    # The seeds make a LayerSpec the same layer on any rank. In training they would reset everybody's
+    # random numbers before each layer.
+    pipeline.seed_layers = False
+    pipeline.model_name = name  # which the plan names
+    pipeline.engine = lambda: None
+    pipeline.layers_of_user = LayersOfUser(pipeline)
+    pipeline.allow_calls = lambda: None
+    pipeline.example_input_array = None
+    return pipeline

@@ -1,0 +1,145 @@
+"""The layers of the pipeline against ``forward``: rank 0 compares them, and every rank hears what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
+from deepspeed_partition.engine.runtime.environment import announce
+from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_statistics
+from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
+from lightning_madpipe.steps.layer_check import Verdict, check_layers
+from lightning_madpipe.steps.user_step import UserSteps
+from lightning_madpipe.steps.what_layers_set import LayerTraces
+
+
+class LayerComparison:
+    """Compares the layers with what ``forward`` computes, once in each mode, and where something has changed.
+
+    Args:
+        trainer: Lightning's.
+        module: The LightningModule.
+        pipeline: Its pipeline.
+        engine: The pipeline's engine.
+        steps: Runs the user's steps.
+        traces: What layers set on the module.
+        lightning: The package of the module's class.
+        context: Gives the context in which ``forward`` runs.
+        is_wanted: Whether layers are to be compared; else they are trained as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Any,
+        module: Any,
+        pipeline: Any,
+        engine: MadPipeEngine,
+        steps: UserSteps,
+        traces: LayerTraces,
+        lightning: Lightning,
+        context: Callable[[], AbstractContextManager[Any]],
+        is_wanted: bool,
+    ) -> None:
+        self._trainer, self._module, self._pipeline = trainer, module, pipeline
+        self._engine, self._steps = engine, steps
+        self._traces, self._lightning, self._context, self._is_wanted = traces, lightning, context, is_wanted
+        self._noted: set[str] = set()
+        self._watches: dict[bool, ForwardWatch] = {}
+        """What ``forward`` reads, by the mode of the module."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the layers have not been compared in the mode that the module has now."""
+        return self._module.training not in self._watches
+
+    def changed(self) -> Sequence[str]:
+        """What ``forward`` reads, and is another thing than when the layers were compared."""
+        watch = self._watches.get(self._module.training)
+        return [] if watch is None else watch.changed()
+
+    def compare_if_changed(self, run: BatchRun) -> None:
+        """Compare the layers again if what ``forward`` reads has changed. Collective over the job."""
+        watch = self._watches.get(self._module.training)
+        if watch is not None and watch.is_needed:
+            changed = watch.changed()
+            if any(reduced([bool(changed)], dist.ReduceOp.MAX)):
+                self.compare_again(run, changed)
+
+    def compare_again(self, run: BatchRun, changed: Sequence[str]) -> None:
+        """Compare the layers for the first micro-batch of ``run``. Collective; see :meth:`compare`."""
+        with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
+            inputs = self._steps.inputs(run.micro_batches[0])
+        self.compare(inputs, run, changed)
+
+    def compare(self, inputs: Any, run: BatchRun, changed: Sequence[str]) -> None:
+        """Compare the layers with ``forward`` for one micro-batch. Collective.
+
+        Args:
+            inputs: What the step gives ``forward``, for the first micro-batch.
+            run: The batch.
+            changed: What ``forward`` reads, and is another thing than when they were compared before.
+
+        Raises:
+            MisconfigurationException: they differ; on every rank.
+        """
+        with self._steps.rehearsal():
+            sizes = [micro_batch.size for micro_batch in run.micro_batches]
+            reads = self._agreed_reads(inputs if isinstance(inputs, tuple) else (inputs,), sizes, changed)
+        mode = self._module.training
+        if mode not in self._watches:
+            self._watches[mode] = ForwardWatch(self._module, lambda: self._trainer.current_epoch, announce)
+        self._watches[mode].begin(reads)
+
+    def _agreed_reads(
+        self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str]
+    ) -> Sequence[Read]:
+        """What ``forward`` reads besides its input, as rank 0 finds it when it compares; every rank hears it.
+
+        Weights of other ranks' layers are there as they were when these left rank 0: for the comparison any do.
+        """
+        verdict = from_rank_0(lambda: self._verdict(arguments))
+        if verdict.difference is not None:
+            since = f"since {', '.join(changed)} has changed, " if changed else ""
+            raise self._lightning.refusal(f"{since}{verdict.difference}")
+        self._traces.add(verdict.left)
+        notes = list(verdict.notes)
+        if self._module.training and len(sizes) > 1:
+            notes += notes_on_statistics(self._layers_of_statistics(), verdict.statistics, sizes)
+        for note in notes:
+            if note not in self._noted:
+                self._lightning.warn(note)
+        self._noted.update(notes)
+        return verdict.reads
+
+    def _verdict(self, arguments: Sequence[Any]) -> Verdict:
+        call, engine = self._pipeline.call_of_module, self._engine
+        half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+        if not self._is_wanted or call.attribute != "forward":
+            return Verdict()  # one nn.Sequential is called as it is
+        with self._pipeline.elsewhere.lifted():
+            return check_layers(
+                self._module,
+                call,
+                arguments,
+                device=engine.device,
+                dtype=half,
+                context=self._context,
+                traces=lambda: self._steps.leftovers(undoable=True),
+            )
+
+    def _layers_of_statistics(self) -> list[str]:
+        elsewhere = self._pipeline.elsewhere
+        named = ((f"self.{name}", part) for name, part in self._module.named_modules() if part in elsewhere.inside)
+        made = ((type(part).__name__, part) for part in elsewhere.made_for_the_pipeline())
+        mine = [*layers_of_statistics(named), *layers_of_statistics(made)]
+        everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
+        return list(dict.fromkeys(name for names in everyone for name in names))

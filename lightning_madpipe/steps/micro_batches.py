@@ -1,0 +1,52 @@
+"""A part of a Lightning batch on its way through the pipeline, and what the step made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_madpipe.steps.recorded_calls import Call
+
+LogCall = dict[str, Any]
+"""The arguments of one ``self.log`` call, by name."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class MicroBatch:
+    """A part of a Lightning batch on its way through the pipeline, in the place of the labels.
+
+    DeepSpeed converts tensors and tuples that it is given as labels and hands on any other object, so
+    the last stage finds here what the user's step needs. Each run of the step overwrites what the one
+    before left: a profiler may repeat it.
+    """
+
+    step: str
+    """``training_step``, ``validation_step``, ``test_step`` or ``predict_step``."""
+    data: Any
+    size: int
+    """The number of samples in the micro-batch."""
+    arguments: tuple[Any, ...]
+    """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
+    seed: int
+    """The seed of the step's own random numbers, which both ends of the pipeline must draw alike."""
+    place: int = 0
+    """The number of the micro-batch in the Lightning batch."""
+    is_last: bool = True
+    """Whether the Lightning batch ends with it."""
+    keeps_returned: bool = False
+    """Whether somebody will read what the step returns."""
+    loss_scale: float = 1.0
+    """The share of its loss in that of the optimizer step, times the number that DeepSpeed divides by."""
+    share: float | None = None
+    """The factor of its loss in that of the Lightning batch, where each has a loss; None: its samples."""
+    is_untried: bool = False
+    """Whether its loss shows a sign of being another one than those that were tried."""
+    loss: Tensor | None = None
+    """What the step returned, unscaled; None where it returned no loss."""
+    returned: Any = None
+    """What the step returned, where somebody reads it."""
+    log_calls: list[LogCall] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    """The calls of loggers and of ``self.print`` that the step made."""

@@ -1,0 +1,64 @@
+"""The buffers, the modes and the hooks of modules, changed for a while and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_madpipe.compat.unsupported import HOOKS
+
+
+def buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """The buffers of modules, each with a copy of its values."""
+    buffers = {id(b): b for module in modules for b in module.buffers()}
+    return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+
+
+def restore_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Put the values back that :func:`buffer_values` has copied."""
+    for buffer, value in buffers:
+        buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer
+
+
+@contextmanager
+def buffers_restored(buffers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Put the values of buffers back at the end."""
+    try:
+        yield
+    finally:
+        restore_buffers(buffers)
+
+
+@contextmanager
+def modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Let modules be in these modes meanwhile."""
+    before = {part: part.training for part in modes}
+    try:
+        for part, mode in modes.items():
+            part.training = mode
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
+
+
+@contextmanager
+def silenced(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave out the hooks of the user, but for torch's own, such as those of ``weight_norm``."""
+    before = []
+    try:
+        for part in dict.fromkeys(part for module in modules for part in module.modules()):
+            for table in HOOKS:
+                hooks = vars(part).get(table)
+                if hooks:
+                    before.append((part, table, hooks))
+                    torchs = {
+                        key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.")
+                    }
+                    vars(part)[table] = type(hooks)(torchs)
+        yield
+    finally:
+        for part, table, hooks in before:
+            vars(part)[table] = hooks

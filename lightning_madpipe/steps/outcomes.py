@@ -1,0 +1,191 @@
+"""What comes of batches: the last stage knows, and every rank of the pipeline learns it."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.runtime.collectives import gather_objects, portable
+from deepspeed_partition.engine.runtime.first_failure import raised_by_all
+from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.loss_mode import LossOfBatches
+from lightning_madpipe.steps.metrics import MetricValue
+from lightning_madpipe.steps.recorded_calls import Call, make
+from lightning_madpipe.steps.serialization import packed, pickled, unpacked
+from lightning_madpipe.steps.step_results import StepResult, result_of
+from lightning_madpipe.steps.step_side_effects import Change, Leftovers, make_changes
+from lightning_madpipe.steps.user_step import UserSteps
+
+
+class Outcome(NamedTuple):
+    """What a run of the pipeline comes to, as the last stage tells it to the others."""
+
+    results: list[StepResult]
+    changes: list[Change]
+    calls: list[Call]
+    should_stop: bool
+    error: Exception | None
+
+
+class Outcomes:
+    """Shares what steps have returned, logged, called and changed with every rank of the pipeline.
+
+    Args:
+        trainer: Lightning's.
+        module: The LightningModule.
+        pipeline: Its pipeline.
+        engine: The pipeline's engine.
+        steps: Runs the user's steps.
+        losses: Knows how logged values of micro-batches become that of a batch.
+        refusal: The host's exception with a sentence.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        pipeline: PipelineModule,
+        engine: MadPipeEngine,
+        steps: UserSteps,
+        losses: LossOfBatches,
+        refusal: Callable[[str], Exception],
+    ) -> None:
+        self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
+        self._steps, self._losses, self._refusal = steps, losses, refusal
+        self._device = engine.device
+        self._told: set[str] = set()
+        self._before: Leftovers | None = None
+        self._undo: Callable[[], object] | None = None
+        """Undoes what the steps of a batch that is given up have left on the module."""
+
+    def remember(self) -> None:
+        """Remember what the module is before the steps, on the rank that runs whole steps, once that is known."""
+        engine, is_cut = self._engine, self._pipeline.num_stages > 1
+        undoable = engine.may_run_again
+        may_be_undone = self._steps.watches and torch.is_grad_enabled()
+        before = None
+        if is_cut or undoable or may_be_undone:
+            before = self._steps.leftovers(undoable=undoable, may_be_undone=may_be_undone)
+        self._before = before if is_cut else None
+        self._undo = before.undo if before is not None and may_be_undone else None
+        engine.when_given_up = before.undo if before is not None and undoable else None
+
+    def forget(self) -> None:
+        """Forget what the module was before the steps: nothing of them stays."""
+        self._before = None
+
+    def undo(self) -> None:
+        """Undo what the steps of a batch that is given up have left on the module."""
+        if self._undo is not None:
+            self._undo()
+        self._before = self._undo = None
+
+    def share_with_pipeline(self, window: Sequence[BatchRun]) -> list[StepResult]:
+        """Share the results of the window's batches, and all other traces, with every rank of the pipeline.
+
+        Raises:
+            Exception: why what a step returned has no result, on every rank; in training on all pipelines'.
+        """
+        step = window[0].whole.step
+        outcome = self._outcome(window, step) if self._engine.is_last_stage() else None
+        if self._pipeline.num_stages > 1:
+            grid = self._pipeline.mpu()
+            last = grid.stage_to_global(self._pipeline.stage_owner(self._pipeline._num_layers - 1))
+            box = [b""]
+            if outcome is not None:
+                outcome, box[0] = self._with_parcel(outcome, step)
+            dist.broadcast_object_list(box, src=last, group=grid.get_pipe_parallel_group())
+            if outcome is None:
+                outcome = unpacked(pickle.loads(box[0]), self._device)
+                make_changes(self._module, outcome.changes)
+        assert outcome is not None, "the last stage has it and sends it"
+        if step == "training_step":
+            outcome = outcome._replace(error=self._error_anywhere(outcome.error))
+        if outcome.error is not None:
+            raise raised_by_all(outcome.error)
+        if outcome.should_stop:
+            self._trainer.should_stop = True
+        if self._trainer.is_global_zero:
+            for call in outcome.calls:
+                make(call, self._module, self._device)
+        return outcome.results
+
+    def _outcome(self, window: Sequence[BatchRun], step: str) -> Outcome:
+        in_order = [micro_batch for run in window for micro_batch in run.done]
+        rules = self._losses.log_rules if step == "training_step" else {}
+        error: Exception | None = None
+        results: list[StepResult] = []
+        try:
+            results = [result_of(run.done, rules) for run in window]
+        except ValueError as raised:
+            error = self._refusal(str(raised))
+        changes = [] if self._before is None else self._before.changes()
+        for kind in [] if self._before is None else self._before.changed_objects():
+            self._say(
+                f"{step} changes a {kind}, and objects of this class are not sent to the other ranks: keep what "
+                "they shall know in attributes of the module, as numbers, tensors, lists or dataclasses of them, "
+                "or as torchmetrics metrics"
+            )
+        self._before = None
+        calls = [call for micro_batch in in_order for call in micro_batch.calls]
+        return Outcome(results, changes, calls, self._trainer.should_stop, error)
+
+    def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
+        """Return ``outcome`` itself and as bytes for other processes, without what cannot leave this one."""
+        if outcome.error is not None:
+            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error)))
+        sent = packed(outcome)
+        parcel, _ = pickled(sent)
+        if parcel is not None:
+            return outcome, parcel
+        changes = [change for change in sent.changes if self._can_leave(f"{change.place}, set by {step},", change)]
+        calls = [call for call in sent.calls if self._can_leave(f"{call}, called by {step},", call)]
+        parcel, reason = pickled(sent._replace(changes=changes, calls=calls))
+        if parcel is not None:
+            return outcome, parcel
+        error = self._refusal(f"what {step} returns cannot be sent to the other ranks ({reason})")
+        return self._with_parcel(outcome._replace(error=error), step)
+
+    def _can_leave(self, what: str, value: Any) -> bool:
+        parcel, reason = pickled(value)
+        if parcel is None:
+            self._say(
+                f"{what} cannot be sent to the other ranks of the pipeline ({reason}): it stays on the last "
+                "stage, which alone runs the whole step"
+            )
+        return parcel is not None
+
+    def _say(self, sentence: str) -> None:
+        """Warn once, on this rank, which alone knows it."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(f"madpipe: {sentence}", stacklevel=2)
+
+    def _error_anywhere(self, error: Exception | None) -> Exception | None:
+        """Return this pipeline's error, or else another one's: no rank makes an optimizer step alone."""
+        grid = self._pipeline.mpu()
+        group = grid.get_data_parallel_group()
+        if grid.get_data_parallel_world_size() == 1:
+            return error
+        failed = torch.tensor(int(error is not None), device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if not failed:
+            return None
+        errors = gather_objects(None if error is None else portable(error), group)
+        return error or next(theirs for theirs in errors if theirs is not None)
+
+    def log_again(self, result: StepResult) -> None:
+        """Log what a step has logged, on this rank."""
+        for log_call in result.log_calls:
+            value = log_call["value"]
+            if isinstance(value, MetricValue):
+                metric = self._module.get_submodule(value.path)
+                metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
+                log_call = {**log_call, "value": metric}
+            self._module.log(**log_call)

@@ -1,0 +1,124 @@
+"""The loss, the logs and the output of a Lightning batch, from those of its micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_madpipe.steps.batches import join_pieces
+from lightning_madpipe.steps.metrics import MetricValue
+from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
+
+
+class StepResult(NamedTuple):
+    """What the last stage tells the other ranks about one Lightning batch."""
+
+    loss: float | None
+    log_calls: list[LogCall]
+    returned: Any
+
+
+def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] | None = None) -> StepResult:
+    """The loss, the logs and the output of a Lightning batch from those of its micro-batches.
+
+    Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
+    ``reduce_fx`` is sum, min or max, that is applied.
+
+    Args:
+        log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`.
+
+    Raises:
+        ValueError: somebody reads what the step returns, and it cannot be joined.
+    """
+    with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
+    losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
+    loss = _weighted_sum(losses, _shares_of(with_loss)) if losses else None
+    return StepResult(loss, merged_logs(micro_batches, log_rules or {}), _joined_output(micro_batches))
+
+
+def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
+    first = micro_batches[0]
+    if not first.keeps_returned:
+        return None
+    if len(micro_batches) == 1:
+        return first.returned
+    pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
+    return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
+
+
+def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, str] = "samples") -> list[LogCall]:
+    """The log calls of a batch from those of its micro-batches.
+
+    Args:
+        rules: How means are merged, one for all or by name: weighted by ``samples``, which is the default, or as
+            the ``loss`` is; or as a ``sum``.
+    """
+    # The k-th call with a name is merged with the k-th call of the other micro-batches.
+    same: dict[tuple[str, int], list[tuple[LogCall, int]]] = defaultdict(list)
+    shares = _shares_of(micro_batches)
+    for micro_batch in micro_batches:
+        seen: Counter[str] = Counter()
+        for log_call in micro_batch.log_calls:
+            same[log_call["name"], seen[log_call["name"]]].append((log_call, micro_batch.size))
+            seen[log_call["name"]] += 1
+    plain = [calls for calls in same.values() if not isinstance(calls[0][0]["value"], MetricValue)]
+    floats = iter(_as_floats([log_call["value"] for calls in plain for log_call, _ in calls]))
+    merged = []
+    for calls in same.values():
+        if isinstance(calls[0][0]["value"], MetricValue):
+            merged.append(calls[-1][0])  # the last micro-batch's knows the value of the batch
+            continue
+        weights = [log_call.get("batch_size") or size for log_call, size in calls]
+        values = [next(floats) for _ in calls]
+        first = calls[0][0]
+        rule = rules if isinstance(rules, str) else rules.get(first["name"], "samples")
+        if len(calls) == len(shares) and rule != "samples" and _is_mean(first):
+            value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
+        else:
+            value = _reduced(first, values, weights)
+        merged.append({**first, "value": value, "batch_size": sum(weights)})
+    return merged
+
+
+def _is_mean(log_call: LogCall) -> bool:
+    return rule_of(log_call) == "mean"
+
+
+def rule_of(log_call: LogCall) -> str:
+    """How values of micro-batches are merged if nothing else is found: ``mean``, ``sum``, ``min`` or ``max``."""
+    reduce_fx = log_call.get("reduce_fx", "mean")
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    # What Lightning doesn't know, it refuses when the merged value is logged.
+    return name if name in ("sum", "min", "max") else "mean"
+
+
+def _reduced(log_call: LogCall, values: Sequence[float], weights: Sequence[int]) -> float:
+    plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
+    rule = rule_of(log_call)
+    return plain[rule](values) if rule in plain else _weighted_mean(values, weights)
+
+
+def _shares_of(micro_batches: Sequence[MicroBatch]) -> list[float]:
+    """The share of each micro-batch's loss in that of the batch."""
+    total = sum(micro_batch.size for micro_batch in micro_batches)
+    return [each.size / total if each.share is None else each.share for each in micro_batches]
+
+
+def _weighted_sum(values: Sequence[float], shares: Sequence[float]) -> float:
+    # A micro-batch in which no label counts has no loss: a mean over nothing is NaN.
+    return sum(value * share for value, share in zip(values, shares, strict=True) if share)
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _as_floats(values: Sequence[Any]) -> list[float]:
+    """Tensors and numbers as floats, in one copy from the device."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    floats = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
