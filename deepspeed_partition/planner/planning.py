@@ -16,8 +16,6 @@ from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush
 from deepspeed_partition.planner.memory import StageTable, reserves_all_slots
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
-from deepspeed_partition.planner.simulate.step_simulator import in_order
-from deepspeed_partition.planner.simulate.step_simulator import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
@@ -43,6 +41,8 @@ from deepspeed_partition.planner.solvers.step.step_search import (
     step_engine,
     with_best_step,
 )
+from deepspeed_partition.planner.solvers.step.step_simulator import in_order
+from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (

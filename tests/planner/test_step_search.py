@@ -19,9 +19,9 @@ from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
-from deepspeed_partition.planner.simulate.step_simulator import StepEngine, eager, in_order
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN
+from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, eager, in_order
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, instances, problem_of, random_instance

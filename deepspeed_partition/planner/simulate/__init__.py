@@ -1,6 +1,5 @@
-"""Simulations: the replay that judges every plan, and the step that the engine will run.
+"""The replay that judges every plan, of a pattern and of a step.
 
-``replay`` and ``replay_step`` share no code with the solvers, so that no error of theirs is repeated here;
-``step_simulator`` is what the step search calls in its inner loop. May be imported by ``solvers`` (the simulator
-alone), ``planning`` and the tests. Open first: ``replay.py``.
+It shares no code with the solvers, so that no error of theirs is repeated here. May be imported by ``assembly``,
+which has every plan judged, by the command line and the tests, and by no solver. Open first: ``replay.py``.
 """

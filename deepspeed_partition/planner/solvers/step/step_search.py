@@ -36,14 +36,6 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.memory import UNLIMITED
-from deepspeed_partition.planner.simulate.step_simulator import (
-    Choice,
-    StepEngine,
-    StepRun,
-    eager,
-    in_order,
-    one_f_one_b,
-)
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions, deepspeed_step
 from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
@@ -53,6 +45,14 @@ from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices imp
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b as steady_1f1b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
+from deepspeed_partition.planner.solvers.step.step_simulator import (
+    Choice,
+    StepEngine,
+    StepRun,
+    eager,
+    in_order,
+    one_f_one_b,
+)
 
 MOST_OPERATIONS = 500_000
 """Most forwards and backwards that are simulated for contiguous partitions, and as many beyond: a few seconds
