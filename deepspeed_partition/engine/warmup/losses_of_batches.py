@@ -35,9 +35,9 @@ def take_losses_of_batches(engine: MadPipeEngine, flushes: tuple[int, ...]) -> N
         announce("the plan was made for other orders and is made anew")
         engine.recut(plan_for_flushes(engine))
         return
-    reason = why_no_room_for_flush(engine.plan, max(flushes))
-    if reason is not None:
-        raise ValueError(reason)
+    lacking = why_no_room_for_flush(engine.plan, max(flushes))
+    if lacking is not None:
+        raise ValueError(lacking)
     announce(
         f"the plan's stages stay where they are and run the {counted(max(flushes), 'forward')} of a batch "
         "before its first backward: the times and the memory that the plan promises are not those of this "
