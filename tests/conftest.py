@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import exhaustive
 from tests.choice import environment_for
 from tests.ranks import ON_THE_CPU
 
@@ -18,29 +19,43 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 REPOSITORY = Path(__file__).parents[1]
-LONGEST_FIRST = ("tests/engine", "tests/lightning")
-"""Folders whose files take longest: a worker that begins with them does not end with one of them alone."""
-
-
-def pytest_configure(config):
-    """Let processes that tests start find this package."""
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+LONGEST_FIRST = (
+    "lightning/test_lightning_callbacks.py", "engine/test_any_plan.py", "lightning/test_lightning_pipeline.py",
+    "engine/test_pipelines.py", "engine/test_training_state.py", "lightning/test_lightning_steps.py",
+    "engine/test_frozen.py", "test_examples.py", "engine/test_checkpoints.py", "lightning/test_lightning_ended.py",
+    "engine/test_scripts.py", "lightning/test_lightning_after_fit.py", "lightning/test_lightning_losses.py",
+)  # fmt: skip
+"""A worker that begins with these does not end with one of them alone, while the other one waits."""
 
 
 def pytest_addoption(parser):
-    parser.addoption("--exhaustive", action="store_true", help="also run the cases that are many of a kind")
+    parser.addoption("--exhaustive", action="store_true", help="also run what is one of many of a kind")
+
+
+def pytest_configure(config):
+    """Let processes that tests start find this package, and let modules know what is to run."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    if config.getoption("--exhaustive"):
+        os.environ[exhaustive.VARIABLE] = "1"
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what is exhaustive, unless it is asked for; let long files come first."""
-    items.sort(key=lambda item: not str(item.path.relative_to(REPOSITORY)).startswith(LONGEST_FIRST))
-    if config.getoption("--exhaustive") or "exhaustive" in config.option.markexpr:
+    folder = REPOSITORY / "tests"
+    if unknown := exhaustive.unknown(items, folder) if not config.option.keyword else []:
+        raise pytest.UsageError(f"tests/exhaustive.py names tests that are not there: {', '.join(unknown)}")
+    items.sort(key=lambda item: _place(str(item.path.relative_to(folder))))
+    if exhaustive.is_exhaustive():
         return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-    if left_out:
+    if left_out := exhaustive.left_out(items, folder):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def _place(file):
+    return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.engine.checkpoint import atomic_folders
+from tests.choice import is_chosen
 from tests.ranks import before_any_fork, run_job
 
 
@@ -56,6 +57,8 @@ def run_deaths(
     run_job(functools.partial(unbroken, expected), [out.parent / "expected.log"])
     outcomes: dict[str, Any] = {"expected": json.loads(expected.read_text())}
     for name, death in deaths.items():
+        if not is_chosen(name):
+            continue
         folder, ended = out.parent / name, out.parent / f"{name}.json"
         folder.mkdir()
         for kills, size in ((True, 2), (False, death.num_processes)):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine import MadPipeEngine
+from tests.choice import is_chosen
 from tests.engine.harness import forget_engines
 from tests.engine.loading_cases import CASES
 from tests.engine.pipelines import train_alone
@@ -34,6 +35,8 @@ def save(num_processes: int, folder: Path, rank: int) -> None:
     """Save under every layout of so many processes, and write down how the unbroken run goes on."""
     prepare()
     for name, kind in KINDS.items():
+        if not is_chosen(name):
+            continue
         for under in kind.layouts:
             layout = LAYOUTS[under]
             if layout.num_processes != num_processes:
@@ -59,6 +62,8 @@ def load(num_processes: int, folder: Path, rank: int) -> None:
     prepare()
     outcomes: dict[str, str] = {}
     for name, kind in KINDS.items():
+        if not is_chosen(name):
+            continue
         for saved in kind.layouts:
             for under in kind.loaded_under(saved):
                 if LAYOUTS[under].num_processes == num_processes:

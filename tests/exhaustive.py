@@ -1,0 +1,153 @@
+"""What runs with ``--exhaustive`` alone: one of many of a kind, each of which has others that always run.
+
+    python -m pytest               a third of the random seeds, the smaller of two jobs, nothing of what is named here
+    python -m pytest --exhaustive  everything
+
+Workers of several processes run only what the chosen tests name (``choice.py``), so that this saves the work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+VARIABLE = "MADPIPE_EXHAUSTIVE"
+"""The environment variable that tells modules of tests, and the processes that they start."""
+ONE_SEED_IN = 3
+
+NAMED: dict[str, Sequence[str]] = {
+    "engine/test_any_plan.py": [
+        "test_case[4-two_pipelines_of_any_map]",
+        "test_all_ranks_end_when_the_data_of_one_does",
+    ],
+    "engine/test_checkpoints.py": [
+        *(
+            f"test_every_layout_is_loaded_under_others[{kind}]"
+            for kind in (
+                "SGD, ZeRO 0", "AdamW, ZeRO 0", "SGD, ZeRO 1", "bf16, ZeRO 0", "noisy, ZeRO 0", "tied, ZeRO 0",
+            )
+        ),
+        "test_every_pair_of_layouts_was_tried[SGD, ZeRO 0]",
+    ],
+    "engine/test_frozen.py": ["test_a_rank_that_comes_late"],
+    "engine/test_killed.py": [
+        "test_torchrun_ends_the_job",
+        *(
+            f"test_the_next_run_goes_on_from_the_last_complete_checkpoint[{death}]"
+            for death in (
+                "while_rank_1_measures", "while_rank_1_waits_for_the_plan", "after_the_move",
+                "before_it_has_the_name_of_another", "while_the_old_one_is_removed", "before_the_latest_is_named",
+                "in_a_step_of_the_warm_up",
+            )
+        ),
+    ],
+    "engine/test_scripts.py": ["test_the_tutorial[torchrun]", "test_neox[torchrun-4]"],
+    "engine/test_strangers.py": ["test_case[tied_layers_of_different_classes]"],
+    "engine/test_training_state.py": ["test_case[4-replicas]"],
+    "lightning/test_lightning_callbacks.py": [
+        *(
+            f"test_two_stages_do_as_one_process[{case}]"
+            for case in (
+                "optimizers", "settings", "profilers", "own_steps", "folders_on_other_stages",
+                "rate_finder_with_a_plan",
+            )
+        ),
+        "test_low_precision_is_close",
+        "test_the_loss_scale_is_that_of_the_configuration",
+        "test_settings_of_a_second_fit_are_those_it_has_then",
+        "test_whole_model_files_of_two_pipelines_are_those_of_one",
+    ],
+    "lightning/test_lightning_ended.py": [
+        f"test_both_ranks_end[{case}]"
+        for case in (
+            "sigterm_to_rank_1", "an_error_before_a_batch", "an_error_before_the_optimizer_step",
+            "an_error_at_the_end_of_an_epoch", "an_error_while_a_checkpoint_is_saved", "an_error_of_the_schedule",
+            "caught_in_the_data", "caught_in_a_hook", "unreadable_data",
+        )
+    ],
+    "lightning/test_lightning_killed.py": [
+        f"test_the_next_fit_goes_on_from_the_last_complete_checkpoint[{death}]"
+        for death in ("in_a_step_of_the_warm_up", "after_the_move", "before_the_last_one_has_its_name")
+    ],
+    "lightning/test_lightning_pipeline.py": [
+        *(f"test_four_stages_train_like_one_process[{case}]" for case in ("clipped", "tied")),
+        *(
+            f"test_two_pipelines_of_two_stages_train_like_one_process_on_their_batches[{case}]"
+            for case in ("replicated", "replicated_clipped")
+        ),
+        "test_a_resumed_run_of_four_stages_is_the_uninterrupted_one",
+        "test_a_checkpoint_of_every_cut_is_loaded_under_every_other[4-2]",
+    ],
+    "lightning/test_lightning_steps.py": [
+        "test_four_stages_do_what_one_process_does[left_behind]",
+        "test_a_job_ends_where_one_rank_fails[torchrun]",
+    ],
+    "test_examples.py": ["test_factories_can_be_profiled_and_planned[gpt]"],
+}  # fmt: skip
+"""Tests by file, below this folder; without brackets all that a function makes of its parameters."""
+
+
+def is_exhaustive() -> bool:
+    """Whether everything runs."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def some(most: int) -> int:
+    """``most``, or a third of it: how many random cases a test makes for itself."""
+    return most if is_exhaustive() else max(1, most // ONE_SEED_IN)
+
+
+def left_out(items: Iterable[pytest.Item], folder: Path) -> list[pytest.Item]:
+    """The tests among ``items`` that are exhaustive; ``folder`` is this one."""
+    items = list(items)
+    fewest: dict[tuple[Path, object], int] = {}
+    for item in items:
+        case, size = _job(item)
+        if case is not None:
+            fewest[item.path, case] = min(size, fewest.get((item.path, case), size))
+    named = {(folder / file, name) for file, names in NAMED.items() for name in names}
+    found = []
+    for item in items:
+        case, size = _job(item)
+        seed = _parameters(item).get("seed")
+        if (
+            any((item.path, name) in named for name in _names(item))
+            or (isinstance(seed, int) and seed % ONE_SEED_IN)
+            or (case is not None and size > fewest[item.path, case])
+        ):
+            found.append(item)
+    return found
+
+
+def unknown(items: Iterable[pytest.Item], folder: Path) -> list[str]:
+    """Names above that stand for no test of the collected files."""
+    items = list(items)
+    files = {item.path for item in items}
+    known = {(item.path, name) for item in items for name in _names(item)}
+    return [
+        f"{file}::{name}"
+        for file, names in NAMED.items()
+        for name in names
+        if folder / file in files and (folder / file, name) not in known
+    ]
+
+
+def _names(item: pytest.Item) -> tuple[str, str]:
+    return item.name, getattr(item, "originalname", item.name)
+
+
+def _job(item: pytest.Item) -> tuple[object, int]:
+    """The case that a job of so many processes runs; None where a test is not about one."""
+    parameters = _parameters(item)
+    size = parameters.get("num_processes")
+    return (parameters.get("case"), size) if isinstance(size, int) else (None, 0)
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    own = getattr(item, "callspec", None)
+    return {} if own is None else own.params
