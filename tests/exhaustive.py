@@ -1,6 +1,6 @@
 """What runs with ``--exhaustive`` alone: one of many of a kind, each of which has others that always run.
 
-    python -m pytest               a third of the random seeds, the smaller of two jobs, nothing of what is named here
+    python -m pytest               a third of the random seeds, the smaller of two jobs, not what is named here
     python -m pytest --exhaustive  everything
 
 Workers of several processes run only what the chosen tests name (``choice.py``), so that this saves the work.
