@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, KeysView, ValuesView
 from types import CodeType
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ def _has(item: pytest.Item, parameters: dict[str, object]) -> bool:
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Iterable):
+    elif isinstance(value, tuple | list | set | frozenset | KeysView | ValuesView):
         for part in value:
             yield from _texts(part)
 

@@ -37,7 +37,7 @@ def launched(launcher: str, num_processes: int, folder: Path) -> tuple[list[str]
     ], environment  # fmt: skip
 
 
-PATH = os.pathsep.join([str(SCRIPTS.parents[2]), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+PATH = os.pathsep.join([str(SCRIPTS.parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
 def run(script: Path, arguments: list[str], launcher: str, num_processes: int) -> dict[str, list[float]]:

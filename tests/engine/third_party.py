@@ -54,6 +54,8 @@ def set_up(
     method: Any, config: dict[str, Any], *, mask: torch.dtype, topology: str = "pipe", recompute: int = 0
 ) -> tuple[Any, Any]:
     """As GPT-NeoX sets its model and optimizer up."""
+    if method == "madpipe":
+        deepspeed_partition.install()
     neox_args = language.arguments(method, checkpoint_num_layers=recompute)
     model = language.GPT2ModelPipe(neox_args, topology=topology_of(topology))
     optimizer = torch.optim.AdamW(language.parameters_for_weight_decay(model), lr=1e-2)

@@ -338,7 +338,7 @@ print(lightning_madpipe.strategy_class("pytorch_lightning"))
         ("pytorch_lightning", "lightning.pytorch lightning\n"),
         ("lightning", "pytorch_lightning pytorch_lightning\n"),
         ("pytorch_lightning", "ValueError: pytorch_lightning is not installed here, but lightning.pytorch is"),
-        ("pytorch_lightning,lightning", "ImportError: lightning_madpipe needs PyTorch Lightning: pip install"),
+        ("pytorch_lightning,lightning", "HostError: lightning_madpipe needs PyTorch Lightning, which is not"),
     ],
 )
 def test_either_package_may_be_absent(absent: str, sentence: str) -> None:

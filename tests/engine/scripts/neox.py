@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
-import language
 import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import RepeatingLoader
+
+from tests.engine import language
 
 # install here
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone serves; the extension needs a compiler
