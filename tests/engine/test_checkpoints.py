@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 from deepspeed_partition.engine.checkpoint import atomic_folders
 from tests.engine.loading_cases import CASES
 from tests.engine.saved_layouts import KINDS, LAYOUTS
+from tests.exhaustive import is_exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,8 @@ def test_case(outcomes, case):
 @pytest.mark.parametrize("kind", ["AdamW, ZeRO 1", "SGD, ZeRO 0"])
 def test_every_pair_of_layouts_was_tried(outcomes, kind):
     tried = {tuple(case.split(": ")[1].split(" -> ")) for case in outcomes if case.startswith(f"{kind}: ")}
-    assert tried == set(itertools.permutations(LAYOUTS, 2))
+    pairs = set(itertools.permutations(LAYOUTS, 2))
+    assert tried == pairs if is_exhaustive() else tried <= pairs and len(tried) == len(LAYOUTS)
 
 
 # Folders

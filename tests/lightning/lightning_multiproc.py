@@ -7,6 +7,7 @@ python lightning_multiproc.py launcher 2 FOLDER      Lightning starts the second
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -356,6 +357,9 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
         if is_chosen(case.__name__) or any(map(is_chosen, READ_BY.get(case.__name__, ()))):
             try:
                 results[case.__name__] = case(host)
+                if len(results) == 1:
+                    gc.collect()
+                    gc.freeze()  # what libraries imported late: each fit collects garbage
                 if dist.is_initialized():
                     forget_engines()
             except Exception:
