@@ -1,13 +1,12 @@
 """What a wheel and a source archive must hold: documents that the code names, types, and all of the tests."""
 
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-wheel = zipfile.ZipFile(sys.argv[1])
+wheel = zipfile.ZipFile(sys.argv[2])
 in_wheel = set(wheel.namelist())
 faults = [
     f"the wheel has no {package}/py.typed"
@@ -28,10 +27,10 @@ faults += [
     f"the description has a link that a package index cannot follow: {link}"
     for link in re.findall(r"\]\((?!https?:)[^)]*\)", metadata)
 ]
-with tarfile.open(sys.argv[2]) as archive:
+with tarfile.open(sys.argv[3]) as archive:
     in_archive = {name.partition("/")[2] for name in archive.getnames()}
-tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split("\n")
-faults += [f"the source archive has no {name}" for name in tracked if name and name not in in_archive]
+files = Path(sys.argv[1]).read_text().splitlines()
+faults += [f"the source archive has no {name}" for name in files if name not in in_archive]
 if faults:
     sys.exit("\n".join(faults))
 print(f"package: {len(in_wheel)} files in the wheel, {len(in_archive)} in the source archive")
