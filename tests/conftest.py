@@ -43,11 +43,12 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Leave out what is exhaustive, unless it is asked for; let long files come first."""
     folder = REPOSITORY / "tests"
-    if unknown := exhaustive.unknown(items, folder) if not config.option.keyword else []:
-        raise pytest.UsageError(f"tests/exhaustive.py names tests that are not there: {', '.join(unknown)}")
     items.sort(key=lambda item: _place(str(item.path.relative_to(folder))))
-    if exhaustive.is_exhaustive():
+    one_by_one = any("::" in argument for argument in config.args)
+    if exhaustive.is_exhaustive() or one_by_one:
         return
+    if unknown := exhaustive.unknown(items, folder):
+        raise pytest.UsageError(f"tests/exhaustive.py names tests that are not there: {', '.join(unknown)}")
     if left_out := exhaustive.left_out(items, folder):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
