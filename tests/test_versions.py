@@ -136,7 +136,7 @@ def test_a_missing_package_is_named_with_what_brings_it(statement, absent, said)
 def test_hosts_check_when_they_are_imported(host):
     program = (
         "from importlib import metadata; metadata.version = lambda package: '0.1'\n"
-        f"try:\n    import {host}\nexcept ImportError as flaw:\n    print('REFUSED', flaw)"
+        f"try:\n    import {host}\nexcept ImportError as error:\n    print('REFUSED', error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "REFUSED MadPipe works with torch" in done.stdout, done.stderr[-2000:]

@@ -180,7 +180,7 @@ class SleepingTransfers(Transfers):
             self._carriers[-1].start()
 
     def send(self, message: Message, peer: int, boundary: Boundary) -> None:
-        self._seconds = self.links.seconds_of_cut[message.cut]
+        self._seconds = self.links.seconds_of_cut[message.boundary]
         super().send(message, peer, boundary)
 
     def _start_sending(self, tensor: Tensor, peer: int) -> Any:

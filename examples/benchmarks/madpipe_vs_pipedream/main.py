@@ -108,8 +108,8 @@ def show(folder: Path) -> None:
 def main() -> None:
     try:
         run(parse_arguments())
-    except (ValueError, OSError, ChainFormatError) as flaw:
-        sys.exit(f"main.py: {flaw}")
+    except (ValueError, OSError, ChainFormatError) as error:
+        sys.exit(f"main.py: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped: what is planned is kept, and the same command goes on from there")
 

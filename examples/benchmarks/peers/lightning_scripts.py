@@ -756,8 +756,8 @@ def train(folder: Path, name: str, mode: str) -> dict[str, Any]:
             loader = DataLoader(script.data(), batch_size=BATCH_SIZE)
             _seed(2)
             trainer.fit(module, loader, loader if hasattr(module, "validation_step") else None)
-        except Exception as flaw:
-            return {"refused": f"{type(flaw).__name__}: {flaw}"}
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
         finally:
             logging.getLogger("deepspeed_partition").removeHandler(said)
     said.lines += [str(one.message) for one in warned if "madpipe" in str(one.message)]
@@ -891,8 +891,8 @@ def _be_rank(folder: Path, names: Sequence[str], mode: str) -> None:
     for name in names:
         try:
             results[name] = train(folder, name, mode)
-        except Exception as flaw:  # of the script, before it trains
-            results[name] = {"refused": f"{type(flaw).__name__}: {flaw}"}
+        except Exception as error:  # of the script, before it trains
+            results[name] = {"refused": f"{type(error).__name__}: {error}"}
         file = Path(os.environ["PEERS_OUT"], f"rank-{os.environ.get('RANK', '0')}.json")
         file.with_suffix(".new").write_text(json.dumps(results))
         file.with_suffix(".new").replace(file)

@@ -119,9 +119,9 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.inside:
         sys.exit(_run_inside(arguments.hosts, arguments.bits_per_second, arguments.command))
-    flaw = why_not()
-    if flaw is not None:
-        sys.exit(f"hosts.py: {flaw}")
+    reason = why_not()
+    if reason is not None:
+        sys.exit(f"hosts.py: {reason}")
     try:
         run_on_hosts(arguments.command, arguments.bits_per_second, arguments.hosts)
     except subprocess.CalledProcessError as failure:

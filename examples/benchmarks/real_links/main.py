@@ -81,9 +81,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     arguments = parse_arguments()
-    flaw = why_not()
-    if arguments.megabits and flaw is not None:
-        sys.exit(f"main.py: {flaw}, or give --megabits alone for loopback")
+    reason = why_not()
+    if arguments.megabits and reason is not None:
+        sys.exit(f"main.py: {reason}, or give --megabits alone for loopback")
     try:
         jobs = [measure(megabits, arguments.megabytes, arguments.rounds) for megabits in arguments.megabits]
         jobs.append(measure(None, [LOOPBACK_MEGABYTES], arguments.rounds))
