@@ -22,7 +22,13 @@ ONE_SEED_IN = 3
 
 NAMED: dict[str, Sequence[str]] = {
     "engine/test_any_plan.py": [
-        "test_case[4-two_pipelines_of_any_map]",
+        *(
+            f"test_case[{case}]"
+            for case in (
+                "2-what_else_deepspeeds_engine_does", "2-planned_onto_several_stages", "2-plans_from_everywhere",
+                "2-an_error_in_the_warm_up", "4-two_pipelines_of_any_map",
+            )
+        ),
         "test_all_ranks_end_when_the_data_of_one_does",
     ],
     "engine/test_checkpoints.py": [
@@ -34,7 +40,10 @@ NAMED: dict[str, Sequence[str]] = {
         ),
         "test_every_pair_of_layouts_was_tried[SGD, ZeRO 0]",
     ],
-    "engine/test_frozen.py": ["test_a_rank_that_comes_late"],
+    "engine/test_frozen.py": [
+        "test_a_rank_that_comes_late",
+        "test_a_rank_that_takes_its_time_is_only_spoken_of",
+    ],
     "engine/test_killed.py": [
         "test_torchrun_ends_the_job",
         *(
@@ -42,40 +51,62 @@ NAMED: dict[str, Sequence[str]] = {
             for death in (
                 "while_rank_1_measures", "while_rank_1_waits_for_the_plan", "after_the_move",
                 "before_it_has_the_name_of_another", "while_the_old_one_is_removed", "before_the_latest_is_named",
-                "in_a_step_of_the_warm_up",
+                "in_a_step_of_the_warm_up", "while_states_move",
             )
         ),
     ],
+    "engine/test_pipelines.py": [
+        "test_case[2-a_data_set_given_to_the_engine]",
+        "test_case[2-groups_that_are_empty_on_a_rank]",
+    ],
     "engine/test_scripts.py": ["test_the_tutorial[torchrun]", "test_neox[torchrun-4]"],
     "engine/test_strangers.py": ["test_case[tied_layers_of_different_classes]"],
-    "engine/test_training_state.py": ["test_case[4-replicas]"],
+    "engine/test_timeline.py": ["test_case[the_timeline_is_what_ran]"],
+    "engine/test_training_state.py": [
+        f"test_case[{case}]"
+        for case in (
+            "2-groups_that_become_empty_and_fill_again", "2-layers_that_recompute_anyway", "2-memory_of_a_move",
+            "2-what_else_a_warm_up_measures", "2-schedules_go_on_after_a_warm_up",
+            "2-adagrad_and_the_configurations_optimizer", "4-replicas",
+        )
+    ],
+    "lightning/test_lightning_after_fit.py": [
+        "test_the_whole_module_has_the_weights_that_are_saved",
+        "test_a_call_on_one_rank_is_named_on_the_other",
+    ],
     "lightning/test_lightning_callbacks.py": [
         *(
             f"test_two_stages_do_as_one_process[{case}]"
             for case in (
                 "optimizers", "settings", "profilers", "own_steps", "folders_on_other_stages",
-                "rate_finder_with_a_plan",
+                "rate_finder_with_a_plan", "averages",
             )
         ),
         "test_low_precision_is_close",
         "test_the_loss_scale_is_that_of_the_configuration",
         "test_settings_of_a_second_fit_are_those_it_has_then",
         "test_whole_model_files_of_two_pipelines_are_those_of_one",
+        "test_either_package_may_be_absent[lightning-pytorch_lightning pytorch_lightning\\n]",
+        "test_either_package_may_be_absent[pytorch_lightning-lightning.pytorch lightning\\n]",
     ],
     "lightning/test_lightning_ended.py": [
         f"test_both_ranks_end[{case}]"
         for case in (
             "sigterm_to_rank_1", "an_error_before_a_batch", "an_error_before_the_optimizer_step",
             "an_error_at_the_end_of_an_epoch", "an_error_while_a_checkpoint_is_saved", "an_error_of_the_schedule",
-            "caught_in_the_data", "caught_in_a_hook", "unreadable_data",
+            "an_error_after_a_batch", "an_error_of_the_optimizer", "caught_in_the_data", "caught_in_a_hook",
+            "unreadable_data",
         )
     ],
     "lightning/test_lightning_killed.py": [
         f"test_the_next_fit_goes_on_from_the_last_complete_checkpoint[{death}]"
         for death in ("in_a_step_of_the_warm_up", "after_the_move", "before_the_last_one_has_its_name")
     ],
+    "lightning/test_lightning_losses.py": ["test_two_pipelines_take_the_mean_of_their_batches_losses"],
     "lightning/test_lightning_pipeline.py": [
-        *(f"test_four_stages_train_like_one_process[{case}]" for case in ("clipped", "tied")),
+        "test_several_stages_on_a_rank_train_like_one_process[several_stages_in_all_forms]",
+        "test_a_resumed_run_is_the_uninterrupted_one[resumed_zero_1]",
+        *(f"test_four_stages_train_like_one_process[{case}]" for case in ("clipped", "zero_1", "tied")),
         *(
             f"test_two_pipelines_of_two_stages_train_like_one_process_on_their_batches[{case}]"
             for case in ("replicated", "replicated_clipped")
@@ -87,7 +118,10 @@ NAMED: dict[str, Sequence[str]] = {
         "test_four_stages_do_what_one_process_does[left_behind]",
         "test_a_job_ends_where_one_rank_fails[torchrun]",
     ],
-    "test_examples.py": ["test_factories_can_be_profiled_and_planned[gpt]"],
+    "test_examples.py": [
+        "test_training_prints_plan_and_measurements[deepspeed]",
+        "test_factories_can_be_profiled_and_planned[gpt]",
+    ],
 }  # fmt: skip
 """Tests by file, below this folder; without brackets all that a function makes of its parameters."""
 

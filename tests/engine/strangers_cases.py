@@ -616,7 +616,8 @@ def schedules_and_instructions_that_were_replaced(_: Path) -> None:
     with patch.object(schedule.TrainSchedule, "steps", steps_that_load_first):
         with heard() as sentences:
             engine, _, _ = start(mlp(), "madpipe", options, optimizer=adam)
-        assert any("TrainSchedule.steps was replaced by tests.engine.strangers_cases.steps" in each for each in sentences)
+        told = "TrainSchedule.steps was replaced by tests.engine.strangers_cases.steps"
+        assert any(told in each for each in sentences)
         same(train(engine, data), expected)
         assert engine.module.parts == cut() == engine.plan.boundaries and NUM_STEPS_SO_FAR[0] > 3
         with raised(PlanMismatchError, "TrainSchedule.steps was replaced", "'contiguous'"):

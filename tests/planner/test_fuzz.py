@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, ChainFormatError, MadPipeError, Plan, PlanFormatError, cli, make_plan
@@ -15,6 +15,7 @@ from deepspeed_partition.options import Options
 from deepspeed_partition.planner import units
 from deepspeed_partition.planner.errors import FormatError
 from deepspeed_partition.planner.io import files
+from tests.exhaustive import some
 from tests.planner.test_files import CHAIN, PLATFORM
 from tests.planner.test_graphs import GRAPH
 
@@ -62,7 +63,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, kind):
     path = tmp_path_factory.mktemp("fuzz") / "file"
     accepted = 0
 
-    @settings(many, max_examples=1500)
+    @settings(many, max_examples=some(1500))
     @given(damaged(content))
     def read(data: bytes) -> None:
         nonlocal accepted
@@ -173,7 +174,7 @@ def test_the_reader_accepts_what_the_schema_and_the_documented_checks_accept(
     validator = jsonschema.Draft202012Validator(schema)
     seen = {True: 0, False: 0}
 
-    @settings(many, max_examples=1200)
+    @settings(many, max_examples=some(1200))
     @given(changed_somewhere(document))
     def compare(data: dict) -> None:
         good = all_finite(data) and validator.is_valid(data) and no_other_error(data)
@@ -198,7 +199,7 @@ odd_text = st.text(max_size=12) | st.text("0123456789.eE-+ ,GMkiBs/unµ:*()[]{}\
 numbers = st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), True, None])
 
 
-@settings(many, max_examples=1500)
+@settings(many, max_examples=some(1500))
 @given(
     st.dictionaries(
         st.sampled_from([*Options.__dataclass_fields__, "memroy", "a\nb", "\ud800"]),
@@ -218,7 +219,7 @@ def test_any_options_are_read_or_refused(mapping):
     assert Options.from_mapping(known) == options
 
 
-@settings(many, max_examples=1500)
+@settings(many, max_examples=some(1500))
 @given(odd_text | numbers | st.lists(numbers, max_size=2))
 def test_any_quantity_is_read_or_refused(value):
     for parse in (units.parse_size, units.parse_bandwidth, units.parse_seconds):
@@ -244,7 +245,10 @@ def test_any_option_of_the_command_line_is_read_or_refused(tmp_path_factory):
     words = odd_text | st.sampled_from(known)
     statuses = set()
 
-    @settings(many, max_examples=1000)
+    @settings(many, max_examples=some(1000))
+    @example({"--latency": "0"})
+    @example({"--devices": "nan"})
+    @example({"--memory": "1MB"})
     @given(st.dictionaries(st.sampled_from(names), words, min_size=1, max_size=2))
     def run(options: dict[str, str]) -> None:
         if options.get("--micro-batches", "").strip().isdigit():
