@@ -80,7 +80,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, kind):
             assert again.digest() == value.digest()
 
     read()
-    assert accepted > 20, "otherwise only refusals are tested"
+    assert accepted > some(20), "otherwise only refusals are tested"
 
 
 # Documents, value by value: the reader agrees with the schema and the documented checks
@@ -190,7 +190,7 @@ def test_the_reader_accepts_what_the_schema_and_the_documented_checks_accept(
             validator.validate(value.to_dict())
 
     compare()
-    assert min(seen.values()) > 50, seen
+    assert min(seen.values()) > some(50), seen
 
 
 # Options and the command line
