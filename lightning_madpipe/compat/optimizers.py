@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from deepspeed_partition.engine.runtime.environment import announce
+from lightning_madpipe.compat.own_optimizers import TrialError, why_not_in_parts
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
 NEED_SHAPES = ("Adafactor", "Muon")
@@ -59,6 +63,7 @@ def configured_optimizer(
             f"configure_optimizers returns {type(optimizer).__name__}: a pipeline works with a torch "
             "optimizer whose step needs no closure"
         )
+    _refuse_what_needs_all(optimizer, local, flattened)
     given = [(group, list(group["params"])) for group in optimizer.param_groups]
     # Groups may name layers that run elsewhere, such as self.head.parameters().
     for group in optimizer.param_groups:
@@ -69,3 +74,21 @@ def configured_optimizer(
     for weight in [weight for weight in optimizer.state if weight not in local]:
         del optimizer.state[weight]  # such as Adagrad's, which are there from the beginning
     return optimizer, schedulers[0] if schedulers else None, given
+
+
+def _refuse_what_needs_all(optimizer: torch.optim.Optimizer, local: set[nn.Parameter], flattened: bool) -> None:
+    is_cut = any(weight not in local for group in optimizer.param_groups for weight in group["params"])
+    if not is_cut and not flattened:
+        return
+    try:
+        reason = why_not_in_parts(optimizer, flattened=flattened)
+    except TrialError as error:
+        announce(
+            f"configure_optimizers returns {type(optimizer).__name__}, and whether it updates each parameter by "
+            f"itself could not be tried before the first step: {error}. If it does not, each rank makes other "
+            "steps than one process",
+            logging.WARNING,
+        )
+        return
+    if reason is not None:
+        raise ValueError(reason)

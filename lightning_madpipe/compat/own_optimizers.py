@@ -1,0 +1,229 @@
+"""Whether an optimizer that is not torch's may be given a part of the parameters.
+
+Each rank of a pipeline runs the optimizer on the parameters of its own layers. That is the step of one process if
+each parameter is updated by itself. A norm over all gradients, or one learning rate that is estimated from all of
+them (Prodigy, D-Adaptation), is another number on each rank. Under ZeRO, bf16 and fp16 the optimizer gets flat
+slices, and then each element has to be updated by itself. A copy of the optimizer is tried on small tensors, before
+the first step: no documentation of it is needed, and none of the user's weights is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+
+NUM_STEPS = 32
+"""Steps of a trial: an estimate such as that of Prodigy grows slowly, and Shampoo begins after 25 steps."""
+
+LONGEST_SIDE = 6
+"""Elements of a dimension in a trial."""
+
+MOST_WEIGHTS = 64
+"""Parameters that a trial has at most, before it leaves all but two of each group out."""
+
+TOLERANCE = 1e-3
+"""A difference between two trials, relative to how far they went, that counts as one."""
+
+WAYS_OUT = "use an optimizer that updates each parameter by itself, such as those of torch.optim"
+
+
+class TrialError(Exception):
+    """The copy of an optimizer could not make its steps."""
+
+
+def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> str | None:
+    """Say why ``optimizer`` would train otherwise on the parameters of one rank; None if it would not.
+
+    Args:
+        optimizer: The user's, with all parameters.
+        flattened: Whether DeepSpeed will give it one flat tensor per group.
+
+    Raises:
+        TrialError: nobody knows, for its copy raises.
+    """
+    kind = type(optimizer).__name__
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return None
+    with preserved_random_state():
+        alone = _tried(optimizer, beside=False)
+        if not _is_same(alone, _tried(optimizer, beside=True)):
+            return (
+                f"configure_optimizers returns {kind}, whose step of a parameter depends on the others (a norm or "
+                "an estimate over all of them), and in a pipeline each rank has the parameters of its own layers: "
+                f"{WAYS_OUT}; the norm of all gradients is clipped by Trainer(gradient_clip_val=...)"
+            )
+        if flattened and not _is_same(alone, _tried_flat(optimizer)):
+            return (
+                f"configure_optimizers returns {kind}, whose step of an element depends on the tensor that it "
+                "stands in, and DeepSpeed's ZeRO, bf16 and fp16 optimizers flatten tensors: use "
+                "precision='32-true' and stage=0, or another optimizer"
+            )
+    return None
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, beside: bool) -> list[Tensor]:
+    """How far every second parameter goes; with ``beside``, while the others have large gradients."""
+    trial = _Trial(optimizer)
+    if len(trial.weights) == 1:
+        trial.put_a_stranger_beside()
+    if beside:
+        trial.let_others_leap()
+    return trial.run()
+
+
+def _tried_flat(optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+    trial = _Trial(optimizer)
+    trial.flatten()
+    try:
+        return trial.run()
+    except TrialError:  # as Muon does, which takes matrices only
+        return None
+
+
+def _is_same(expected: Sequence[Tensor], found: Sequence[Tensor] | None) -> bool:
+    if found is None:
+        return False
+    moved = max(float(one.abs().max()) for one in expected)
+    differs = max(float((one - other).abs().max()) for one, other in zip(expected, found, strict=True))
+    return differs <= TOLERANCE * moved
+
+
+class _Trial:
+    """A copy of an optimizer on small tensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        memo: dict[int, Any] = {}
+        given = [weight for group in optimizer.param_groups for weight in group["params"]]
+        generator = torch.Generator().manual_seed(0)
+        for group in optimizer.param_groups:
+            few = group["params"] if len(given) <= MOST_WEIGHTS else list(_of_two_kinds(group["params"]))
+            for weight in few:
+                memo[id(weight)] = _small(weight, generator)
+        kept = {id(weight) for weight in memo.values()}
+        for weight in given:
+            memo.setdefault(id(weight), nn.Parameter(torch.zeros(())))
+            _shorten_state(optimizer.state.get(weight), weight, memo)
+        try:
+            attributes = copy.deepcopy(
+                {name: value for name, value in vars(optimizer).items() if name not in NOT_COPIED}, memo
+            )
+        except Exception as error:  # of the user's classes
+            raise TrialError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        self._optimizer: Any = object.__new__(type(optimizer))
+        vars(self._optimizer).update(attributes)
+        for table in HOOKS:
+            vars(self._optimizer)[table] = OrderedDict()
+        for group in self._optimizer.param_groups:
+            self._set_weights(group, [weight for weight in group["params"] if id(weight) in kept])
+        self.weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        self._gradients = {weight: list(_steady(weight, generator)) for weight in self.weights}
+        self._starts = {weight: weight.detach().clone() for weight in self.weights[::2]}
+        self._pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
+
+    def put_a_stranger_beside(self) -> None:
+        """Give the first group another parameter, where there is but one."""
+        group = next(each for each in self._optimizer.param_groups if each["params"])
+        [weight] = group["params"]
+        stranger = nn.Parameter(weight.detach() * 10 + 1)
+        self._gradients[stranger] = list(self._gradients[weight])
+        self._set_weights(group, [weight, stranger])
+
+    def let_others_leap(self) -> None:
+        """Give every parameter that is not looked at gradients that are large and change their signs."""
+        for weight in self._gradients.keys() - self._starts.keys():
+            self._gradients[weight] = [
+                gradient.roll(step) * (-1) ** step * 300 for step, gradient in enumerate(self._gradients[weight])
+            ]
+
+    def _set_weights(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
+        group["params"] = weights
+        if "param_names" in group:
+            group["param_names"] = [f"weight_{place}" for place in range(len(weights))]
+
+    def flatten(self) -> None:
+        """Put two flat pieces in the place of each parameter."""
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                places = [slice(0, weight.numel() // 2), slice(weight.numel() // 2, None)]
+                pieces = [nn.Parameter(weight.detach().flatten()[place].clone()) for place in places]
+                for piece, place in zip(pieces, places, strict=True):
+                    self._gradients[piece] = [each.flatten()[place].clone() for each in self._gradients[weight]]
+                    state = self._optimizer.state.get(weight, {})
+                    if state:
+                        self._optimizer.state[piece] = {
+                            name: value.flatten()[place].clone() if _is_shaped_as(value, weight) else value
+                            for name, value in state.items()
+                        }
+                self._optimizer.state.pop(weight, None)
+                self._pieces[weight] = pieces
+            self._set_weights(group, [piece for weight in group["params"] for piece in self._pieces[weight]])
+
+    def run(self) -> list[Tensor]:
+        """How far each parameter that is looked at has gone."""
+        try:
+            if callable(getattr(self._optimizer, "train", None)):  # as schedule-free ones ask for
+                self._optimizer.train()
+            for step in range(NUM_STEPS):
+                for group in self._optimizer.param_groups:
+                    for weight in group["params"]:
+                        weight.grad = self._gradients[weight][step].clone()
+                self._optimizer.step()
+        except Exception as error:  # of the user's class
+            raise TrialError(f"a copy of it raises {type(error).__name__}: {error}") from error
+        return [self._now(weight) - start for weight, start in self._starts.items()]
+
+    def _now(self, weight: nn.Parameter) -> Tensor:
+        pieces = self._pieces.get(weight)
+        return weight.detach() if pieces is None else torch.cat([piece.detach() for piece in pieces]).view_as(weight)
+
+
+NOT_COPIED = ("step",)
+"""A learning-rate schedule puts there, on the instance, what counts its steps."""
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The attributes in which torch (2.4 to 2.13) keeps the hooks of an optimizer's step."""
+
+
+def _of_two_kinds(weights: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """The first parameter of all, and the first with another number of dimensions, or else the second one."""
+    yield from weights[:1]
+    for weight in [*(each for each in weights if each.ndim != weights[0].ndim), *weights[1:]]:
+        yield weight
+        return
+
+
+def _small(weight: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    """The parameter that stands for ``weight`` in a copy."""
+    shape = [min(side, LONGEST_SIDE) for side in weight.shape]
+    values = torch.randn(shape, generator=generator) * 0.01
+    small = nn.Parameter(values.to(weight.device, weight.dtype))
+    vars(small).update({name: value for name, value in vars(weight).items() if not isinstance(value, Tensor)})
+    return small
+
+
+def _shorten_state(state: dict[str, Any] | None, weight: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Let the state that an optimizer made with its parameters fit the small ones."""
+    for value in (state or {}).values():
+        if _is_shaped_as(value, weight):
+            corner = tuple(slice(side) for side in memo[id(weight)].shape)
+            # A parameter that is left out is a number in the copy.
+            memo[id(value)] = value.detach()[corner].clone() if corner else torch.zeros(())
+
+
+def _is_shaped_as(value: Any, weight: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == weight.shape
+
+
+def _steady(weight: nn.Parameter, generator: torch.Generator) -> Iterator[Tensor]:
+    """Gradients of a trial, which stay about the same: then an estimate of the learning rate grows."""
+    direction = torch.randn(weight.shape, generator=generator)
+    for _ in range(NUM_STEPS):
+        noise = torch.randn(weight.shape, generator=generator)
+        yield (0.1 * direction + 0.02 * noise).to(weight.device, weight.dtype)
