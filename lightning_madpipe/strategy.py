@@ -43,13 +43,10 @@ from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.optimizers import configured_optimizer
 from lightning_madpipe.compat.signals import end_together_on_sigterm
-from lightning_madpipe.compat.unsupported import (
-    clips_by_value,
-)
+from lightning_madpipe.compat.unsupported import clips_by_value
+from lightning_madpipe.compat.watched_hooks import HookWatch
 from lightning_madpipe.groups import PipelineGroups
-from lightning_madpipe.module import (
-    pipeline_of,
-)
+from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resuming
 from lightning_madpipe.preflight import notes_on_fit, refuse_callbacks, refuse_what_cannot_run
 from lightning_madpipe.settings import check_count, checked_settings, read_config, resolved_num_stages
@@ -215,6 +212,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.whole_model = whole_model
         self._warm_up: WarmUpOfFit | None = None
         self._let_metrics_go: Callable[[], None] = lambda: None
+        self._hook_watch: HookWatch | None = None
+        self._distributes_data: bool | None = None
         self._engine: MadPipeEngine | None = None
         self._runner: BatchRunner | None = None
         self._base_seed = 0
@@ -342,6 +341,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         # An RNN reads its own weights when it is moved, also one that another rank runs; these are on the CPU.
         with self.pipeline.elsewhere.lifted() if self.root_device.type == "cpu" else nullcontext():
             module.to(self.root_device)
+        self._keep_samplers(trainer)
         self._start_engine(trainer)
         self.model = module
         self._watch_dumps(trainer)
@@ -349,9 +349,29 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             for note in notes_on_fit(trainer, module, self._lightning):
                 self._lightning.warn(note)
             show_all_to_callbacks(self, trainer, self._lightning)
+            if self.pipeline.num_stages > 1:
+                self._hook_watch = HookWatch(
+                    trainer,
+                    module,
+                    self.pipeline.mpu(),
+                    optimizers=lambda: self.optimizers,
+                    flattened=self.wraps_optimizer,
+                    refusal=self._lightning.refusal,
+                )
         self._start_runner(trainer)
         end_together_on_sigterm(trainer, self.deepspeed_engine, self.launcher)
         self.barrier()
+
+    def _keep_samplers(self, trainer: Any) -> None:
+        """Let one pipeline read data as one process does, in the order of the user's own sampler.
+
+        Lightning would put a distributed sampler in its place, which shuffles whatever is trained on, and leaves
+        nothing out where all ranks read the same.
+        """
+        connector = trainer._accelerator_connector  # of Lightning (2.5 to 2.6), which asks it at each loader
+        self._distributes_data = connector.use_distributed_sampler
+        if self.distributed_sampler_kwargs["num_replicas"] == 1:
+            connector.use_distributed_sampler = False
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks hear of an exception that this one has met alone."""
@@ -365,6 +385,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             watch.begin_anew()  # all are here, and may go on
         self._all_are_here = is_raised_by_all(exception)
 
+    def _stop_watching_hooks(self) -> None:
+        if self._hook_watch is not None:
+            self._hook_watch.end()
+            self._hook_watch = None
+
     def _share_dims(self, group: Any) -> None:
         """Let the ranks of a pipeline know what steps have found out on some of them."""
         if self._runner is not None:
@@ -376,6 +401,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         """End a run, and put the whole model where ``whole_model`` says."""
         if self._engine is not None and pipeline_of(self.lightning_module) is not None:
             self._let_metrics_go()
+            self._stop_watching_hooks()
             self._engine.retire()
             if self._module.trainer.interrupted and not self._all_are_here:
                 # Others may not have met the exception, and would never come.
@@ -384,6 +410,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 self._spread.stay_spread(AFTER_A_RUN)
             else:
                 self._spread.gather(self.whole_model, is_rank_zero=self.is_global_zero)
+        if self._distributes_data is not None:
+            self._module.trainer._accelerator_connector.use_distributed_sampler = self._distributes_data
+            self._distributes_data = None
         with in_reach(self.lightning_module):
             super().teardown()  # which moves the module to the CPU
 
@@ -477,7 +506,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` with those of its optimizer step; return its loss, and other results if they are read."""
-        return self._batches.train(batch, arguments)
+        with nullcontext() if self._hook_watch is None else self._hook_watch.step():
+            return self._batches.train(batch, arguments)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` through the pipeline; return the step's results if a hook reads them, else its loss."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import deepspeed
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
+from torch.distributed.distributed_c10d import _get_default_store
 
 logger = logging.getLogger("deepspeed_partition.engine")
 
@@ -33,6 +34,17 @@ def announce(message: str, level: int = logging.INFO) -> None:
 
 def warn_here(message: str) -> None:
     """Log a warning on whichever rank knows of it."""
+    log_here(message, logging.WARNING)
+
+
+def warn_once(key: str, message: str) -> None:
+    """Log a warning on the rank that is the first to know of it, once in a job.
+
+    Args:
+        key: What the warning is known by; ranks may say it in other words.
+    """
+    if torch.distributed.is_initialized() and _get_default_store().add(f"madpipe/said/{key}", 1) > 1:
+        return
     log_here(message, logging.WARNING)
 
 

@@ -1,0 +1,133 @@
+"""``torch.nn.utils.clip_grad_norm_`` in a hook, by the norm over the gradients of all ranks of a pipeline.
+
+A rank has the gradients of its own layers. What a hook gives to ``clip_grad_norm_`` is a part of what it gives in
+one process, and so would be the norm. While the two hooks run that see the gradients of a step, each call brings
+together the norms of all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+NAME = "_get_total_norm"
+"""The function of ``clip_grad`` (torch 2.6 to 2.13) that ``clip_grad_norm_`` takes its norm from. An older torch has
+none, and there a hook that clips is told of as one that computes with several parameters."""
+
+ONE_BY_ONE = (
+    "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each rank: a rank has the "
+    "parameters of its own layers, and so makes another number of calls. Write "
+    "`clip_grad_norm_(parameter, ...)`, of a tensor and no list, for single parameters, "
+    "`clip_grad_norm_(self.parameters(), ...)` for the norm of all, on every rank, or Trainer(gradient_clip_val=...)"
+)
+
+NOT_THERE = (
+    "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers of DeepSpeed's, so that nothing "
+    "would be clipped: use Trainer(gradient_clip_val=...)"
+)
+
+
+class GradientNorms:
+    """Norms over the gradients of all ranks.
+
+    Args:
+        module: The LightningModule.
+        mpu: Who is who in the pipelines, as DeepSpeed's ``PipelineModule.mpu()`` says.
+        flattened: Whether DeepSpeed keeps the gradients of a step in buffers of its own.
+        refusal: Makes the error that says a sentence.
+    """
+
+    def __init__(self, module: Any, mpu: Any, *, flattened: bool, refusal: Callable[[str], Exception]) -> None:
+        self._module, self._mpu = module, mpu
+        self._flattened, self._refusal = flattened, refusal
+        self._have_met_for_the_last_time = True
+
+    @contextmanager
+    def over_all_ranks(self) -> Iterator[None]:
+        """Let ``clip_grad_norm_`` count all ranks meanwhile. Collective: every rank runs the same hook."""
+        of_one_rank = getattr(clip_grad, NAME, None)
+        if of_one_rank is None:
+            yield
+            return
+        self._have_met_for_the_last_time = self._flattened
+
+        def total_norm(
+            tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        ) -> Tensor:
+            if self._flattened:
+                raise self._refusal(NOT_THERE)
+            given_to_clip = _first_argument(sys._getframe(1))
+            if isinstance(given_to_clip, Tensor):
+                return of_one_rank(tensors, norm_type, error_if_nonfinite, foreach)
+            return self._total(tensors, float(norm_type), error_if_nonfinite, given_to_clip)
+
+        setattr(clip_grad, NAME, total_norm)
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
+        else:
+            if self._end():
+                raise self._refusal(ONE_BY_ONE)
+        finally:
+            setattr(clip_grad, NAME, of_one_rank)
+
+    def _total(self, tensors: Any, order: float, error_if_nonfinite: bool, given_to_clip: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        elsewhere = {id(weight.grad) for weight in self._module.parameters() if _is_counted_elsewhere(weight)}
+        norms = [float(torch.linalg.vector_norm(each, order)) for each in given if id(each) not in elsewhere]
+        everyone = self._gathered((norms, isinstance(given_to_clip, Iterator)))
+        told = [theirs for theirs in everyone if theirs is not None]
+        alone = sum(len(theirs) == 1 and not of_all for theirs, of_all in told)
+        if len(told) < len(everyone) or alone > 1:
+            self._have_met_for_the_last_time = True
+            raise self._refusal(ONE_BY_ONE)
+        total = torch.linalg.vector_norm(torch.tensor([norm for theirs, _ in told for norm in theirs]), order)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {order} of the gradients is {float(total)}, so they cannot be clipped: "
+                "error_if_nonfinite=False scales them by it all the same"
+            )
+        return total.to(given[0].device) if given else total
+
+    def _end(self) -> bool:
+        """Whether another rank waits in a call that this one has not made. Others learn that it makes no more."""
+        if self._have_met_for_the_last_time:
+            return False
+        self._have_met_for_the_last_time = True
+        return any(theirs is not None for theirs in self._gathered(None))
+
+    def _gathered(self, mine: tuple[list[float], bool] | None) -> list[tuple[list[float], bool] | None]:
+        """What each rank of this pipeline says."""
+        number = self._mpu.get_data_parallel_rank()
+        return [theirs for of, theirs in gather_objects((number, mine)) if of == number]
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """What ``clip_grad_norm_`` was called with, a tensor or several, which it turns into a list.
+
+    Args:
+        frame: That of ``clip_grad_norm_``, or of a decorator of torch's around the norm.
+    """
+    found: Any = None
+    around: FrameType | None = frame
+    while around is not None and around.f_code.co_filename == clip_grad.__file__:
+        arguments, keywords = around.f_locals.get("args", ()), around.f_locals.get("kwargs", {})
+        found = arguments[0] if arguments else keywords.get("parameters", found)
+        around = around.f_back
+    return found
+
+
+def _is_counted_elsewhere(weight: Tensor) -> bool:
+    """Whether a tied weight is counted on another rank, by DeepSpeed's own attribute."""
+    return bool(getattr(weight, "ds_pipe_replicated", False))
