@@ -20,19 +20,19 @@ from torch.nn.utils import clip_grad
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 NAME = "_get_total_norm"
-"""The function of ``clip_grad`` (torch 2.6 to 2.13) that ``clip_grad_norm_`` takes its norm from. An older torch has
-none, and there a hook that clips is told of as one that computes with several parameters."""
+"""The function of ``clip_grad`` (torch 2.6 to 2.13) that ``clip_grad_norm_`` takes its norm from. An older torch
+has none, and there a hook that clips is told of as one that computes with several parameters."""
 
 ONE_BY_ONE = (
-    "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each rank: a rank has the "
-    "parameters of its own layers, and so makes another number of calls. Write "
-    "`clip_grad_norm_(parameter, ...)`, of a tensor and no list, for single parameters, "
-    "`clip_grad_norm_(self.parameters(), ...)` for the norm of all, on every rank, or Trainer(gradient_clip_val=...)"
+    "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each rank: a rank has "
+    "the parameters of its own layers, and so makes another number of calls. Write `clip_grad_norm_(parameter, "
+    "...)`, of a tensor and no list, for single parameters, `clip_grad_norm_(self.parameters(), ...)` for the "
+    "norm of all, on every rank, or Trainer(gradient_clip_val=...)"
 )
 
 NOT_THERE = (
-    "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers of DeepSpeed's, so that nothing "
-    "would be clipped: use Trainer(gradient_clip_val=...)"
+    "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers of DeepSpeed's, so that "
+    "nothing would be clipped: use Trainer(gradient_clip_val=...)"
 )
 
 

@@ -3,8 +3,8 @@
 Each rank of a pipeline runs the optimizer on the parameters of its own layers. That is the step of one process if
 each parameter is updated by itself. A norm over all gradients, or one learning rate that is estimated from all of
 them (Prodigy, D-Adaptation), is another number on each rank. Under ZeRO, bf16 and fp16 the optimizer gets flat
-slices, and then each element has to be updated by itself. A copy of the optimizer is tried on small tensors, before
-the first step: no documentation of it is needed, and none of the user's weights is touched.
+slices, and then each element has to be updated by itself. A copy of the optimizer is tried on small tensors,
+before the first step: no documentation of it is needed, and none of the user's weights is touched.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ class _Trial:
 
     def _now(self, weight: nn.Parameter) -> Tensor:
         pieces = self._pieces.get(weight)
-        return weight.detach() if pieces is None else torch.cat([piece.detach() for piece in pieces]).view_as(weight)
+        return (
+            weight.detach() if pieces is None else torch.cat([piece.detach() for piece in pieces]).view_as(weight)
+        )
 
 
 NOT_COPIED = ("step",)

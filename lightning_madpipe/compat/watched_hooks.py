@@ -1,9 +1,9 @@
 """Hooks that compute with several parameters: each rank of a pipeline has those of its own layers only.
 
 A norm over ``self.parameters()``, a learning rate that is made from it, noise for all weights from one generator:
-in a pipeline each is of a part, another one on each rank, and nothing fails. While a hook of the user's runs, every
-function of torch that it calls is looked at, and values are followed from the parameters that they come from. What
-mixes those of several is told once, with the place. ``clip_grad_norm_`` is answered for all ranks, see
+in a pipeline each is of a part, another one on each rank, and nothing fails. While a hook of the user's runs,
+every function of torch that it calls is looked at, and values are followed from the parameters that they come
+from. What mixes those of several is told once, with the place. ``clip_grad_norm_`` is answered for all ranks, see
 ``gradient_norms``.
 """
 
@@ -37,34 +37,42 @@ OTHERS = (
 """Packages whose own work in a hook is none of its user's, such as saving a checkpoint."""
 
 SEVERAL = (
-    "{place} computes with several parameters or gradients together ({names}), and a rank of a pipeline has those of "
-    "its own layers only: a norm, a sum or a decision over all of them is that of a part, another one on each rank. "
-    "For the norm of all gradients: torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step counts all ranks, as "
-    "does Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by torch.distributed.all_reduce"
+    "{place} computes with several parameters or gradients together ({names}, ...), and a rank of a pipeline has "
+    "those of its own layers only: a norm, a sum or a decision over all of them is that of a part, another one "
+    "on each rank. For the norm of all gradients: torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step "
+    "counts all ranks, as does Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by "
+    "torch.distributed.all_reduce"
+)
+NUMBERS_OF_SEVERAL = (
+    "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
+    "those of its own layers only: what is computed or decided from all of them is that of a part, another one "
+    "on each rank; where each is treated by itself, nothing differs. For the norm of all gradients: "
+    "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step counts all ranks, as does "
+    "Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by torch.distributed.all_reduce"
 )
 LOGGED = (
-    "{place} logs values of single parameters ({names}, ...): each rank logs those of its own layers, and the loggers, "
-    "which are rank 0's, get those of rank 0's layers alone. Bring them together first, as by "
+    "{place} logs values of single parameters ({names}, ...): each rank logs those of its own layers, and the "
+    "loggers, which are rank 0's, get those of rank 0's layers alone. Bring them together first, as by "
     "torch.distributed.all_gather_object, and log the same on each rank"
 )
 RANDOM = (
-    "{place} draws random numbers for parameters ({names}), and each rank of a pipeline draws them for its own layers "
-    "only: weights, and what is drawn later, become other ones than in one process. Draw from a generator for each "
-    "parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
+    "{place} draws random numbers for parameters ({names}, ...), and each rank of a pipeline draws them for its "
+    "own layers only: weights, and what is drawn later, become other ones than in one process. Draw from a "
+    "generator for each parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
 )
 CLEARED = (
-    "{place} looks at gradients ({names}), which the pipeline's engine has cleared with the optimizer's step: they are "
-    "None there. on_before_optimizer_step has them"
+    "{place} looks at gradients ({names}, ...), which the pipeline's engine has cleared with the optimizer's "
+    "step: they are None there. on_before_optimizer_step has them"
 )
 IN_BUFFERS = (
-    "{place} looks at gradients ({names}), and under stage=1, bf16 and fp16 those of a step lie in flat buffers of "
-    "DeepSpeed's: what is there is None or a part. Trainer(gradient_clip_val=...) clips them; "
+    "{place} looks at gradients ({names}, ...), and under stage=1, bf16 and fp16 those of a step lie in flat "
+    "buffers of DeepSpeed's: what is there is None or a part. Trainer(gradient_clip_val=...) clips them; "
     "precision='32-true' and stage=0 show them"
 )
 AFTER_THE_CLOSURE = (
-    "{place} looks at gradients after the closure ({names}), which has made the optimizer's step already, so that "
-    "nothing that is done to them counts: clip by Trainer(gradient_clip_val=...), and do what else is to be done "
-    "in on_before_optimizer_step"
+    "{place} looks at gradients after the closure ({names}, ...), which has made the optimizer's step already, "
+    "so that nothing that is done to them counts: clip by Trainer(gradient_clip_val=...), and do what else is to "
+    "be done in on_before_optimizer_step"
 )
 
 RANDOM_FACTORIES = frozenset(("rand", "randn", "randint", "randperm", "normal"))
@@ -79,16 +87,15 @@ NUMBERS = frozenset((
 """Functions by which a value leaves torch."""
 
 FORMS = frozenset((
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "requires_grad_", "is_leaf", "size", "dim", "numel",
-    "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride", "data_ptr", "__len__",
-    "grad_fn", "is_cuda", "is_sparse", "is_meta", "is_quantized", "retains_grad", "names", "type", "get_device",
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "requires_grad_", "is_leaf", "size", "dim",
+    "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride", "data_ptr",
+    "__len__", "grad_fn", "is_cuda", "is_sparse", "is_meta", "is_quantized", "retains_grad", "names", "type",
+    "get_device",
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
     "untyped_storage", "storage_offset", "register_hook", "_version", "_base", "name", "__hash__", "__repr__",
     "__format__", "_is_view", "is_inference", "is_pinned", "is_signed", "output_nr", "itemsize", "nbytes",
 ))  # fmt: skip
 """What can be asked of a tensor without its values; the text of one is for people."""
-
-SAME_MEMORY = frozenset(("data", "detach", "view", "flatten", "reshape", "view_as", "__getitem__"))
 
 GRADIENT, NO_GRADIENT = "a gradient", "no gradient"
 """What is found where a gradient is looked at; what it means depends on the hook."""
@@ -178,7 +185,10 @@ class HookWatch:
         elif place.startswith("[Callback]"):
             key = place.removeprefix("[Callback]")
             owner = next((each for each in self._trainer.callbacks if each.state_key == key), None)
-        is_hook = (hook.startswith("on_") and hook not in NOT_WATCHED) or hook in ("optimizer_step", "lr_scheduler_step")
+        is_hook = (hook.startswith("on_") and hook not in NOT_WATCHED) or hook in (
+            "optimizer_step",
+            "lr_scheduler_step",
+        )
         if owner is None or not is_hook:
             return None, hook
         of = getattr(getattr(owner, hook), "__module__", None) or ""
@@ -194,22 +204,21 @@ class HookWatch:
 
     def _tell(self, owner: str, hook: str, found: str, names: Iterable[str]) -> None:
         kind: str | None = found
-        if found == SEVERAL:
-            kind = _kind_by_caller(sys._getframe())
+        if found in (SEVERAL, NUMBERS_OF_SEVERAL):
+            kind = found if _is_of_the_user(sys._getframe()) else None
         elif found in (GRADIENT, NO_GRADIENT):
             kind = self._kind_of_gradient(hook, is_there=found == GRADIENT)
         if kind is None:
             return
         shown = sorted(set(names))
         place = f"{hook} of {owner}"
-        sentence = kind.format(place=place, names=", ".join(shown[:3]) + (", ..." if len(shown) > 3 else ""))
+        sentence = kind.format(place=place, names=", ".join(shown[:3]))
         if kind == AFTER_THE_CLOSURE:
             raise self._refusal(sentence)
-        key = f"{place}: {KINDS.index(kind)}"
+        key = f"{place}: {(SEVERAL if kind == NUMBERS_OF_SEVERAL else kind)[:30]}"
         if key not in self._told:
             self._told.add(key)
             warn_once(f"hook/{key}", sentence)
-
 
     def _kind_of_gradient(self, hook: str, *, is_there: bool) -> str | None:
         """What is told of a look at a gradient in ``hook``."""
@@ -220,9 +229,6 @@ class HookWatch:
         if hook == "optimizer_step":
             return AFTER_THE_CLOSURE if self._step_is_made else None
         return CLEARED if hook in AFTER_A_STEP and self._trainer.global_step else None
-
-
-KINDS = (SEVERAL, LOGGED, RANDOM, CLEARED, IN_BUFFERS)
 
 
 class FollowedValues(TorchFunctionMode):
@@ -241,8 +247,8 @@ class FollowedValues(TorchFunctionMode):
         tell: Callable[[str, Iterable[str]], None],
     ) -> None:
         super().__init__()
-        self._read_names, self._known, self._sources, self._tell = names, None, sources, tell
-        self._gradients = WeakIdKeyDictionary()
+        self._read_names, self._sources, self._tell = names, sources, tell
+        self._known: Mapping[int, str] | None = None
         self._read: list[str] = []
 
     def __torch_function__(
@@ -276,11 +282,14 @@ class FollowedValues(TorchFunctionMode):
         written = written or name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__index__")
         if name in NUMBERS:
             self._note_number(weights)
+        elif name == "clone" and weights and _is_logged(sys._getframe()):
+            self._tell(LOGGED, weights)
         elif written and given:
             self._read = [weight for weight in self._read if weight not in self._sources_of(given[0])]
+        made_of = sources | {NOISE} if is_drawn else sources
         for tensor in _tensors((result,)):
-            if self._sources_of(tensor) != sources:
-                self._sources[tensor] = sources | ({NOISE} if is_drawn else frozenset())
+            if id(tensor) not in (self._known or ()) and self._sources_of(tensor) != made_of:
+                self._sources[tensor] = made_of
 
     def _note_number(self, weights: frozenset[str]) -> None:
         """Note that numbers leave torch: those of several parameters may meet where nobody sees it.
@@ -289,7 +298,7 @@ class FollowedValues(TorchFunctionMode):
         """
         self._read += [weight for weight in weights if weight not in self._read]
         if len(self._read) > 1 or (self._read and self._is_all_of_a_rank(weights)):
-            self._tell(SEVERAL, self._read)
+            self._tell(NUMBERS_OF_SEVERAL, self._read)
 
     def _sources_of(self, tensor: Tensor) -> frozenset[str]:
         found = self._sources.get(tensor)
@@ -329,7 +338,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _one_by_one(arguments: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The calls that one of a function on lists of tensors stands for."""
-    lists = [value for value in arguments if isinstance(value, list | tuple) and any(True for _ in _tensors(value))]
+    lists = [
+        value for value in arguments if isinstance(value, list | tuple) and any(True for _ in _tensors(value))
+    ]
     common = tuple(value for value in arguments if not any(value is each for each in lists))
     results = result if isinstance(result, list | tuple) else [None] * len(lists[0] if lists else ())
     for each, made in zip(zip(*lists, strict=True), results, strict=True):
@@ -341,21 +352,28 @@ def _is_one_of_many(given: list[Tensor], result: Any) -> bool:
     return isinstance(result, Tensor) and result.numel() == 1 and any(tensor.numel() > 1 for tensor in given)
 
 
-def _kind_by_caller(frame: FrameType | None) -> str | None:
-    """What it is that the code at ``frame`` mixes values for; None if a library does it for itself."""
+def _is_of_the_user(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` computes for a hook's user, and not a library for itself."""
     for caller in _callers(frame):
         package = (caller.f_globals.get("__name__") or "").partition(".")[0]
-        if package in OTHERS and not _is_of_this_file(caller):
-            if caller.f_code.co_name in ("log", "log_dict"):
-                return LOGGED
-            return SEVERAL if caller.f_code.co_filename.endswith(LIGHTNING_NORMS) else None
         if package != "torch" and not _is_of_this_file(caller):
-            return SEVERAL
-    return SEVERAL
+            return package not in OTHERS or caller.f_code.co_filename.endswith(LIGHTNING_NORMS)
+    return True
+
+
+def _is_logged(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` is on the way of ``self.log()``, which copies a value first."""
+    return any(
+        caller.f_code.co_name == "log" and caller.f_code.co_filename.endswith(LIGHTNING_MODULE)
+        for caller in _callers(frame)
+    )
 
 
 LIGHTNING_NORMS = os.path.join("utilities", "grads.py")
-"""Lightning's function ``grad_norm``, which a hook calls for its user."""
+"""The file of Lightning's ``grad_norm``, which a hook calls for its user."""
+
+LIGHTNING_MODULE = os.path.join("core", "module.py")
+"""The file of Lightning's ``LightningModule.log``."""
 
 
 def _clears_gradients(frame: FrameType | None) -> bool:

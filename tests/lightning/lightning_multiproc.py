@@ -33,6 +33,7 @@ from tests.lightning import (  # noqa: E402
     after_fit_cases,
     callback_cases,
     epoch_cases,
+    hook_cases,
     loss_cases,
     map_cases,
     naming_cases,
@@ -331,7 +332,7 @@ KINDS: dict[str, list[Any]] = {
     "steps": [step_cases],
     "losses": [loss_cases],
     "callbacks": [callback_cases],
-    "names": [naming_cases],
+    "names": [naming_cases, hook_cases],
     "after": [after_fit_cases],
 }
 """The modules with the cases of a kind, which a start of processes runs one after the other."""

@@ -107,3 +107,66 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
     assert "asks for the numbers in tensors (bool) outside of its layers" in numbers
     assert "self.net was compiled in place (compile()), as a whole" in compiled["said"][0]
     assert not two.ranks[1]["different_later"]["Asking"]["said"]
+
+
+# Hooks and optimizers that look at all parameters
+
+
+@pytest.mark.parametrize("case", ["norms_over_ranks", "each_by_itself", "in_the_order_of_the_loader", "own_ratio"])
+def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str) -> None:
+    """``clip_grad_norm_`` in a hook took the norm of a part of the gradients, and nothing was said."""
+    assert_same(two.of(case), two.reference[case])
+
+
+@pytest.mark.parametrize(
+    "case, sentence",
+    [
+        ("NormByHand", "on_before_optimizer_step of NormByHand takes numbers out of several parameters"),
+        ("Stacked", "on_after_backward of Stacked computes with several parameters or gradients together"),
+        ("RateOfAll", "on_train_batch_end of RateOfAll "),
+        ("Noisy", "on_train_epoch_start of Noisy draws random numbers for parameters"),
+        ("NormsLogged", "on_before_optimizer_step of NormsLogged logs values of single parameters"),
+        ("NormsOfLightning", "on_before_optimizer_step of NormsOfLightning computes with several parameters"),
+        ("NormOfOneEach", "on_before_optimizer_step of NormOfOneEach computes with several parameters"),
+        ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
+        ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
+        ("looking bf16", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
+    ],
+)
+def test_hooks_that_see_a_part_of_the_parameters_are_told_once(two: Records, case: str, sentence: str) -> None:
+    records = [rank["told_of_hooks"][case] for rank in two.ranks]
+    [line] = [line for record in records for line in record["said"]]
+    assert sentence in line  # of whichever rank knew first
+    assert [record["end"] for record in records] == ["not refused"] * 2
+
+
+def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
+    assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
+
+
+@pytest.mark.parametrize(
+    "case, sentence",
+    [
+        (
+            "ListsOfOne",
+            "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each",
+        ),
+        (
+            "OnRankZero",
+            "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each",
+        ),
+        ("ClippedInClosure", "optimizer_step of ClippedInClosure looks at gradients after the closure"),
+        (
+            "OwnOptimizer",
+            "configure_optimizers returns GlobalNorm, whose step of a parameter depends on the others",
+        ),
+        ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
+        ("clipped bf16", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
+        ("ratio zero", "returns Ratio, whose step of an element depends on the tensor that it stands in"),
+        ("ratio bf16", "returns Ratio, whose step of an element depends on the tensor that it stands in"),
+    ],
+)
+def test_what_cannot_be_done_with_a_part_of_the_parameters_is_refused(
+    two: Records, case: str, sentence: str
+) -> None:
+    assert all(sentence in rank["told_of_hooks"][case]["end"] for rank in two.ranks)

@@ -1,0 +1,325 @@
+"""Hooks and optimizers that look at all parameters or gradients, of which a rank has those of its own layers.
+
+Written like ``lightning_cases.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.utilities import grad_norm
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import CUT, Host, refused, seeded, trained
+
+LARGEST = 0.05
+"""A norm that every step has to be clipped to."""
+
+
+class Module(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.norms: list[float] = []
+
+    def note(self, norm: torch.Tensor) -> None:
+        self.norms.append(float(norm))
+
+
+# Equal to one process
+
+
+class ClippedBefore(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note(clip_grad_norm_(self.parameters(), LARGEST))
+
+
+class ClippedByGroups(Module):
+    def on_after_backward(self) -> None:
+        groups = self.trainer.optimizers[0].param_groups
+        self.note(torch.nn.utils.clip_grad_norm_([w for g in groups for w in g["params"]], LARGEST, norm_type=1))
+
+
+class ClippedInPieces(Module):
+    """One layer by its own norm, which one rank has; the largest element of all; each weight by itself."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for block in (self.embed, self.blocks, self.head):
+            self.note(clip_grad_norm_(block.parameters(), LARGEST))
+        self.note(clip_grad_norm_(self.parameters(), LARGEST, norm_type=math.inf))
+        for weight in self.parameters():
+            clip_grad_norm_(weight, LARGEST / 4)
+
+
+class ClippingCallback(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        module.note(clip_grad_norm_([weight for weight in module.parameters() if weight.requires_grad], LARGEST))
+
+
+class ClippedTied(cases.TiedLanguageModel):
+    """The gradient of the embedding is on both ranks, and counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(clip_grad_norm_(self.parameters(), LARGEST)))
+
+
+def norms_over_ranks(host: Host) -> dict[str, Any]:
+    record = {}
+    for build in (ClippedBefore, ClippedByGroups, ClippedInPieces, ClippedTied):
+        module, recorder, tied = seeded(build), cases.Recorder(), build is ClippedTied
+        tokens = torch.randint(cases.VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(4))
+        data = DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16) if tied else None
+        trained(host, module, recorder, data=data, strategy={"algorithm": [0, 3, 6] if tied else CUT})
+        record[build.__name__] = {"rows": recorder.rows, "norms": module.norms}
+    module, recorder = seeded(Module), cases.Recorder()
+    trained(host, module, recorder, ClippingCallback())
+    return {**record, "callback": {"rows": recorder.rows, "norms": module.norms}}
+
+
+class EachByItself(Module):
+    """What hooks do to one parameter after the other, with numbers of its own."""
+
+    def on_fit_start(self) -> None:
+        self.averages = {name: weight.detach().clone() for name, weight in self.named_parameters()}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for weight in self.parameters():
+            weight.grad.data.clamp_(-0.1, 0.1)
+            weight.grad.mul_((LARGEST / weight.grad.norm()).clamp(max=1))
+            weight.grad.mul_(min(1.0, LARGEST / 2 / float(weight.grad.norm())))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                weight.clamp_(-1, 1)
+                self.averages[name].lerp_(weight, 0.1)
+            torch._foreach_mul_(list(self.parameters()), 0.999)
+
+
+def each_by_itself(host: Host) -> dict[str, Any]:
+    recorder = cases.Recorder()
+    with lines() as said:
+        trained(host, seeded(EachByItself), recorder)
+    return {"rows": recorder.rows, "said": [line for line in said if line.startswith("on_")]}
+
+
+class Ordered(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch[0].sum()))
+
+
+def in_the_order_of_the_loader(host: Host) -> dict[str, Any]:
+    """With the Trainer's own default: its distributed sampler would shuffle."""
+    module = seeded(Ordered)
+    trainer = trained(host, module, use_distributed_sampler=True)
+    return {"seen": module.seen, "again": trainer._accelerator_connector.use_distributed_sampler}
+
+
+# Told
+
+
+class NormByHand(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = sum(float(weight.grad.norm()) ** 2 for weight in self.parameters()) ** 0.5
+        for weight in self.parameters():
+            weight.grad.mul_(min(1.0, LARGEST / norm))
+
+
+class Stacked(Module):
+    def on_after_backward(self) -> None:
+        norm = torch.stack([weight.grad.norm() for weight in self.parameters()]).norm()
+        torch._foreach_mul_([weight.grad for weight in self.parameters()], LARGEST / norm)
+
+
+class RateOfAll(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        total = torch.zeros(())
+        for weight in self.parameters():
+            total = total + weight.detach().square().sum()
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1 / float(total)
+
+
+class Noisy(Module):
+    def on_train_epoch_start(self) -> None:
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(torch.randn(weight.shape) * 0.1)
+
+
+class NormsLogged(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, weight in self.named_parameters():
+            self.log(f"norm/{name}", weight.grad.norm())
+
+
+class NormsOfLightning(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.all_norms = grad_norm(self, norm_type=2)
+
+
+class LookingLate(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.found = [weight.grad for weight in module.parameters()]
+
+
+class LookingEarly(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.found = [weight.grad for weight in module.parameters()]
+
+
+class OneEach(cases.Steps):
+    """Each rank has one parameter, so that none sees two together."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.net = nn.Sequential(
+            nn.Linear(cases.NUM_FEATURES, cases.WIDTH, bias=False),
+            nn.Tanh(),
+            nn.Linear(cases.WIDTH, cases.NUM_CLASSES, bias=False),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class NormOfOneEach(OneEach):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = sum(weight.grad.square().sum() for weight in self.parameters())
+
+
+class ZeroingGradients(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.zero_grad()
+        self.trainer.optimizers[0].zero_grad()
+
+
+class ListsOfOne(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for weight in self.parameters():
+            clip_grad_norm_([weight], LARGEST)
+
+
+class OnRankZero(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 0:
+            clip_grad_norm_(self.parameters(), LARGEST)
+
+
+class ClippedInClosure(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            clip_grad_norm_(self.parameters(), LARGEST)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class GlobalNorm(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], LARGEST)
+        return super().step()
+
+
+class OwnOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        return GlobalNorm(self.parameters(), lr=0.1)
+
+
+class Ratio(torch.optim.Optimizer):
+    """As LAMB: the step of a matrix has its norm."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad * (group["lr"] * weight.norm() / (weight.grad.norm() + 1e-6)))
+
+
+class OfTheirOwn(Module):
+    def configure_optimizers(self) -> Any:
+        return Ratio(self.parameters())
+
+
+class Untriable(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"] and self.param_groups[0]["params"][0].shape[-1] != cases.NUM_FEATURES:
+            raise ValueError("only for eight features")
+        return super().step(closure)
+
+
+@contextmanager
+def lines() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    said: list[str] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, handler = logging.getLogger("deepspeed_partition.engine"), Keeping()
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def own_ratio(host: Host) -> dict[str, Any]:
+    recorder = cases.Recorder()
+    trained(host, seeded(OfTheirOwn), recorder)
+    return {"rows": recorder.rows}
+
+
+def told_of_hooks(host: Host) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+
+    def run(name: str, build: Callable[[], Any], *callbacks: Any, **arguments: Any) -> None:
+        with lines() as said:
+            end = refused(lambda: trained(host, seeded(build), *callbacks, max_epochs=1, **arguments))
+        record[name] = {"end": end, "said": [line for line in said if " of " in line and line.startswith("on_")]}
+
+    for build in (
+        NormByHand, Stacked, RateOfAll, Noisy, NormsLogged, NormsOfLightning, ZeroingGradients, ListsOfOne,
+        OnRankZero, ClippedInClosure, OwnOptimizer,
+    ):  # fmt: skip
+        run(build.__name__, build)
+    run("LookingLate", Module, LookingLate())
+    run("NormOfOneEach", NormOfOneEach, strategy={"algorithm": [0, 1, 3]})
+    for name, arguments in (("zero", {"strategy": {"stage": 1}}), ("bf16", {"precision": "bf16-mixed"})):
+        run(f"clipped {name}", ClippedBefore, **arguments)
+        run(f"looking {name}", Module, type(f"LookingIn{name}", (LookingEarly,), {})(), **arguments)
+        run(f"ratio {name}", OfTheirOwn, **arguments)
+    return record
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [norms_over_ranks, each_by_itself, in_the_order_of_the_loader, own_ratio],
+    4: [],
+}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks], 4: []}
