@@ -300,6 +300,18 @@ class Unfrozen(cases.Classifier):
             self.blocks[4].requires_grad_(True)
 
 
+class FrozenLater(cases.Classifier):
+    """From the second epoch on, within the warm-up, the first stage has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.embed.requires_grad_(False)
+            self.blocks[:3].requires_grad_(False)
+
+
 class UnfrozenWithoutRate(Unfrozen):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([weight for weight in self.parameters() if weight.requires_grad], lr=0.3)
@@ -331,10 +343,10 @@ class Dropping(cases.Classifier):
 
 
 def alike_later(host: Host) -> dict[str, Any]:
-    strategy = {"algorithm": [0, 4, 8], "warmup_steps": 3, "warmup_epochs": 0}
+    cut, warm_up = {"algorithm": [0, 4, 8]}, {"warmup_steps": 3, "warmup_epochs": 0}
     return {
-        build.__name__: cases.fit(host, build, cases.loader(32), max_epochs=4, strategy=strategy)
-        for build in (Unfrozen, Dropping)
+        build.__name__: cases.fit(host, build, cases.loader(32), max_epochs=4, strategy={**given, **warm_up})
+        for build, given in ((Unfrozen, cut), (Dropping, cut), (FrozenLater, {}))
     }
 
 

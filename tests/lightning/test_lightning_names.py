@@ -64,7 +64,7 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
 
 
-@pytest.mark.parametrize("case", ["Unfrozen", "Dropping"])
+@pytest.mark.parametrize("case", ["Unfrozen", "Dropping", "FrozenLater"])
 def test_layers_that_a_hook_changes_train_like_one_process(two: Records, case: str) -> None:
     assert_same(two.of("alike_later")[case], two.reference["alike_later"][case])
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -297,7 +298,13 @@ def _plan(
         time_limit_seconds=options.time_limit_seconds,
     )
     plan = on_ranks_with_data(make(algorithm=options.algorithm))
-    if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
+    idle = _idle_stage(chain, engine.module.parts)
+    if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists and idle is not None:
+        announce(
+            f"stage {idle} of the present cut {list(engine.module.parts)} has nothing to train any more, for its "
+            "layers were frozen meanwhile: the plan gives every rank some"
+        )
+    elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
         plan = _unless_present_is_as_good(plan, lambda: make(algorithm=engine.module.parts))
     announce(plan.summary())
     if deadline.starved:
@@ -327,6 +334,14 @@ def _with_loss_of_batch(chain: Chain, cost: LossCost | None, num_micro_batches: 
         stash_bytes=(last.stash_bytes or 0) + -(-cost.peak_bytes // num_micro_batches),
     )
     return replace(chain, layers=(*layers, last))
+
+
+def _idle_stage(chain: Chain, boundaries: Sequence[int]) -> int | None:
+    """The first stage whose layers are all frozen."""
+    for stage, (start, stop) in enumerate(pairwise(boundaries)):
+        if not any(layer.num_trainable_parameters for layer in chain.layers[start:stop]):
+            return stage
+    return None
 
 
 def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> Plan:
