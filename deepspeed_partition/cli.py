@@ -39,6 +39,7 @@ from deepspeed_partition.planner import units
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
+from deepspeed_partition.planner.io.files import write_text
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
@@ -49,6 +50,7 @@ from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
+from deepspeed_partition.schedule.other_runtimes import megatron_layout, torch_csv
 from deepspeed_partition.versions import HostError
 
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -342,18 +344,50 @@ def show(plan: str, as_json: bool) -> None:
 
 
 @cli.command()
-@input_file("graph")
-@output_file("chain")
+@input_file("graph", metavar="GRAPH|PLAN")
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(("chain", "torch-csv", "megatron-layout")),
+    default="chain",
+    show_default=True,
+    help="What to make: of a graph a chain, of a plan a file of another runtime.",
+)
+@click.option(
+    "--micro-batches", type=click.IntRange(min=1), help="Of a step, for torch-csv; left out: the plan's."
+)
+@output_file("resulting")
 @json_flag("the chain")
-def convert(graph: str, output: str | None, as_json: bool) -> None:
-    """Make a chain of PipeDream's profile GRAPH (graph.txt).
+def convert(graph: str, target: str, micro_batches: int | None, output: str | None, as_json: bool) -> None:
+    """Make a chain of PipeDream's profile (graph.txt), or a file of another runtime of a plan.
 
-    The nodes are put in an order in which few bytes cross the cuts; a layer's output is all that crosses the cut
-    after it. The other commands read graph.txt files, too: this is to see and to change the chain.
+    chain: the nodes of a graph are put in an order in which few bytes cross the cuts; a layer's output is all that
+    crosses the cut after it. The other commands read graph.txt files, too: this is to see and to change the chain.
+
+    torch-csv: the plan's forwards and backwards as a schedule file of torch.distributed.pipelining.
+
+    megatron-layout: the plan's stages as Megatron-LM's --pipeline-model-parallel-layout.
     """
-    output, as_json = _result(output, as_json, graph)
-    chain = Chain.load(graph)
-    _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
+    if target != "torch-csv" and micro_batches is not None:
+        raise click.UsageError(f"--micro-batches is for --to torch-csv, not for {target}")
+    if target == "chain":
+        output, as_json = _result(output, as_json, graph)
+        chain = Chain.load(graph)
+        _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
+        return
+    if as_json:
+        raise click.UsageError(f"--json is for --to chain: {target} is a text of its own")
+    text = _for_other_runtime(Plan.load(graph), target, micro_batches)
+    if output in (None, "-"):
+        click.echo(text, nl=False)
+        return
+    _result(output, False, graph)
+    write_text(output, text)
+    click.echo(f"saved {units.printable(output)}")
+
+
+def _for_other_runtime(plan: Plan, target: str, micro_batches: int | None) -> str:
+    return torch_csv(plan, micro_batches) if target == "torch-csv" else f"{megatron_layout(plan)}\n"
 
 
 def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, weight_copies: float) -> Platform:

@@ -31,13 +31,13 @@ def quantity(parse: Callable[[str], float]) -> Callback:
 SIZE, BANDWIDTH, DURATION = map(quantity, (units.parse_size, units.parse_bandwidth, units.parse_seconds))
 
 
-def input_file(name: str) -> Callable[[Command], Command]:
+def input_file(name: str, metavar: str | None = None) -> Callable[[Command], Command]:
     """Return an argument for a file to read, or - for standard input."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str) -> str:
         return "/dev/stdin" if value == "-" else value
 
-    return click.argument(name, type=click.Path(allow_dash=True), callback=read)
+    return click.argument(name, metavar=metavar, type=click.Path(allow_dash=True), callback=read)
 
 
 def output_file(what: str) -> Callable[[Command], Command]:

@@ -20,6 +20,8 @@ ADDED = {
     "MadPipeStrategy/unpickle",
     "MadPipeStrategy/whole_model",
     "commands/compare/--zero",
+    "commands/convert/--micro-batches",
+    "commands/convert/--to",
     "commands/plan/--zero",
     "names/deepspeed_partition.engine/TiedModule",
     "options/checkpoint_checksums",

@@ -42,6 +42,7 @@ from tests.engine.running import (
     train,
     two,
 )  # fmt: skip
+from tests.engine.torch_schedule_cases import schedule_files_run_in_torch
 from tests.engine.warm_up_cases import heard
 
 # Training equals training in one process
@@ -716,6 +717,7 @@ BOTH = [
     the_users_optimizer_and_scheduler_stay, groups_that_are_empty_on_a_rank,
     a_scheduler_that_knows_its_groups, weights_move_as_they_are,
     checkpoints_bring_their_cut, a_short_last_micro_batch, a_stage_with_nothing_but_a_tied_copy,
+    schedule_files_run_in_torch,
 ]  # fmt: skip
 ONLY_TWO = [
     tied_layers_that_meet_train_the_same, shapes_without_dynamic_shape,
