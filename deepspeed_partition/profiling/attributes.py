@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -12,6 +14,14 @@ from torch import nn
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
+_LIBRARIES = frozenset(
+    ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
+)
+_DEPTH = 2
+_MOST_MEMBERS = 1000
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+"""The types of what a program draws random numbers from."""
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -27,8 +37,9 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> Iterator[None]:
     """Put the attributes of ``modules`` and of their children back afterwards, and their buffers if asked.
 
-    Numbers, strings, tensors, generators, arrays, and lists, dicts and sets of these become what they were. Of any
-    other object only the name is put back: what has changed within it stays changed.
+    Numbers, strings, tensors, random generators, arrays, and lists, dicts, sets and deques of these become what
+    they were, and so do the attributes of a program's objects. Of any other object only the name is put back: what
+    has changed within it stays changed.
     """
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     before = [(owner, _remembered_each(attributes_of(owner))) for owner in owners]
@@ -44,20 +55,49 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
             table.update(_restored(remembered))
 
 
+def generator_state(generator: Any) -> Any:
+    """The state of one of :data:`GENERATORS`, which can be pickled; None of one that has none."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return _bits_of(generator).state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator to where :func:`generator_state` has found it."""
+    if state is None:
+        return
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits_of(generator).state = state
+
+
+def _bits_of(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
 Remembered: TypeAlias = Callable[[], Any]
 """Function that makes a value what it was, and returns it."""
 
 
-def _remembered_each(values: Mapping[Any, Any]) -> dict[Any, Remembered]:
-    return {key: _remembered(value) for key, value in values.items()}
+def _remembered_each(values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
+    return {key: _remembered(value, depth) for key, value in values.items()}
 
 
 def _restored(remembered: Mapping[Any, Remembered]) -> dict[Any, Any]:
     return {key: restored() for key, restored in remembered.items()}
 
 
-def _remembered(value: Any) -> Remembered:
-    restore = _restorer(value)
+def _remembered(value: Any, depth: int) -> Remembered:
+    restore = _restorer(value, depth)
 
     def restored() -> Any:
         restore()
@@ -66,10 +106,10 @@ def _remembered(value: Any) -> Remembered:
     return restored
 
 
-def _restorer(value: Any) -> Callable[[], object]:
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
+def _restorer(value: Any, depth: int) -> Callable[[], object]:
+    if isinstance(value, GENERATORS):
+        state = generator_state(value)
+        return lambda: set_generator_state(value, state)
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
         copy, version = value.detach().clone(), value._version
         return lambda: None if value._version == version else _copy_back(value, copy)
@@ -77,20 +117,42 @@ def _restorer(value: Any) -> Callable[[], object]:
         array = value.copy()
         return lambda: np.copyto(value, array)
     if isinstance(value, list):
-        items = [_remembered(item) for item in value]
+        items = [_remembered(item, depth) for item in value]
         return lambda: value.__setitem__(slice(None), [item() for item in items])
     if isinstance(value, dict):
-        members = _remembered_each(value)
+        members = _remembered_each(value, depth)
         return lambda: _refill(value, _restored(members))
     if isinstance(value, set):
         entries = set(value)
         return lambda: _refill(value, entries)
+    if isinstance(value, deque):
+        queue = list(value)
+        return lambda: _refill_queue(value, queue)
+    table = members_of(value) if depth else None
+    if table is not None:
+        inner = _remembered_each(table, depth - 1)
+        return lambda: _refill(table, _restored(inner))
     return lambda: None
+
+
+def members_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of the program, such as a meter; None of anything else."""
+    kind = type(value)
+    if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    table = vars(value)
+    of_library = kind.__module__.partition(".")[0] in _LIBRARIES
+    return None if of_library or not isinstance(table, dict) or len(table) > _MOST_MEMBERS else table
 
 
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(copy)
+
+
+def _refill_queue(queue: deque[Any], items: list[Any]) -> None:
+    queue.clear()
+    queue.extend(items)
 
 
 def _refill(container: Any, contents: Any) -> None:

@@ -57,6 +57,9 @@ from lightning_madpipe.steps.what_steps_leave import said
 
 LOSSES = ("auto", "mean", "batch")
 MOST_STEPS_BETWEEN = 128
+DRAWS_BOTH = (
+    "it draws from torch's generator for each sample and once for a batch, and micro-batches could not do both"
+)
 SAME = 1e-7
 """Relative difference of the factors that two explanations give."""
 
@@ -98,6 +101,9 @@ class LossOfBatches:
     _attributes: Attributes | None = None
     _epoch: int = 0
     _found: Finding | None = None
+    _draws_for_batch: bool = False
+    """Whether steps draw from torch's generator once for a batch, so that its micro-batches draw alike."""
+    _draws_for_samples: bool = False
     _told: set[str] = field(default_factory=set)
 
     def prepare(self, window: Sequence[BatchRun]) -> None:
@@ -134,6 +140,8 @@ class LossOfBatches:
 
     def _give_loss(self, run: BatchRun) -> None:
         run.runs_once = self.once
+        for micro_batch in run.micro_batches:
+            micro_batch.draws_alike = self._draws_for_batch
         if self.once or self.weight == SAMPLES or not self.engine.is_last_stage():
             return
         values = values_of(self.weight, self._weights(run))
@@ -237,11 +245,24 @@ class LossOfBatches:
         error = max(
             (finding.relative_error for finding in findings if finding.relative_error is not None), default=None
         )
+        drawn_from = sorted({name for finding in findings for name in finding.drawn_from})
+        if drawn_from:
+            self._tell(
+                f"training_step draws from the common random generators ({', '.join(drawn_from)}): in a pipeline these "
+                "are other numbers than in one process with the same seed; a generator of its own, such as "
+                "self.rng = random.Random(0), gives the same ones",
+                key="draws",
+            )
         why_not = next((finding.why_not for finding in findings if finding.why_not), None)
         unknown = next((finding.why_unknown for finding in findings if finding.why_unknown), None)
         if why_not is not None:
             off = "" if error is None else f"the mean over its micro-batches is {error_in_words(error)}: "
             self._switch(flushes, off + why_not)
+            return
+        self._draws_for_batch |= any(finding.draws_for_batch for finding in findings)
+        self._draws_for_samples |= any(finding.draws_for_samples for finding in findings)
+        if self._draws_for_batch and self._draws_for_samples:
+            self._switch(flushes, DRAWS_BOTH)
             return
         explained = [finding for finding in findings if finding.factors is not None]
         if not explained:

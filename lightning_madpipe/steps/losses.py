@@ -67,6 +67,12 @@ class Finding:
     """Names that are logged with another value than that of the whole batch: name, merged, whole, how merged."""
     traces: tuple[str, ...] = ()
     """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
+    draws_for_batch: bool = False
+    """Whether the step draws something from torch's common generator once for a batch."""
+    draws_for_samples: bool = False
+    """Whether it draws something from it for each sample."""
+    drawn_from: tuple[str, ...] = ()
+    """The common generators that the step draws from."""
     loss_seconds: tuple[float, float] = (0.0, 0.0)
     """Seconds of the forward and of the backward of the step on the whole batch."""
     loss_bytes: int = 0
@@ -81,6 +87,8 @@ class Tried:
     gradients: tuple[Tensor | None, ...]
     passed: tuple[Any, ...]
     """What the step passed to ``forward``."""
+    drawn: Mapping[str, int]
+    """Where random generators were in the end, but for torch's common one, as numbers that tell."""
     log_calls: list[dict[str, Any]]
     seconds: tuple[float, float]
     """Seconds of the forward and of the backward."""

@@ -31,6 +31,10 @@ class MicroBatch:
     """What Lightning passes to the step after the batch: batch_idx, dataloader_idx."""
     seed: int
     """The seed of the step's own random numbers, which both ends of the pipeline must draw alike."""
+    batch_seed: int
+    """The seed of its batch: what is drawn once for a batch, all its micro-batches draw alike."""
+    draws_alike: bool = False
+    """Whether that holds for torch's common generator; else micro-batches draw each sample's numbers from it."""
     place: int = 0
     """The number of the micro-batch in the Lightning batch."""
     is_last: bool = True

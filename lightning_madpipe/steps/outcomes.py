@@ -16,6 +16,7 @@ from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
+from lightning_madpipe.steps.own_generators import States
 from lightning_madpipe.steps.recorded_calls import Call, make
 from lightning_madpipe.steps.serialization import packed, pickled, unpacked
 from lightning_madpipe.steps.step_results import StepResult, result_of
@@ -31,6 +32,8 @@ class Outcome(NamedTuple):
     calls: list[Call]
     should_stop: bool
     error: Exception | None
+    draws: States
+    """Where the steps have left the program's own random generators."""
 
 
 class Outcomes:
@@ -105,6 +108,7 @@ class Outcomes:
                 outcome = unpacked(pickle.loads(box[0]), self._device)
                 make_changes(self._module, outcome.changes)
         assert outcome is not None, "the last stage has it and sends it"
+        self._steps.draws.put(outcome.draws)
         if step == "training_step":
             outcome = outcome._replace(error=self._error_anywhere(outcome.error))
         if outcome.error is not None:
@@ -134,12 +138,12 @@ class Outcomes:
             )
         self._before = None
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
-        return Outcome(results, changes, calls, self._trainer.should_stop, error)
+        return Outcome(results, changes, calls, self._trainer.should_stop, error, self._steps.draws.left())
 
     def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
         """Return ``outcome`` itself and as bytes for other processes, without what cannot leave this one."""
         if outcome.error is not None:
-            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error)))
+            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error), {}))
         sent = packed(outcome)
         parcel, _ = pickled(sent)
         if parcel is not None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state
+from lightning_madpipe.steps.own_generators import OwnGenerators
 
 
 class RandomNumbers:
@@ -42,6 +43,14 @@ class RandomNumbers:
         random.setstate(python)
         numpy.random.set_state(numbers)
         torch.set_rng_state(cpu)
+
+    def share(self, own: OwnGenerators) -> None:
+        """Give all ranks the states of the program's own generators on the pipeline's first one. Collective."""
+        if self._group is None:
+            return
+        box = [own.all_states()]
+        dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
+        own.put(box[0])
 
     @contextmanager
     def of_layers(self) -> Iterator[None]:

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch
@@ -161,6 +163,7 @@ class BatchRunner:
             engine.set_train_micro_batch_size(first.size)  # known now; the plan's chain names it
         engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
         engine.around_measurements = lambda: self._measurement(in_order)
+        self.steps.draws.begin(len(window))
         try:
             with self._announced_shapes(window):
                 engine.train_batch(self._feed(in_order))
@@ -185,6 +188,7 @@ class BatchRunner:
                 self._comparison.compare_if_changed(run)
             # In inference mode, which Lightning may have entered, the engine would allocate buffers that
             # training cannot use.
+            self.steps.draws.begin()
             with torch.inference_mode(False), torch.no_grad():
                 self._go_forward(run)
                 [result] = self._outcomes.share_with_pipeline([run])
@@ -205,7 +209,13 @@ class BatchRunner:
 
     def _forward_only(self, run: BatchRun) -> str | None:
         """Take a batch through the pipeline, of which nothing stays; return what a layer raised on some rank."""
-        with torch.inference_mode(False), torch.no_grad(), self.steps.rehearsal():
+        layers = [layer for layer in self._pipeline.forward_funcs if isinstance(layer, nn.Module)]
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self.steps.rehearsal(),
+            attributes_kept(layers, buffers=True),
+        ):
             try:
                 self._go_forward(run)
             except SamplesSelectedError as error:
@@ -239,6 +249,7 @@ class BatchRunner:
         if run.runs_once:
             self._evaluated.add(step)
         if step not in self._rehearsed:
+            self._random_numbers.share(self.steps.draws)
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
             with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
@@ -256,6 +267,7 @@ class BatchRunner:
         known: dict[str, Any] = {
             "step": step,
             "arguments": arguments,
+            "batch_seed": seed,
             "keeps_returned": self._reading.is_read(step),
         }
         micro_batches = [

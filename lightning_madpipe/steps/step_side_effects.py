@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deepspeed_partition.profiling.attributes import GENERATORS
 from lightning_madpipe.module import outside_pipeline
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
@@ -192,6 +193,8 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 def _is_opaque(value: Any) -> bool:
     """Whether this may change without being seen; libraries that run the step change objects of their own."""
+    if isinstance(value, GENERATORS):
+        return False  # see own_generators.py
     if not hasattr(value, "__dict__") or _fields(value) is not None or isinstance(value, Tensor | type | Callable):
         return isinstance(value, Metric)  # one in a dict, and not an attribute; as an attribute it is looked into
     return type(value).__module__.partition(".")[0] not in LIBRARIES

@@ -42,6 +42,12 @@ def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, c
         run: Whose outputs have come through.
         compares: Whether to do that; else only the cost of the loss is measured.
     """
+    steps.drawn_from.clear()
+    finding = _tried(steps, module, run, is_tuple, compares=compares)
+    return dataclasses.replace(finding, drawn_from=tuple(sorted(steps.drawn_from)))
+
+
+def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, compares: bool) -> Finding:
     try:
         joined = steps.join(run, trains=False)
     except ValueError as error:
@@ -72,6 +78,8 @@ def _compared(
     draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
     with draws:
         whole = steps.try_once(run.whole, joined, is_tuple)
+    if draws.are_common:
+        steps.drawn_from.add("torch")
     left_by_whole = traces.taken()
     if not numpy.isfinite(whole.loss):
         return Finding(why_unknown=f"it is {whole.loss}")
@@ -98,6 +106,14 @@ def _compared(
             return Finding(why_not=f"for a part of it, it raises {type(raised).__name__}: {raised}")
         begin += micro_batch.size
     left_by_pieces = traces.taken()
+    uneven = [name for name, end in whole.drawn.items() if any(piece.drawn.get(name) != end for piece in pieces)]
+    if uneven:
+        return Finding(
+            why_not=f"it draws from {', '.join(uneven)} otherwise for a batch than for a part of it, such as once "
+            "for each sample"
+        )
+    if draws.are_for_batch and draws.are_for_samples:
+        return Finding(draws_for_batch=True, draws_for_samples=True)
     if draws.are_seeded:
         return Finding(
             why_not="it seeds the random numbers that it draws for each sample, and every micro-batch would draw "
@@ -111,7 +127,7 @@ def _compared(
     off = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
     error = off if numpy.isfinite(off) else None  # a mean over labels that are all missing in a micro-batch
     if not any(gradient is not None and bool(gradient.any()) for gradient in whole.gradients):
-        return Finding(why_unknown="it has no gradient", relative_error=error)
+        return Finding(why_unknown="it has no gradient", relative_error=error, draws_for_batch=draws.are_for_batch)
     factors = factors_of(whole, pieces, run.cut(whole.gradients), tolerance)
     if factors is None:
         return Finding(why_not="it compares samples, or is weighted by more than one thing", relative_error=error)
@@ -138,6 +154,8 @@ def _compared(
         fitting=fitting,
         considered=frozenset(weights),
         relative_error=error,
+        draws_for_batch=draws.are_for_batch,
+        draws_for_samples=draws.are_for_samples,
         traces=tuple(differences(traces, left_by_whole, left_by_pieces, total % len(run.sizes) == 0)),
         **_logs(run, alike, tolerance),
     )
@@ -224,6 +242,13 @@ class _Draws(TorchDispatchMode):
         self._place = 0
         self.are_seeded = False
         """Whether micro-batches draw alike for different samples, because the step seeds what it draws from."""
+        self.are_for_batch = self.are_for_samples = False
+        """Whether something is drawn from torch's common generator once for a batch, and for each sample."""
+
+    @property
+    def are_common(self) -> bool:
+        """Whether something was drawn from torch's common generator."""
+        return None in self._begun
 
     def replayed(self, begin: int, size: int, total: int) -> _Draws:
         self._rows, self._place = (begin, size, total), 0
@@ -248,6 +273,10 @@ class _Draws(TorchDispatchMode):
         if self._is_seeded(made[0], begun):
             self.are_seeded |= any(own.shape != whole.shape for own, whole in zip(made, drawn, strict=False))
             return
+        if begun is None:
+            is_for_samples = any(own.shape != whole.shape for own, whole in zip(made, drawn, strict=False))
+            self.are_for_samples |= is_for_samples
+            self.are_for_batch |= not is_for_samples
         for own, whole in zip(made, drawn, strict=False):
             self._take(own, whole)
 

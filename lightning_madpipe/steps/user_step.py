@@ -39,6 +39,7 @@ from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLo
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.metrics import BatchMetrics, MetricValue, metrics_of
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
+from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
@@ -103,6 +104,11 @@ class UserSteps:
         ``forward``; None where all micro-batches pass the same."""
         self.rehearsing = False
         """Whether what runs is to leave no trace, and the other pipelines may not run it."""
+        self.draws = OwnGenerators(module, ignored, error)
+        self._ended: Mapping[str, int] = {}
+        """Where generators were when a step that was rehearsed had ended."""
+        self.drawn_from: set[str] = set()
+        """The common generators that steps which were rehearsed have drawn from."""
 
     def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
         """The module as it is now, to tell later what a step left behind."""
@@ -118,7 +124,8 @@ class UserSteps:
         before, rehearsed_already = self.leftovers(undoable=True), self.rehearsing
         self.rehearsing = True
         try:
-            yield
+            with self.draws.rehearsal():
+                yield
         finally:
             self.rehearsing = rehearsed_already
             before.undo()
@@ -167,7 +174,7 @@ class UserSteps:
         before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad():
-                self._run(micro_batch, take, log=lambda *_, **__: None, record=lambda _: None, again=True)
+                self._run(micro_batch, take, lambda *_, **__: None, lambda _: None, again=True, only_inputs=True)
         except _InputTaken:
             pass
         finally:
@@ -347,6 +354,7 @@ class UserSteps:
             loss=float(loss.detach()),
             gradients=gradients,
             passed=passed[0],
+            drawn=self._ended,
             log_calls=logged,
             seconds=(middle - start, end - middle),
         )
@@ -376,6 +384,7 @@ class UserSteps:
                     f"{micro_batch.step} calls {self._called} a second time: a pipeline runs once per "
                     "micro-batch; make one call, on inputs joined along dimension 0"
                 )
+            self.draws.note_call()
             return self._cut_off(outputs, arguments)
 
         def log(*arguments: Any, **keywords: Any) -> None:
@@ -469,11 +478,13 @@ class UserSteps:
         record: Callable[[Call], None],
         *,
         again: bool,
+        only_inputs: bool = False,
     ) -> Any:
         """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``.
 
         Args:
             again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
+            only_inputs: It ends at its call of the layers.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
         layers = call
@@ -484,9 +495,11 @@ class UserSteps:
         def show(*values: Any, **keywords: Any) -> None:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
 
+        what = "inputs" if only_inputs else "all"
         with (
             self._context(),
-            _seeded(micro_batch.seed),
+            _seeded(micro_batch),
+            self.draws.of_step(what, micro_batch.batch_seed, self._note_end if self.rehearsing else None),
             self._as_running(micro_batch.step),
             _replaced(self._module, self._attribute, layers),
             _replaced(self._module, "log", log),
@@ -495,6 +508,10 @@ class UserSteps:
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
         ):
             return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+
+    def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
+        self._ended = ended
+        self.drawn_from.update(common)
 
     @contextmanager
     def _as_running(self, step: str) -> Iterator[None]:
@@ -633,15 +650,18 @@ def _replaced(module: Any, attribute: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(micro_batch: MicroBatch) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's random numbers, and restore them afterwards.
 
-    The first and the last stage run the same step on the same micro-batch: what it draws, such as the
-    shares of a mix-up of inputs and labels, must be the same on both.
+    The first and the last stage run the same step on the same micro-batch: what it draws, such as the shares of a
+    mix-up of inputs and labels, must be the same on both. From Python's and NumPy's generators all micro-batches
+    of a batch draw alike, as for the batch: which branch a step takes, say.
     """
+    batch_seed = micro_batch.batch_seed
+    seed = batch_seed if micro_batch.draws_alike else micro_batch.seed
     with preserved_random_state():
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
+        random.seed(batch_seed)
+        numpy.random.seed(batch_seed % 2**32)
         torch.random.default_generator.manual_seed(seed)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().manual_seed(seed)

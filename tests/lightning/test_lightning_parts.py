@@ -206,7 +206,13 @@ def test_tied_modules_are_one_owner() -> None:
 
 
 def micro_batch(data: Any, **arguments: Any) -> MicroBatch:
-    defaults = {"step": "training_step", "size": batch_size_of(data), "arguments": (0,), "seed": 1}
+    defaults = {
+        "step": "training_step",
+        "size": batch_size_of(data),
+        "arguments": (0,),
+        "seed": 1,
+        "batch_seed": 1,
+    }
     return MicroBatch(data=data, **{**defaults, **arguments})
 
 

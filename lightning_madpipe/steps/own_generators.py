@@ -1,0 +1,271 @@
+"""Random generators of a program's own that its steps draw from, which give a batch what they give in one process.
+
+A step runs on the first stage up to its call of ``forward``, on the last one as a whole, and there once for each
+micro-batch. What it draws from ``random.Random``, NumPy's or torch's generators of its own is to be the same in
+all of these runs: each begins where the generator was when the batch began, and afterwards the generator is where
+a single run has left it, on every rank of the pipeline. Trials of a step leave it where it was.
+
+Found are generators in attributes of the LightningModule and of its submodules, in lists, dicts and objects of the
+program there, and those that the steps' code reads from its file, from functions around it, or from defaults.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from deepspeed_partition.profiling.attributes import (
+    GENERATORS,
+    generator_state,
+    set_generator_state,
+)
+from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.step_side_effects import LIBRARIES
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
+DEPTH = 4
+MOST_MEMBERS = 200
+MOST_FUNCTIONS = 200
+
+States = dict[str, Any]
+"""The state of each generator, by its name."""
+
+
+class OwnGenerators:
+    """The generators of a program's own that its steps may draw from, and where they are.
+
+    Args:
+        module: The LightningModule.
+        ignored: Attributes that are not the user's.
+        error: The host's exception with a sentence.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str], error: Callable[[str], Exception]) -> None:
+        self._module, self._ignored, self._error = module, frozenset(ignored), error
+        self._found: dict[str, Any] = {}
+        self._num_batches = 1
+        self._begun: dict[tuple[str, int], States] = {}
+        """Where generators were when a batch began, by what runs its step and the seed of the batch."""
+        self._left: dict[str, States] = {}
+        """Where the last run of a step has left them, by what runs it."""
+        self._at_call: States = {}
+
+    def begin(self, num_batches: int = 1) -> None:
+        """Begin with the batches of an optimizer step, or with one that is evaluated."""
+        self._found = found_in(self._module, self._ignored)
+        self._num_batches, self._begun, self._left = num_batches, {}, {}
+
+    def left(self) -> States:
+        """Where the steps of these batches have left the generators; those that stayed are left out."""
+        live = self._states()
+        return {name: s for name, s in self._left.get("all", {}).items() if key_of(s) != key_of(live[name])}
+
+    def put(self, states: Mapping[str, Any]) -> None:
+        """Put generators to where they are on another rank, or where steps have left them."""
+        found = self._found if states.keys() <= self._found.keys() else found_in(self._module, self._ignored)
+        for name, state in states.items():
+            if name in found:
+                set_generator_state(found[name], state)
+
+    def all_states(self) -> States:
+        """Where all generators are now."""
+        self.begin()
+        return self._states()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Leave generators where they are, whatever draws from them meanwhile."""
+        before = self._found, self._num_batches, self._begun, self._left
+        self.begin()
+        found, states = self._found, self._states()
+        try:
+            yield
+        finally:
+            for name, state in states.items():
+                set_generator_state(found[name], state)
+            self._found, self._num_batches, self._begun, self._left = before
+
+    @contextmanager
+    def of_step(
+        self, what: str, batch: int, ended: Callable[[dict[str, int], set[str]], None] | None
+    ) -> Iterator[None]:
+        """Let a step draw what it draws for its batch, and leave generators where they are meanwhile.
+
+        Args:
+            what: ``inputs`` where it ends at its call of ``forward``, else ``all``.
+            batch: The batch's seed, which is its own.
+            ended: Takes where generators were in the end, with Python's and NumPy's common ones, and which of these
+                the step has drawn from.
+        """
+        live = self._states()
+        begun = self._begun.setdefault((what, batch), self._left.get(what, live))
+        self._put_found(begun)
+        self._at_call = {}
+        common = {} if ended is None else _keys_of(COMMON)
+        try:
+            yield
+        finally:
+            left = self._left[what] = self._states()
+            if ended is not None:
+                ends = _keys_of({**found_in(self._module, self._ignored), **COMMON})
+                ended(ends, {name for name, key in common.items() if ends[name] != key})
+            self._put_found(live)
+        if what == "all" and self._num_batches > 1:
+            self._refuse_draws_around_the_call(begun, left)
+
+    def note_call(self) -> None:
+        """Note where generators are at the step's call of ``forward``."""
+        if self._found and self._num_batches > 1:
+            self._at_call = self._states()
+
+    def _refuse_draws_around_the_call(self, begun: States, left: States) -> None:
+        for name, state in self._at_call.items():
+            if key_of(begun[name]) != key_of(state) != key_of(left[name]):
+                raise self._error(
+                    f"a step draws from {name} before and after its call of forward(), and with "
+                    "accumulate_grad_batches the first stage, which runs it up to there, would draw other numbers "
+                    "for the next batch than the last one: draw all before the call, or use a generator for each"
+                )
+
+    def _states(self) -> States:
+        return {name: generator_state(generator) for name, generator in self._found.items()}
+
+    def _put_found(self, states: States) -> None:
+        for name, generator in self._found.items():
+            set_generator_state(generator, states[name])
+
+
+COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": numpy.random.mtrand._rand}
+"""The common generators of Python and of NumPy. What is drawn from torch's is seen by its operations."""
+
+
+def key_of(state: Any) -> int:
+    """A number that tells states apart."""
+    return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
+
+
+def _keys_of(generators: Mapping[str, Any]) -> dict[str, int]:
+    return {name: key_of(generator_state(generator)) for name, generator in generators.items()}
+
+
+def found_in(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """The generators of a program's own that its steps may draw from, by name, in the same order on all ranks."""
+    search = _Search()
+    for path, owner in outside_pipeline(module):
+        for name, value in vars(owner).items():
+            if name not in ignored and not isinstance(value, nn.Module):
+                search.look_at(value, ".".join(filter(None, ("self", path, name))), DEPTH)
+    for step in STEPS:
+        search.read(inspect.getattr_static(type(module), step, None), type(module))
+    return search.found
+
+
+def generators_of(modules: Collection[nn.Module]) -> list[Any]:
+    """The generators in the attributes of modules and of their children."""
+    search = _Search()
+    for part in dict.fromkeys(part for module in modules for part in module.modules()):
+        for name, value in vars(part).items():
+            if not isinstance(value, nn.Module):
+                search.look_at(value, name, DEPTH)
+    return list(search.found.values())
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self._seen: set[int] = {id(torch.default_generator), *map(id, COMMON.values())}
+        self._num_functions = 0
+
+    def look_at(self, value: Any, name: str, depth: int) -> None:
+        """Look for generators in a value."""
+        if isinstance(value, bool | int | float | str | bytes | Tensor | None):
+            return
+        if isinstance(value, GENERATORS):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.found[name] = value
+            return
+        if not depth or id(value) in self._seen:
+            return
+        owner = getattr(value, "__self__", None)  # draw = random.Random(0).random
+        if isinstance(owner, GENERATORS):
+            self.look_at(owner, name, depth)
+        elif isinstance(value, dict | list | tuple):
+            self._seen.add(id(value))
+            members = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, child in list(members)[:MOST_MEMBERS]:
+                self.look_at(child, f"{name}[{key!r}]", depth - 1)
+        elif isinstance(value, FunctionType):
+            self.read(value, None)
+        else:
+            self._look_into(value, name, depth)
+
+    def _look_into(self, value: Any, name: str, depth: int) -> None:
+        table = _attributes_of(value)
+        if table is None:
+            return
+        self._seen.add(id(value))
+        for key, child in list(table.items())[:MOST_MEMBERS]:
+            self.look_at(child, f"{name}.{key}", depth - 1)
+
+    def read(self, function: Any, kind: type | None) -> None:
+        """Look for generators among the names that a function of the program reads, and in what it calls."""
+        function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else function
+        known = not isinstance(function, FunctionType) or id(function) in self._seen
+        if known or _is_librarys(function) or self._num_functions >= MOST_FUNCTIONS:
+            return
+        self._seen.add(id(function))
+        self._num_functions += 1
+        for place, default in enumerate(
+            (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        ):
+            self.look_at(default, f"default {place} of {function.__name__}()", 1)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self.look_at(cell.cell_contents, name, DEPTH - 1)
+            except ValueError:  # a cell that is still empty
+                continue
+        names = _names_in(function.__code__)
+        for name in names:
+            value = function.__globals__.get(name)
+            if isinstance(value, ModuleType):
+                if not _is_librarys(value):
+                    for inner in names:
+                        self.look_at(vars(value).get(inner), f"{name}.{inner}", DEPTH - 1)
+            elif not isinstance(value, nn.Module):
+                self.look_at(value, name, DEPTH - 1)
+            if kind is not None:
+                member = inspect.getattr_static(kind, name, None)
+                if isinstance(member, property):
+                    member = member.fget
+                if isinstance(member, FunctionType | staticmethod | classmethod):
+                    self.read(member, kind)
+                else:
+                    self.look_at(member, f"{kind.__name__}.{name}", DEPTH - 1)
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of the program, also of one that can be called."""
+    if isinstance(value, nn.Module | type | ModuleType) or not hasattr(value, "__dict__"):
+        return None
+    return None if type(value).__module__.partition(".")[0] in LIBRARIES else vars(value)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names_in(each)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _is_librarys(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    return name.partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")
