@@ -261,12 +261,11 @@ def layers_of_statistics(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[s
             yield f"{name} ({type(part).__name__})"
 
 
-def notes_on_statistics(names: Sequence[str], changing: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
     """Yield what layers see that compute with a whole batch in one process, and what can be done about it.
 
     Args:
         names: Of the layers with statistics of the batch.
-        changing: Of all whose buffers change while they run.
         sizes: Of the micro-batches of a batch.
     """
     if names:
@@ -278,11 +277,31 @@ def notes_on_statistics(names: Sequence[str], changing: Sequence[str], sizes: Se
             "fewer and larger pieces, MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; "
             "larger batches; nn.GroupNorm or nn.LayerNorm in their place; frozen statistics (.eval() on them)"
         )
-    others = [name for name in changing if name not in names]
-    if others:
+
+
+def notes_on_parts(mixing: Sequence[str], keeping: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Yield what layers compute otherwise for a part of a batch, and what can be done about it.
+
+    Args:
+        mixing: The layers whose result for a sample depends on the others of its batch.
+        keeping: What layers change whenever they run.
+        sizes: Of the micro-batches of a batch.
+    """
+    if mixing:
+        more = f" ({len(mixing)} layers in all)" if len(mixing) > NUM_SHOWN else ""
         yield (
-            f"buffers of {_some(others)} change whenever the layer runs, and it runs once per micro-batch, "
-            f"{len(sizes)} times per batch: num_micro_batches=1 runs it once"
+            f"what {_some(mixing)}{more} gives for a sample depends on the others, and in a pipeline it sees "
+            f"those of a micro-batch, {max(sizes)} of the {sum(sizes)} samples of a batch: this is another "
+            "training than in one process, as with accumulate_grad_batches. Ways out: fewer and larger pieces, "
+            "MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; larger batches; a layer that "
+            "treats each sample by itself"
+        )
+    if keeping:
+        more = f" ({len(keeping)} in all)" if len(keeping) > NUM_SHOWN else ""
+        yield (
+            f"{_some(keeping)}{more} changes whenever the layer runs, and it runs once per micro-batch, "
+            f"{len(sizes)} times per batch: what depends on that is another training than in one process; "
+            "MadPipeStrategy(num_micro_batches=1) runs it once"
         )
 
 

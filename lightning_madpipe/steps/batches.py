@@ -189,6 +189,11 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
+def first_of(batch: Any, size: int, number: int) -> Any:
+    """The first samples of a batch of ``size``, as :func:`split_batch` cuts it."""
+    return _slice(batch, size, 0, number)
+
+
 def _slice(batch: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(batch, Tensor):
         if batch.ndim == 0:

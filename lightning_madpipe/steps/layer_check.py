@@ -78,8 +78,6 @@ class Verdict:
 
     difference: str | None = None
     """The place where the list is not what ``forward`` computes, and what to write; None where there is none."""
-    statistics: tuple[str, ...] = ()
-    """The modules whose buffers change while they run, which they do once per micro-batch."""
     notes: tuple[str, ...] = ()
     """What was not checked, and what ``forward`` does besides that a pipeline does not do."""
     reads: tuple[Read, ...] = ()
@@ -148,7 +146,6 @@ class _Check:
         self._existing = [layer for _, layer in call.existing_modules()]
         self._notes: list[str] = []
         self._in_segment = False
-        self._statistics: tuple[str, ...] = ()
         self._reads: dict[Read, None] = {}
         self._left: dict[Left, None] = {}
         self._unclear: str | None = None
@@ -174,7 +171,6 @@ class _Check:
                     "weights were not"
                 )
         return Verdict(
-            statistics=self._statistics,
             notes=tuple(self._notes),
             reads=tuple(self._reads),
             left=tuple(self._left),
@@ -194,17 +190,6 @@ class _Check:
                 "layers: what it does for those of the first micro-batch is compared with pipeline_layers(), and "
                 "nothing else; what shall depend on them belongs into a layer"
             )
-
-    def _changed(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> tuple[str, ...]:
-        """The modules of the LightningModule's layers whose buffers are not what they were."""
-        changed = {id(buffer) for buffer, value in buffers if not equal(buffer, value)}
-        names = {part: f"self.{name} ({type(part).__name__})" for name, part in self._module.named_modules()}
-        owners = dict.fromkeys(part for layer in self._existing for part in layer.modules())
-        return tuple(
-            names[part]
-            for part in owners
-            if part in names and any(id(buffer) in changed for buffer in part._buffers.values())
-        )
 
     def _fits(self) -> bool:
         weights = {id(w): w for part in (self._module, *self._existing) for w in part.parameters()}
@@ -242,7 +227,6 @@ class _Check:
                     f"{type(error).__name__} here: {error}"
                 )
                 return
-            self._statistics = self._changed(buffers)
             returned = Passed.of(outputs)
             after = _random_numbers()
             self._compare_calls(watched, given, returned, start, whole=whole)

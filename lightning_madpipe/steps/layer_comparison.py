@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
-from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_statistics
-from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_parts, notes_on_statistics
+from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
+from lightning_madpipe.steps.batches import first_of
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import Verdict, check_layers
+from lightning_madpipe.steps.layers_on_parts import FEW, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
@@ -53,6 +56,8 @@ class LayerComparison:
         self._engine, self._steps = engine, steps
         self._traces, self._lightning, self._context, self._is_wanted = traces, lightning, context, is_wanted
         self._noted: set[str] = set()
+        self._named: set[str] = set()
+        """Layers, and what they keep, that were told of."""
         self._watches: dict[bool, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module."""
 
@@ -91,29 +96,37 @@ class LayerComparison:
         Raises:
             MisconfigurationException: they differ; on every rank.
         """
+        few = self._few_of(run, as_tuple(inputs))
         with self._steps.rehearsal():
             sizes = [micro_batch.size for micro_batch in run.micro_batches]
-            reads = self._agreed_reads(inputs if isinstance(inputs, tuple) else (inputs,), sizes, changed)
+            reads = self._agreed_reads(as_tuple(inputs), sizes, changed, few)
         mode = self._module.training
         if mode not in self._watches:
             self._watches[mode] = ForwardWatch(self._module, lambda: self._trainer.current_epoch, announce)
         self._watches[mode].begin(reads)
 
     def _agreed_reads(
-        self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str]
+        self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str], few: FewSamples | None
     ) -> Sequence[Read]:
         """What ``forward`` reads besides its input, as rank 0 finds it when it compares; every rank hears it.
 
         Weights of other ranks' layers are there as they were when these left rank 0: for the comparison any do.
         """
-        verdict = from_rank_0(lambda: self._verdict(arguments))
+        verdict, on_parts = from_rank_0(lambda: (self._verdict(arguments), self._on_parts(few)))
         if verdict.difference is not None:
             since = f"since {', '.join(changed)} has changed, " if changed else ""
             raise self._lightning.refusal(f"{since}{verdict.difference}")
         self._traces.add(verdict.left)
         notes = list(verdict.notes)
+        statistics: list[str] = []
         if self._module.training and len(sizes) > 1:
-            notes += notes_on_statistics(self._layers_of_statistics(), verdict.statistics, sizes)
+            statistics = self._layers_of_statistics()
+            notes += notes_on_statistics(statistics, sizes)
+        if len(sizes) > 1:
+            mixing = [name for name in on_parts.mixing if name not in (*statistics, *self._named)]
+            keeping = [name for name in on_parts.keeping if name not in self._named]
+            self._named.update(mixing, keeping)
+            notes += notes_on_parts(mixing, keeping, sizes)
         for note in notes:
             if note not in self._noted:
                 self._lightning.warn(note)
@@ -134,6 +147,32 @@ class LayerComparison:
                 dtype=half,
                 context=self._context,
                 traces=lambda: self._steps.leftovers(undoable=True),
+            )
+
+    def _few_of(self, run: BatchRun, inputs: tuple[Any, ...]) -> FewSamples | None:
+        """What the step gives ``forward`` for a few samples; None where nothing is to be looked at."""
+        whole = run.whole
+        size = FEW if whole.size >= FEW else 2
+        if not self._is_wanted or len(run.micro_batches) == 1:
+            return None
+        try:
+            with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
+                both = [
+                    as_tuple(self._steps.inputs(replace(whole, data=first_of(whole.data, whole.size, n), size=n)))
+                    for n in (size, size // 2)
+                ]
+        except Exception:  # the step is told of where it runs for good
+            return FewSamples(inputs, None)
+        return few_samples(both[0], both[1])
+
+    def _on_parts(self, few: FewSamples | None) -> OnParts:
+        if few is None:
+            return OnParts()
+        engine = self._engine
+        half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+        with self._pipeline.elsewhere.lifted():
+            return layers_on_parts(
+                self._module, self._pipeline.call_of_module, few, device=engine.device, dtype=half
             )
 
     def _layers_of_statistics(self) -> list[str]:

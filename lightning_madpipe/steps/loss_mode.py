@@ -248,8 +248,8 @@ class LossOfBatches:
         drawn_from = sorted({name for finding in findings for name in finding.drawn_from})
         if drawn_from:
             self._tell(
-                f"training_step draws from the common random generators ({', '.join(drawn_from)}): in a pipeline these "
-                "are other numbers than in one process with the same seed; a generator of its own, such as "
+                f"training_step draws from the common random generators ({', '.join(drawn_from)}): in a pipeline "
+                "these are other numbers than in one process with the same seed; a generator of its own, such as "
                 "self.rng = random.Random(0), gives the same ones",
                 key="draws",
             )

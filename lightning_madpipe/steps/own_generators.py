@@ -104,8 +104,8 @@ class OwnGenerators:
         Args:
             what: ``inputs`` where it ends at its call of ``forward``, else ``all``.
             batch: The batch's seed, which is its own.
-            ended: Takes where generators were in the end, with Python's and NumPy's common ones, and which of these
-                the step has drawn from.
+            ended: Takes where generators were in the end, with Python's and NumPy's common ones, and which of
+                these the step has drawn from.
         """
         live = self._states()
         begun = self._begun.setdefault((what, batch), self._left.get(what, live))

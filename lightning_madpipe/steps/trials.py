@@ -242,13 +242,10 @@ class _Draws(TorchDispatchMode):
         self._place = 0
         self.are_seeded = False
         """Whether micro-batches draw alike for different samples, because the step seeds what it draws from."""
+        self.are_common = False
+        """Whether something is drawn from torch's common generator, as a step of a pipeline begins with it."""
         self.are_for_batch = self.are_for_samples = False
         """Whether something is drawn from torch's common generator once for a batch, and for each sample."""
-
-    @property
-    def are_common(self) -> bool:
-        """Whether something was drawn from torch's common generator."""
-        return None in self._begun
 
     def replayed(self, begin: int, size: int, total: int) -> _Draws:
         self._rows, self._place = (begin, size, total), 0
@@ -263,6 +260,7 @@ class _Draws(TorchDispatchMode):
         if self._rows is None:
             self._drawn.append(tuple(tensor.detach().clone() for tensor in made))
             self._begun.append(begun)
+            self.are_common |= begun is None and self._is_unseeded(made[0])
         elif self._place < len(self._drawn):
             self._draw_again(made, begun)
         self._place += 1
@@ -283,8 +281,11 @@ class _Draws(TorchDispatchMode):
     def _is_seeded(self, own: Tensor, begun: bytes | None) -> bool:
         if begun is not None:  # a generator that is not seeded anew goes on from batch to batch
             return begun == self._begun[self._place]
-        on_cpu = own.device.type == "cpu"
-        return (torch if on_cpu else get_accelerator()).initial_seed() != self._seed
+        return not self._is_unseeded(own)
+
+    def _is_unseeded(self, drawn: Tensor) -> bool:
+        on_cpu = drawn.device.type == "cpu"
+        return (torch if on_cpu else get_accelerator()).initial_seed() == self._seed
 
     def _take(self, own: Tensor, whole: Tensor) -> None:
         assert self._rows is not None

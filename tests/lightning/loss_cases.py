@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytorch_lightning as pl
 import torch
 from torch import nn
@@ -290,6 +292,51 @@ class OwnGenerator(Seeded):
         return loss
 
 
+class Drawing(Layers):
+    """Draws from generators of its own before and after its call of the layers, and takes a branch by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tools = {"first": [numpy.random.default_rng(3)]}
+        self.generator = torch.Generator().manual_seed(5)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        first = self.tools["first"][0]
+        loss = F.cross_entropy(self(x * (1 + first.random())), y)
+        if OF_THE_FILE.random() < 0.5:
+            loss = loss * (1 + torch.rand((), generator=self.generator))
+        return loss * (1 + first.random()) if self.trainer.accumulate_grad_batches == 1 else loss
+
+
+OF_THE_FILE = random.Random(7)
+
+
+class DrawingForSamples(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(11)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        weights = torch.tensor([self.generator.random() for _ in x])
+        return (F.cross_entropy(self(x), y, reduction="none") * weights).mean()
+
+
+class DrawingFromCommon(Layers):
+    """Takes a branch for the batch by the common generators, or for each sample besides."""
+
+    def __init__(self, both: bool = False) -> None:
+        super().__init__()
+        self.both, self.drawn = both, []
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        self.drawn.append([random.random(), numpy.random.rand(), float(torch.rand(()))])
+        return F.cross_entropy(F.dropout(logits, 0.5) if self.both else logits, y)
+
+
 class Collecting(Layers):
     """Keeps what it has seen: losses, of which micro-batches have one each, and predictions, which are joined."""
 
@@ -522,8 +569,30 @@ def losses(host: Host) -> dict[str, Any]:
         "in place contrastive": fitted(host, InPlaceContrastive, labelled(54), labelled(21, 3), max_epochs=1),
         "seeded": fitted(host, Seeded, labelled(54)),
         "own generator": fitted(host, OwnGenerator, labelled(54)),
+        "drawing": drawing(host, Drawing),
+        "accumulated drawing": drawing(host, Drawing, accumulate_grad_batches=2),
+        "drawing for samples": fitted(host, DrawingForSamples, labelled(54)),
         "clipped": fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
+
+
+def drawing(host: Host, build: Callable[[], Any], **arguments: Any) -> dict[str, Any]:
+    OF_THE_FILE.seed(7)
+    found = fitted(host, build, labelled(54), labelled(21, 3), **arguments)
+    found["record"]["next"] = OF_THE_FILE.random()
+    return found
+
+
+def drawn_from_common(host: Host, both: bool) -> dict[str, Any]:
+    module: Any = None
+
+    def build() -> Any:
+        nonlocal module
+        module = DrawingFromCommon(both)
+        return module
+
+    found = fitted(host, build, labelled(32), max_epochs=1)["found"]
+    return {**found, "drawn": module.drawn}
 
 
 def moved(host: Host) -> dict[str, Any]:
@@ -555,12 +624,18 @@ def turned(host: Host) -> dict[str, Any]:
         "changing": fitted(host, Changing, labelled(64), **long)["found"],
         "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
+        "drawn for a batch": drawn_from_common(host, both=False),
+        "drawn for both": drawn_from_common(host, both=True),
         "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
         "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
         "roots": fitted(host, Roots, labelled(32), max_epochs=1)["found"],
     }
     for record in found.values():
-        record["said"] = [each for each in record["said"] if "loss" in each or "plan was made" in each]
+        record["said"] = [
+            each
+            for each in record["said"]
+            if any(word in each for word in ("loss", "plan was made", "common random"))
+        ]
     return found
 
 

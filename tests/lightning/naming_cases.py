@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,31 @@ class BatchNormalized(cases.SequentialClassifier):
         self.net[0].register_forward_hook(lambda *_: None)
 
 
+class Centered(nn.Module):
+    """Mixes samples, keeps a count and an average, and draws, all without a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.average, self.generator = 0, 0.0, random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.average = 0.9 * self.average + 0.1 * float(x.detach().mean())
+        return x - x.mean(0) / self.calls - self.average * self.generator.random()
+
+
+class CenteredClassifier(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, Centered())
+
+
+def whole_batches(host: Host) -> dict[str, Any]:
+    """With one micro-batch a layer may do all that, and trials leave nothing of it."""
+    strategy = {"num_micro_batches": 1, "algorithm": [0, 3, 6], "warmup_epochs": 0}
+    return cases.fit(host, CenteredClassifier, cases.loader(32), max_epochs=1, strategy=strategy)
+
+
 def said_of_layers(host: Host) -> dict[str, Any]:
     def refused(module: Any, **strategy: Any) -> str:
         try:
@@ -219,10 +245,10 @@ def said_of_layers(host: Host) -> dict[str, Any]:
             return str(refusal)
         return "not refused"
 
-    def warned(**strategy: Any) -> list[str]:
+    def warned(build: Callable[[], Any] = BatchNormalized, **strategy: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert refused(BatchNormalized(), **strategy) == "not refused"
+            assert refused(build(), **strategy) == "not refused"
         return [str(each.message) for each in caught if str(each.message).startswith("madpipe: ")]
 
     return {
@@ -233,6 +259,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "synchronized": refused(Synchronized()),
         "batch normalization": warned(warmup_epochs=0),
         "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
+        "centered": warned(CenteredClassifier, warmup_epochs=0),
     }
 
 
@@ -449,7 +476,7 @@ def different_later(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [groups_by_name, hooks_and_attributes, hooks_around, alike_later],
+    2: [groups_by_name, hooks_and_attributes, hooks_around, alike_later, whole_batches],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {

@@ -66,6 +66,9 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "in place contrastive": (True, ["samples"]),
     "seeded": (True, ["samples"]),
     "own generator": (True, ["samples"]),
+    "drawing": (False, ["samples"]),
+    "accumulated drawing": (False, ["samples"]),
+    "drawing for samples": (True, ["samples"]),
 }
 """Whether the step runs once per batch, and else how micro-batches are weighted."""
 
@@ -104,6 +107,18 @@ def test_what_is_found_late_is_said(two: Records) -> None:
     assert not found["mean"]["once"] and not any("no mean" in each for each in found["mean"]["said"])
     [logs] = [each for each in found["roots"]["said"] if "training_step logs" in each]
     assert "'root'" in logs and not found["roots"]["once"]
+
+
+def test_micro_batches_draw_alike_what_is_drawn_for_a_batch(two: Records) -> None:
+    """Each took the branch that its own numbers said, so that a step was neither of the two."""
+    found = two.of("turned")["drawn for a batch"]
+    assert not found["once"] and found["weight"] == ["samples"]
+    assert [found["drawn"][place] for place in (0, 4)] == [found["drawn"][place] for place in (3, 7)]
+    assert len({str(each) for each in found["drawn"]}) == 2, "two batches"
+    [said] = [each for each in found["said"] if "common random generators" in each]
+    assert "(numpy.random, random, torch)" in said and "self.rng = random.Random(0)" in said
+    both = two.of("turned")["drawn for both"]
+    assert both["once"] and len(both["drawn"]) == 2
 
 
 def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Records) -> None:

@@ -64,6 +64,20 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
 
 
+def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
+    """A layer that took the mean of its batch away, or counted its calls, trained otherwise in silence."""
+    mixing, keeping = two.ranks[0]["said_of_layers"]["centered"]
+    assert "what self.net.1 (Centered) gives for a sample depends on the others" in mixing
+    assert "of the 16 samples" in mixing and "num_micro_batches" in mixing
+    kept = "self.net.1.calls, self.net.1.average, self.net.1.generator"
+    assert f"{kept} changes whenever the layer runs" in keeping and "4 times per batch" in keeping
+    assert two.ranks[1]["said_of_layers"]["centered"] == []
+
+
+def test_layers_may_mix_samples_in_whole_batches(two: Records) -> None:
+    assert_same(two.of("whole_batches"), two.reference["whole_batches"])
+
+
 @pytest.mark.parametrize("case", ["Unfrozen", "Dropping", "FrozenLater"])
 def test_layers_that_a_hook_changes_train_like_one_process(two: Records, case: str) -> None:
     assert_same(two.of("alike_later")[case], two.reference["alike_later"][case])

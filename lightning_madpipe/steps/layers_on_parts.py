@@ -1,0 +1,362 @@
+"""Layers that compute something else for a part of a batch: they mix its samples, or keep something between runs.
+
+In a pipeline a layer runs once per micro-batch, and in one process once per batch. That is the same for a layer
+that treats each sample by itself and keeps nothing. The others are named, once, before the first step.
+
+Each layer runs on a few samples, one layer after the other, with the same random numbers each time:
+
+- as they are, and with either half of the samples in the place of the other. What depends on both halves mixes
+  samples, in whatever dimension they stand;
+- on each half alone, where it draws nothing: together that is what it gives for all of them;
+- twice in a row: attributes and buffers that the second run changes again, such as a counter or a running average,
+  are kept; so is something if the second run gives something else.
+
+Batch normalization is named elsewhere, and does not count meanwhile. All of it takes place on copies of parameters
+and buffers; attributes and random numbers are put back. It costs seven forwards of one layer for at most four
+samples.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state
+from deepspeed_partition.layer_calls import unpacking
+from deepspeed_partition.profiling.attributes import (
+    GENERATORS,
+    attributes_kept,
+    attributes_of,
+    generator_state,
+    members_of,
+)
+from deepspeed_partition.profiling.isolation import stand_ins
+from lightning_madpipe.compat.unsupported import layers_of_statistics
+from lightning_madpipe.module import PipelineCall, TiedModule
+from lightning_madpipe.steps.module_state import modes, silenced
+from lightning_madpipe.steps.tensor_comparison import TOLERANCES
+from lightning_madpipe.steps.what_steps_leave import Numbers, numbers_of
+
+FEW = 4
+DEPTH = 2
+EXACT = 1e-5
+"""Relative difference of numbers that a layer keeps which is not rounding."""
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FewSamples:
+    """What a step gives ``forward`` for a few samples of a batch."""
+
+    inputs: Tensors
+    dims: tuple[int | None, ...] | None
+    """The dimension of each input that counts the samples, None where it is the same for all; None: not known."""
+
+
+@dataclass(slots=True)
+class OnParts:
+    """The layers that compute something else for a part of a batch, by name."""
+
+    mixing: list[str] = field(default_factory=list)
+    keeping: list[str] = field(default_factory=list)
+    """Attributes and buffers that a layer changes whenever it runs, and layers that keep something elsewhere."""
+
+
+def few_samples(all_of_them: Tensors, half: Tensors) -> FewSamples:
+    """The inputs of a few samples, with the dimensions that those of the first half show."""
+    dims: list[int | None] = []
+    if len(all_of_them) != len(half):
+        return FewSamples(all_of_them, None)
+    for tensor, part in zip(all_of_them, half, strict=True):
+        dim = grown_dim(tensor, part)
+        if dim is not None and (dim < 0 or tensor.shape[dim] != 2 * part.shape[dim]):
+            return FewSamples(all_of_them, None)
+        dims.append(dim)
+    return FewSamples(all_of_them, None if all(dim is None for dim in dims) else tuple(dims))
+
+
+def grown_dim(tensor: Tensor, part: Tensor) -> int | None:
+    """The dimension in which a tensor is longer than that of a part; None: none; -1: it cannot be told."""
+    if tensor.ndim != part.ndim:
+        return -1
+    dims = [dim for dim, (a, b) in enumerate(zip(tensor.shape, part.shape, strict=True)) if a != b]
+    return None if not dims else dims[0] if len(dims) == 1 else -1
+
+
+def layers_on_parts(
+    module: nn.Module,
+    call: PipelineCall,
+    samples: FewSamples,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> OnParts:
+    """Find the layers that compute something else for a part of a batch.
+
+    Args:
+        call: The layers, all of which this process can run.
+        samples: Of which half the first ones are the first half.
+        dtype: What the engine trains in; None for the parameters' own type.
+    """
+    found = OnParts()
+    layers = [layer for _, layer in call.existing_modules()]
+    functions = [_function_of(layer) for layer in call.layers]
+    names = {part: f"self.{name}" for name, part in module.named_modules() if name}
+    is_training = module.training and torch.is_grad_enabled()
+    passed: Tensors | None = samples.inputs
+    parts = _Parts.of(samples)
+    with (
+        silenced([module, *layers]),
+        preserved_random_state(),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(is_training),
+    ):
+        for place, (layer, function) in enumerate(zip(call.layers, functions, strict=True)):
+            own = layer.module if isinstance(layer, TiedModule) else layer
+            if function is None or passed is None:
+                break
+            modules = [own] if isinstance(own, nn.Module) else []
+            name = names.get(modules[0], f"layer {place}") if modules else f"layer {place}"
+            kind = type(own).__name__ if modules else getattr(own, "__name__", type(own).__name__)
+            look = _Look(name, f"{name} ({kind})", function, modules, found)
+            try:
+                with stand_ins(modules, device, dtype=dtype, trains=False):
+                    passed, parts = look.at(passed, parts)
+            except Exception:  # it is told where the layer runs for good
+                break
+    return found
+
+
+def _function_of(layer: Any) -> Callable[[Any], Any] | None:
+    if not isinstance(layer, TiedModule):
+        return None if isinstance(layer, LayerSpec) else unpacking(layer)
+    if layer.forward_fn is None:
+        return layer.module
+    return lambda passed: layer.forward_fn(layer.module, passed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What stands between two layers beside that for a few samples."""
+
+    other_first: Tensors
+    """With other samples in the place of the first half."""
+    other_second: Tensors
+    alone: tuple[Tensors, Tensors] | None
+    """For either half alone; None where that is not known."""
+
+    @staticmethod
+    def of(samples: FewSamples) -> _Parts | None:
+        if samples.dims is None:
+            return None
+        pairs = list(zip(samples.inputs, samples.dims, strict=True))
+        halves = [(t, t) if dim is None else t.split(t.shape[dim] // 2, dim) for t, dim in pairs]
+        firsts, seconds = (tuple(both[place] for both in halves) for place in (0, 1))
+
+        def twice(tensors: Tensors) -> Tensors:
+            dims = zip(tensors, samples.dims or (), strict=True)
+            return tuple(tensor if dim is None else torch.cat([tensor, tensor], dim) for tensor, dim in dims)
+
+        return _Parts(twice(seconds), twice(firsts), (firsts, seconds))
+
+
+class _Look:
+    """A look at one layer, whose parameters and buffers are copies."""
+
+    def __init__(
+        self, name: str, shown: str, function: Callable[[Any], Any], modules: list[nn.Module], found: OnParts
+    ) -> None:
+        self._name, self._shown, self._function = name, shown, function
+        self._modules, self._found = modules, found
+        inside = [part for module in modules for part in module.modules()]
+        self._statistics = [part for part in inside if _has_statistics(part)]
+
+    def at(self, passed: Tensors, parts: _Parts | None) -> tuple[Tensors, _Parts | None]:
+        """Look at the layer; return what the next one gets, and that for parts, or None where it is not known."""
+        restore = random_state()
+        with modes(dict.fromkeys(self._statistics, False)):
+            self._look_twice(passed, restore)
+            whole, draws, end = self._run(passed, restore)
+            if parts is None:
+                return whole, None
+            # Where a batch normalization has no other statistics than those of the batch, it is named already.
+            is_named = any(map(_has_statistics, self._statistics))
+            other_first, _, end_first = self._run(parts.other_first, restore)
+            other_second, _, end_second = self._run(parts.other_second, restore)
+            alone = self._alone(parts, restore)
+        three = list(zip(whole, other_first, other_second, strict=True))
+        if any(not a.shape == b.shape == c.shape for a, b, c in three) or not end == end_first == end_second:
+            return whole, None  # what is drawn or handed on depends on the samples
+        following = _Parts(other_first, other_second, alone)
+        mixes = any(_depends_on_both(*each) for each in three)
+        if not mixes and not draws:
+            mixes = alone is not None and not _are_together(whole, *alone)
+        if mixes and not is_named:
+            self._found.mixing.append(self._shown)
+        if mixes:
+            return whole, self._parted(whole, following)
+        return whole, _Parts(other_first, other_second, self._halves(whole, following)) if draws else following
+
+    def _run(self, inputs: Tensors, restore: Callable[[], None]) -> tuple[Tensors, bool, bytes]:
+        """Return what the layer makes of ``inputs``, whether it draws, and where random numbers are then."""
+        restore()
+        begin = torch.get_rng_state()
+        with attributes_kept(self._modules, buffers=True):
+            outputs = self._called(inputs)
+        end = torch.get_rng_state()
+        return outputs, not torch.equal(begin, end), end.numpy().tobytes()
+
+    def _called(self, inputs: Tensors) -> Tensors:
+        leaves = [tensor.detach().clone() for tensor in inputs]
+        grad = torch.is_grad_enabled()
+        given = tuple(
+            leaf.requires_grad_(grad and leaf.is_floating_point()).clone() for leaf in leaves
+        )  # which a layer may change in place, as no leaf may be
+        outputs = self._function(given[0] if len(given) == 1 else given)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise TypeError("a layer hands on something else than tensors")
+        return tuple(output.detach() for output in outputs)
+
+    def _alone(self, parts: _Parts, restore: Callable[[], None]) -> tuple[Tensors, Tensors] | None:
+        if parts.alone is None:
+            return None
+        try:
+            return self._run(parts.alone[0], restore)[0], self._run(parts.alone[1], restore)[0]
+        except Exception:  # such as statistics of a single sample
+            return None
+
+    def _halves(self, whole: Tensors, parts: _Parts) -> tuple[Tensors, Tensors] | None:
+        """What the layer gives either half in the whole; None where it is not known which part of it that is."""
+        parted = self._parted(whole, parts)
+        if parted is None:
+            return None
+        pairs = zip(
+            (*parted.other_first, *parted.other_second), (*parts.other_first, *parts.other_second), strict=True
+        )
+        return None if any(_differ(own, other) for own, other in pairs) else parted.alone
+
+    def _parted(self, whole: Tensors, parts: _Parts) -> _Parts | None:
+        """What the next layer would get if this one had not mixed samples."""
+        if parts.alone is None:
+            return None
+        tensors: list[Tensors] = []
+        for own, first, second, half in zip(
+            whole, parts.other_first, parts.other_second, parts.alone[0], strict=True
+        ):
+            dim = grown_dim(own, half)
+            if dim is None:
+                tensors.append((own, own, own, own))
+                continue
+            if dim < 0 or own.shape[dim] != 2 * half.shape[dim]:
+                return None
+            one, other = own.split(half.shape[dim], dim)
+            of_first, of_second = first.split(half.shape[dim], dim)[0], second.split(half.shape[dim], dim)[1]
+            tensors.append((torch.cat([of_first, other], dim), torch.cat([one, of_second], dim), one, other))
+        other_first, other_second, *alone = map(tuple, zip(*tensors, strict=True))
+        return _Parts(other_first, other_second, (alone[0], alone[1]))
+
+    def _look_twice(self, inputs: Tensors, restore: Callable[[], None]) -> None:
+        """Name what the layer keeps from one run to the next."""
+        restore()
+        with attributes_kept(self._modules, buffers=True):
+            before = dict(self._kept())
+            first = self._called(inputs)
+            between = dict(self._kept())
+            restore()
+            second = self._called(inputs)
+            after = dict(self._kept())
+        changed = [name for name, value in after.items() if not _are_same(value, between.get(name))]
+        if not changed and any(map(_differ, first, second)):
+            changed = [name for name, value in between.items() if not _are_same(value, before.get(name))]
+            changed = changed or [f"something in {self._shown}"]
+        self._found.keeping.extend(name for name in changed if name not in self._found.keeping)
+
+    def _kept(self) -> Iterator[tuple[str, Numbers]]:
+        for module in self._modules:
+            for path, part in module.named_modules():
+                if part in self._statistics:
+                    continue
+                for name, value in (*attributes_of(part).items(), *part._buffers.items()):
+                    if not isinstance(value, nn.Parameter):
+                        yield ".".join(filter(None, (self._name, path, name))), numbers_of(_plain(value))
+
+
+def _plain(value: Any, depth: int = DEPTH) -> Any:
+    """A value whose numbers can be read: an object of the program as a dict, a generator as a number."""
+    if isinstance(value, GENERATORS):
+        state = generator_state(value)
+        return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
+    if isinstance(value, deque | set):
+        return [_plain(child, depth) for child in value]
+    if isinstance(value, list | tuple):
+        is_long = len(value) > 1000
+        return len(value) if is_long else [_plain(child, depth) for child in value]
+    if isinstance(value, dict):
+        return {key: _plain(child, depth) for key, child in value.items()}
+    table = members_of(value) if depth else None
+    return value if table is None else {key: _plain(child, depth - 1) for key, child in table.items()}
+
+
+def _are_same(value: Numbers, other: Numbers | None) -> bool:
+    if other is None or value.keys() != other.keys():
+        return False
+    pairs = [(value[key], other[key]) for key in value]
+    return all(a.shape == b.shape and (torch.equal(a, b) or _is_rounding(a, b)) for a, b in pairs)
+
+
+def _is_rounding(a: Tensor, b: Tensor) -> bool:
+    are_whole = bool((a == a.round()).all()) and bool((b == b.round()).all())
+    return not are_whole and torch.allclose(a, b, rtol=EXACT, atol=1e-12, equal_nan=True)
+
+
+def _has_statistics(part: nn.Module) -> bool:
+    return any(True for _ in layers_of_statistics(iter([("", part)])))
+
+
+def _changes(own: Tensor, other: Tensor, share: float = 0.1) -> Tensor:
+    """Where two tensors differ by more than rounding."""
+    if not own.is_floating_point():
+        return own != other
+    left, right = own.double(), other.double()
+    finite = left[left.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    tolerance = share * TOLERANCES.get(own.dtype, 1e-1) * largest
+    same = (left == right) | (left.isnan() & right.isnan()) | ((left - right).abs() <= tolerance)
+    return ~same
+
+
+def _differ(own: Tensor, other: Tensor) -> bool:
+    return own.shape != other.shape or bool(_changes(own, other).any())
+
+
+def _depends_on_both(own: Tensor, other_first: Tensor, other_second: Tensor) -> bool:
+    """Whether something depends on both halves. A single number, such as an auxiliary loss, is for the step."""
+    if own.numel() <= 1:
+        return False
+    return bool((_changes(own, other_first) & _changes(own, other_second)).any())
+
+
+def _are_together(whole: Tensors, first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Whether what a layer gives for either half is, in any order, what it gives for all samples."""
+    for own, *halves in zip(whole, first, second, strict=True):
+        if own.numel() != sum(half.numel() for half in halves) or own.numel() <= 1 or own.is_complex():
+            continue  # the same for all samples, such as a mask
+        together = torch.cat([half.reshape(-1) for half in halves])
+        if _differ_by_more(own.reshape(-1).sort().values, together.sort().values):
+            return False
+    return True
+
+
+def _differ_by_more(own: Tensor, other: Tensor) -> bool:
+    """Whether tensors differ by more than products of other shapes may."""
+    return bool(_changes(own, other, share=1.0).any())

@@ -1,0 +1,249 @@
+"""Layers that compute something else for a part of a batch are named by what they do, and no others."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.steps.layers_on_parts import OnParts, few_samples, layers_on_parts
+
+WIDTH, LENGTH = 6, 5
+
+
+class Layer(nn.Module):
+    """What ``function`` does, with the layer as its first argument; in training only if it says so."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(WIDTH, WIDTH)
+        self.calls, self.average, self.generator, self.seen = 0, 0.0, random.Random(0), {"sums": [0.0]}
+        self.meter, self.last, self.cache = Meter(), None, None
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+class Meter:
+    total = 0.0
+
+
+class Recurrent(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, **arguments)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, **arguments)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Statistics(nn.Module):
+    """A batch normalization that keeps nothing, and so has the statistics of the batch in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def experts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each sample goes to one of two experts, whose samples are gathered."""
+    chosen = x.sum(-1) > 0
+    y = torch.empty_like(x)
+    y[chosen], y[~chosen] = m.linear(x[chosen]), -m.linear(x[~chosen])
+    return y
+
+
+def counted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return x / m.calls
+
+
+def averaged(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.average = 0.9 * m.average + 0.1 * float(x.detach().mean())
+    return x - m.average
+
+
+def summed_up(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.seen["sums"][0] += float(x.detach().sum())
+    return x
+
+
+def metered(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.meter.total += 1.0
+    return x
+
+
+def buffered(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.number += 1
+    return x
+
+
+def drawn(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if m.generator.random() < 0.5 else 2 * x
+
+
+def carried(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x if m.last is None else x + m.last
+    m.last = x.detach()
+    return y
+
+
+def shown(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Keeps what is looked at by others, and what it computes once."""
+    m.last = x.detach()
+    m.cache = torch.arange(WIDTH) if m.cache is None else m.cache
+    return x + m.cache
+
+
+TEXTS = (4, LENGTH, WIDTH)
+APART: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]]]] = {
+    "linear": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH), torch.tanh]),
+    "dropout": ((4, WIDTH), 0, lambda: [nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()]),
+    "functional dropout": ((4, WIDTH), 0, lambda: [lambda x: F.dropout(x, 0.5), nn.Linear(WIDTH, WIDTH)]),
+    "noise": ((4, WIDTH), 0, lambda: [lambda x: x + torch.randn_like(x), nn.Linear(WIDTH, 2)]),
+    "depth": ((4, WIDTH), 0, lambda: [lambda x: x * (torch.rand(len(x), 1) < 0.5), nn.Linear(WIDTH, 2)]),
+    "batch normalization": ((4, WIDTH), 0, lambda: [nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]),
+    "statistics of the batch": ((4, WIDTH), 0, lambda: [Statistics(), nn.Linear(WIDTH, WIDTH)]),
+    "images": ((4, 3, 5, 5), 0, lambda: [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)]),
+    "attention": (TEXTS, 0, lambda: [Attention(batch_first=True, dropout=0.3), nn.Linear(WIDTH, 2)]),
+    "time first": ((LENGTH, 4, WIDTH), 1, lambda: [Recurrent(), nn.Dropout(0.1), Attention(), nn.Tanh()]),
+    "reshaped": (
+        TEXTS, 0, lambda: [lambda x: x.flatten(0, 1), nn.Linear(WIDTH, 4), lambda x: x.view(-1, LENGTH, 4),
+                           lambda x: x - x.mean(1, keepdim=True)],
+    ),
+    "reshaped, time first": (
+        (LENGTH, 4, WIDTH), 1, lambda: [lambda x: x.flatten(0, 1), nn.Dropout(0.1), nn.Linear(WIDTH, 4),
+                                        lambda x: x.view(LENGTH, -1, 4), lambda x: x - x.mean(0)],
+    ),
+    "transposed": (TEXTS, 0, lambda: [lambda x: x.transpose(0, 1), Recurrent(), lambda x: x[-1]]),
+    "two views": ((4, WIDTH), 0, lambda: [lambda x: torch.cat([x, x.flip(-1)]), nn.Linear(WIDTH, WIDTH)]),
+    "experts": ((4, WIDTH), 0, lambda: [Layer(experts)]),
+    "checkpoint": ((4, WIDTH), 0, lambda: [
+        Layer(lambda m, x: checkpoint(m.linear, x, use_reentrant=False)), nn.Linear(WIDTH, 2)]),
+    "auxiliary loss": ((4, WIDTH), 0, lambda: [lambda x: (x, x.square().mean()), lambda p: (p[0].tanh(), p[1])]),
+    "weight normalization": ((4, WIDTH), 0, lambda: [nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2))]),
+    "a sample's own": (TEXTS, 0, lambda: [lambda x: (x - x.mean((1, 2), keepdim=True)).softmax(1).cumsum(1)]),
+    "what is shown": ((4, WIDTH), 0, lambda: [Layer(shown)]),
+}  # fmt: skip
+MIXING: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]], list[int]]] = {
+    "mean": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), lambda x: x - x.mean(0), nn.Linear(WIDTH, 2)], [1]),
+    "deviation": ((4, WIDTH), 0, lambda: [lambda x: x * x.std(0), nn.Tanh(), lambda x: x / x.norm()], [0, 2]),
+    "after dropout": ((4, WIDTH), 0, lambda: [nn.Dropout(0.2), lambda x: x - 0.01 * x.mean(0), nn.Tanh()], [1]),
+    "with dropout": ((4, WIDTH), 0, lambda: [nn.Tanh(), lambda x: F.dropout(x - x.mean(0), 0.5)], [1]),
+    "softmax": ((4, WIDTH), 0, lambda: [lambda x: x.softmax(0), nn.Linear(WIDTH, 2)], [0]),
+    "number of samples": ((4, WIDTH), 0, lambda: [lambda x: x / len(x), nn.Linear(WIDTH, 2)], [0]),
+    "beside a normalization": (
+        (4, WIDTH), 0, lambda: [nn.Sequential(nn.BatchNorm1d(WIDTH), Layer(lambda m, x: x - x.mean(0)))], [0],
+    ),
+    "attention over samples": (TEXTS, 0, lambda: [Attention(), nn.Linear(WIDTH, 2)], [0]),
+    "time first": ((LENGTH, 4, WIDTH), 1, lambda: [Recurrent(batch_first=True), nn.Linear(WIDTH, 2)], [0]),
+    "handed on": ((4, WIDTH), 0, lambda: [lambda x: (x, x.mean(0)), lambda p: p[0] - p[1]], [0]),
+    "a number handed on": ((4, WIDTH), 0, lambda: [lambda x: (x, x.std()), lambda p: p[0] / p[1]], [1]),
+    "similarities": ((4, WIDTH), 0, lambda: [lambda x: x @ x.t(), nn.ReLU()], [0]),
+    "pair": ((2, WIDTH), 0, lambda: [lambda x: x - x.mean(0)], [0]),
+}  # fmt: skip
+KEEPING: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "a counter": (counted, ["self.net.1.calls"]),
+    "a running average": (averaged, ["self.net.1.average"]),
+    "a list in a dict": (summed_up, ["self.net.1.seen"]),
+    "an object": (metered, ["self.net.1.meter"]),
+    "a buffer": (buffered, ["self.net.1.number"]),
+    "a generator": (drawn, ["self.net.1.generator"]),
+    "what it had before": (carried, ["self.net.1.last"]),
+}
+
+
+def looked_at(shape: tuple[int, ...], dim: int, layers: list[Any], kind: str = "train") -> OnParts:
+    module = nn.Module()
+    module.net = nn.ModuleList(layer if isinstance(layer, nn.Module) else nn.Identity() for layer in layers)
+    module.train(kind == "train")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator)
+    samples = few_samples((x,), (x.narrow(dim, 0, shape[dim] // 2),))
+    call = PipelineCall(layers=tuple(layers), attribute="forward")
+    numbers, states = torch.get_rng_state(), {name: value.clone() for name, value in module.state_dict().items()}
+    found = layers_on_parts(module, call, samples, device=torch.device("cpu"), dtype=None)
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert all(torch.equal(value, states[name]) for name, value in module.state_dict().items())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("case", APART)
+def test_layers_that_treat_samples_apart_are_not_named(case: str, kind: str) -> None:
+    shape, dim, layers = APART[case]
+    torch.manual_seed(0)
+    assert looked_at(shape, dim, layers(), kind) == OnParts()
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_layers_that_mix_samples_are_named_and_those_behind_them_are_not(case: str) -> None:
+    """A centering layer trained other weights in a pipeline than in one process, and nothing said so."""
+    shape, dim, layers, places = MIXING[case]
+    torch.manual_seed(0)
+    found = looked_at(shape, dim, layers())
+    assert [int(re.sub(r"self\.net\.|layer | \(.*", "", name)) for name in found.mixing] == places
+    assert not found.keeping
+
+
+@pytest.mark.parametrize("case", KEEPING)
+def test_what_a_layer_keeps_from_run_to_run_is_named_and_put_back(case: str) -> None:
+    function, names = KEEPING[case]
+    layer = Layer(function)
+    before = repr((layer.calls, layer.average, layer.seen, layer.meter.total, layer.last, layer.number))
+    numbers = layer.generator.getstate()
+    found = looked_at((4, WIDTH), 0, [nn.Linear(WIDTH, WIDTH), layer, nn.Tanh()])
+    assert found.keeping == names
+    # What is taken away in the same run, as an average, depends on all samples besides.
+    assert found.mixing == (["self.net.1 (Layer)"] if function is averaged else [])
+    assert before == repr((layer.calls, layer.average, layer.seen, layer.meter.total, layer.last, layer.number))
+    assert layer.generator.getstate() == numbers
+
+
+def test_what_is_kept_elsewhere_is_named_by_the_layer() -> None:
+    numbers: list[int] = []
+
+    def collecting(x: torch.Tensor) -> torch.Tensor:
+        numbers.append(1)
+        return x * len(numbers)
+
+    assert looked_at((4, WIDTH), 0, [nn.Tanh(), collecting]).keeping == ["something in layer 1 (collecting)"]
+
+
+def test_a_layer_that_fails_or_returns_something_else_ends_the_look() -> None:
+    def failing(x: torch.Tensor) -> Any:
+        raise RuntimeError
+
+    for layer in (failing, lambda x: {"x": x}):
+        assert looked_at((4, WIDTH), 0, [nn.Tanh(), layer, lambda x: x - x.mean(0)]) == OnParts()
+
+
+def test_samples_that_are_not_known_are_looked_at_for_what_layers_keep_alone() -> None:
+    x = torch.randn(4, WIDTH)
+    module = nn.Module()
+    module.net = nn.ModuleList([nn.Tanh(), Layer(counted)])
+    call = PipelineCall(layers=(*module.net, lambda x: x - x.mean(0)), attribute="forward")
+    for half in (x[:1], x, x[:2, :3], x[None]):
+        found = layers_on_parts(module, call, few_samples((x,), (half,)), device=torch.device("cpu"), dtype=None)
+        assert found == OnParts(keeping=["self.net.1.calls"])
