@@ -184,9 +184,9 @@ class _Look:
         """Look at the layer; return what the next one gets, and that for parts, or None where it is not known."""
         restore = random_state()
         with modes(dict.fromkeys(self._statistics, False)):
-            self._look_twice(passed, restore)
+            is_repeatable = self._look_twice(passed, restore)
             whole, draws, end = self._run(passed, restore)
-            if parts is None:
+            if parts is None or not is_repeatable:
                 return whole, None
             # Where a batch normalization has no other statistics than those of the batch, it is named already.
             is_named = any(map(_has_statistics, self._statistics))
@@ -265,8 +265,8 @@ class _Look:
         other_first, other_second, *alone = map(tuple, zip(*tensors, strict=True))
         return _Parts(other_first, other_second, (alone[0], alone[1]))
 
-    def _look_twice(self, inputs: Tensors, restore: Callable[[], None]) -> None:
-        """Name what the layer keeps from one run to the next."""
+    def _look_twice(self, inputs: Tensors, restore: Callable[[], None]) -> bool:
+        """Name what the layer keeps from one run to the next; return whether that can be put back."""
         restore()
         with attributes_kept(self._modules, buffers=True):
             before = dict(self._kept())
@@ -276,10 +276,13 @@ class _Look:
             second = self._called(inputs)
             after = dict(self._kept())
         changed = [name for name, value in after.items() if not _are_same(value, between.get(name))]
+        is_known = True
         if not changed and any(map(_differ, first, second)):
             changed = [name for name, value in between.items() if not _are_same(value, before.get(name))]
+            is_known = bool(changed)
             changed = changed or [f"something in {self._shown}"]
         self._found.keeping.extend(name for name in changed if name not in self._found.keeping)
+        return is_known
 
     def _kept(self) -> Iterator[tuple[str, Numbers]]:
         for module in self._modules:

@@ -249,8 +249,8 @@ class LossOfBatches:
         if drawn_from:
             self._tell(
                 f"training_step draws from the common random generators ({', '.join(drawn_from)}): in a pipeline "
-                "these are other numbers than in one process with the same seed; a generator of its own, such as "
-                "self.rng = random.Random(0), gives the same ones",
+                "these are other numbers than in one process, unless the step seeds them itself; a generator of "
+                "its own, such as self.rng = random.Random(0), gives the same ones",
                 key="draws",
             )
         why_not = next((finding.why_not for finding in findings if finding.why_not), None)

@@ -5,6 +5,9 @@ micro-batch. What it draws from ``random.Random``, NumPy's or torch's generators
 all of these runs: each begins where the generator was when the batch began, and afterwards the generator is where
 a single run has left it, on every rank of the pipeline. Trials of a step leave it where it was.
 
+The same holds for iterators that are attributes, such as ``itertools.cycle`` or that of a loader of its own: what
+they have given is kept while a batch lasts, and given again.
+
 Found are generators in attributes of the LightningModule and of its submodules, in lists, dicts and objects of the
 program there, and those that the steps' code reads from its file, from functions around it, or from defaults.
 """
@@ -15,8 +18,10 @@ import inspect
 import pickle
 import random
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from io import IOBase
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -41,6 +46,44 @@ States = dict[str, Any]
 """The state of each generator, by its name."""
 
 
+class Replayed(Iterator[Any]):
+    """An iterator that can be put back to where it was since :meth:`forget`."""
+
+    __slots__ = ("_items", "_iterator", "_num_forgotten", "place")
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._items = iterator, deque[Any]()
+        self._num_forgotten = self.place = 0
+
+    def __next__(self) -> Any:
+        while self.place - self._num_forgotten >= len(self._items):
+            self._items.append(next(self._iterator))
+        self.place += 1
+        return self._items[self.place - 1 - self._num_forgotten]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Replayed.__slots__ or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+    def forget(self) -> None:
+        """Forget the items that were given: they are not asked for again."""
+        while self._items and self._num_forgotten < self.place:
+            self._items.popleft()
+            self._num_forgotten += 1
+
+
+def _state_of(source: Any) -> Any:
+    return source.place if isinstance(source, Replayed) else generator_state(source)
+
+
+def _put(source: Any, state: Any) -> None:
+    if isinstance(source, Replayed):
+        source.place = state
+    else:
+        set_generator_state(source, state)
+
+
 class OwnGenerators:
     """The generators of a program's own that its steps may draw from, and where they are.
 
@@ -62,8 +105,19 @@ class OwnGenerators:
 
     def begin(self, num_batches: int = 1) -> None:
         """Begin with the batches of an optimizer step, or with one that is evaluated."""
+        self._keep_items(forgets=True)
         self._found = found_in(self._module, self._ignored)
         self._num_batches, self._begun, self._left = num_batches, {}, {}
+
+    def _keep_items(self, *, forgets: bool) -> None:
+        """Let iterators that are attributes be able to give their items again, from now on if it ``forgets``."""
+        for _, owner in outside_pipeline(self._module):
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, Replayed):
+                    if forgets:
+                        value.forget()
+                elif isinstance(value, Iterator) and name not in self._ignored and not isinstance(value, IOBase):
+                    vars(owner)[name] = Replayed(value)
 
     def left(self) -> States:
         """Where the steps of these batches have left the generators; those that stayed are left out."""
@@ -75,7 +129,7 @@ class OwnGenerators:
         found = self._found if states.keys() <= self._found.keys() else found_in(self._module, self._ignored)
         for name, state in states.items():
             if name in found:
-                set_generator_state(found[name], state)
+                _put(found[name], state)
 
     def all_states(self) -> States:
         """Where all generators are now."""
@@ -86,13 +140,15 @@ class OwnGenerators:
     def rehearsal(self) -> Iterator[None]:
         """Leave generators where they are, whatever draws from them meanwhile."""
         before = self._found, self._num_batches, self._begun, self._left
-        self.begin()
+        self._keep_items(forgets=False)
+        self._found = found_in(self._module, self._ignored)
+        self._num_batches, self._begun, self._left = 1, {}, {}
         found, states = self._found, self._states()
         try:
             yield
         finally:
             for name, state in states.items():
-                set_generator_state(found[name], state)
+                _put(found[name], state)
             self._found, self._num_batches, self._begun, self._left = before
 
     @contextmanager
@@ -138,11 +194,11 @@ class OwnGenerators:
                 )
 
     def _states(self) -> States:
-        return {name: generator_state(generator) for name, generator in self._found.items()}
+        return {name: _state_of(generator) for name, generator in self._found.items()}
 
     def _put_found(self, states: States) -> None:
         for name, generator in self._found.items():
-            set_generator_state(generator, states[name])
+            _put(generator, states[name])
 
 
 COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": numpy.random.mtrand._rand}
@@ -155,7 +211,7 @@ def key_of(state: Any) -> int:
 
 
 def _keys_of(generators: Mapping[str, Any]) -> dict[str, int]:
-    return {name: key_of(generator_state(generator)) for name, generator in generators.items()}
+    return {name: key_of(_state_of(generator)) for name, generator in generators.items()}
 
 
 def found_in(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
@@ -190,7 +246,7 @@ class _Search:
         """Look for generators in a value."""
         if isinstance(value, bool | int | float | str | bytes | Tensor | None):
             return
-        if isinstance(value, GENERATORS):
+        if isinstance(value, (*GENERATORS, Replayed)):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.found[name] = value

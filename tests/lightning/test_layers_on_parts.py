@@ -228,7 +228,8 @@ def test_what_is_kept_elsewhere_is_named_by_the_layer() -> None:
         numbers.append(1)
         return x * len(numbers)
 
-    assert looked_at((4, WIDTH), 0, [nn.Tanh(), collecting]).keeping == ["something in layer 1 (collecting)"]
+    found = looked_at((4, WIDTH), 0, [nn.Tanh(), collecting, nn.ReLU()])
+    assert found == OnParts(keeping=["something in layer 1 (collecting)"])
 
 
 def test_a_layer_that_fails_or_returns_something_else_ends_the_look() -> None:

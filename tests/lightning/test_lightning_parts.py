@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torchmetrics
@@ -295,6 +297,43 @@ def test_random_numbers_of_a_step_are_its_own() -> None:
     assert torch.equal(first, steps.inputs(micro_batch([torch.zeros(4, 8)], seed=3)))
     assert not torch.equal(first, steps.inputs(micro_batch([torch.zeros(4, 8)], seed=4)))
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_generators_of_a_program_give_a_batch_what_they_give_one_step() -> None:
+    """A trial left them where it had drawn to, and each micro-batch drew others than the batch."""
+
+    class Draws(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tools, self.place = {"draw": random.Random(1).random}, 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            before = self.tools["draw"]()
+            return self(batch[0] + before).mean() + self.tools["draw"]() + OF_THE_FILE.random()
+
+    steps, twin, of_the_file = UserSteps(Draws(), "forward"), random.Random(1), numpy.random.default_rng(2)
+    for seed in (1, 2):
+        pieces = [
+            micro_batch([torch.zeros(2, 8)], seed=10 * seed + place, batch_seed=seed, place=place)
+            for place in range(2)
+        ]
+        before, after = twin.random(), twin.random() + of_the_file.random()
+        with steps.rehearsal():
+            steps.loss(torch.zeros(2, 4), pieces[0])
+        steps.draws.begin()
+        for piece in pieces:
+            assert float(steps.inputs(piece)[0, 0]) == pytest.approx(before)
+        for piece in pieces:
+            assert float(steps.loss(torch.zeros(2, 4), piece)) == pytest.approx(after)
+        left = steps.draws.left()
+        assert list(left) == ["self.tools['draw']", "OF_THE_FILE"]
+        steps.draws.put(left)
+    steps.draws.begin(num_batches=2)
+    with pytest.raises(ValueError, match=r"draws from self\.tools.* before and after its call of forward"):
+        steps.loss(torch.zeros(2, 4), micro_batch([torch.zeros(2, 8)]))
+
+
+OF_THE_FILE = numpy.random.default_rng(2)
 
 
 def logged(value: float, size: int, **arguments: Any) -> MicroBatch:
