@@ -1,0 +1,350 @@
+"""Layers of a captured model: modules that hold the user's own modules under the user's own names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.capture.graph import Graph, graph_of
+from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
+from deepspeed_partition.capture.program import Program
+from deepspeed_partition.capture.recorder import CaptureError, Ref, line_of, record
+from deepspeed_partition.capture.structure import build, flatten, names_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """A model's calls, for arguments like those it was captured with."""
+
+    model: nn.Module
+    graph: Graph
+    input_names: list[str]
+    """The tensors among the arguments, in order."""
+    output_names: list[str]
+    """The tensors among what the model returns, in order."""
+    arguments: tuple[Any, Any]
+    """The arguments, their tensors without data."""
+    training: bool
+
+    def rebuilt(self, tensors: Any) -> Any:
+        """What the model itself returns, such as a Hugging Face output, made of the last layer's tensors."""
+        given = iter(tensors if isinstance(tensors, tuple | list) else (tensors,))
+        known: dict[int, Any] = {}
+        leaves = []
+        for leaf in self.graph.returned.leaves:
+            if isinstance(leaf, Ref):
+                if leaf.value not in known:
+                    known[leaf.value] = next(given)
+                leaf = known[leaf.value]
+            leaves.append(leaf)
+        return build(self.graph.returned.structure, leaves)
+
+    def inputs_of(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors among arguments, as the first layer takes them."""
+        return tuple(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+
+
+def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Captured:
+    """Run a model's ``forward`` once without data, and return its calls.
+
+    Raises:
+        CaptureError: it cannot be captured; the message names the line of the model's source.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    graph = _graph_of(model, args, kwargs)
+    return Captured(
+        model, graph, _input_names(model, args, kwargs), _output_names(graph), (args, kwargs), model.training
+    )
+
+
+def _graph_of(model: nn.Module, args: Any, kwargs: Any, opened: frozenset[Any] | None = None) -> Graph:
+    try:
+        return graph_of(record(model, args, kwargs), opened)
+    except CaptureError:
+        raise
+    except Exception as error:
+        line = line_of(error)
+        raise CaptureError(
+            f"{type(model).__name__} cannot be run without data: {_first_line(error)}" + (f" ({line})" if line else "")
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    import inspect
+
+    leaves, structure = flatten((tuple(args), kwargs))
+    names = names_of(structure)
+    try:
+        bound = list(inspect.signature(model.forward).bind_partial(*args).arguments)
+    except (TypeError, ValueError):
+        bound = []
+    found = []
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        kind, _, rest = name.partition(".")
+        if kind == "0":
+            place, dot, below = rest.partition(".")
+            own = bound[int(place)] if int(place) < len(bound) else f"argument_{place}"
+            rest = own + dot + below
+        found.append(rest)
+    return found
+
+
+def _output_names(graph: Graph) -> list[str]:
+    names = dict(zip(names_of(graph.returned.structure), graph.returned.leaves, strict=True))
+    found: dict[int, str] = {}
+    for name, leaf in names.items():
+        if isinstance(leaf, Ref):
+            found.setdefault(leaf.value, name or "output")
+    return list(found.values())
+
+
+# Modules
+
+
+class Branch(nn.Module):
+    """The place of a module of the user's within a layer: it has the children that the layer needs, by their names."""
+
+    def forward(self, *_: Any) -> None:
+        raise RuntimeError("this part of a captured model is run by its layer")
+
+
+class CapturedLayer(nn.Module):
+    """Consecutive calls of a captured model.
+
+    Its children are the user's own modules under their own names, so ``state_dict()`` has the user's names. It takes
+    and returns a tensor, or a tuple of tensors.
+    """
+
+    def __init__(self, recipe: Recipe, number: int, holder: nn.Module | None = None) -> None:
+        super().__init__()
+        self._recipe, self._number = recipe, number
+        self.training = recipe.captured.training
+        _fill(self, recipe.captured, recipe.names[number])
+        del holder
+
+    def forward(self, inputs: Any) -> Any:
+        return self._recipe.program(self._number, self).run(self, inputs)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self._recipe.names[self._number])
+
+
+class TiedWeights(nn.Module):
+    """The modules of a captured model that use a weight together, in whichever layers these stand."""
+
+    def __init__(self, captured: Captured, names: Iterable[str]) -> None:
+        super().__init__()
+        self.training = captured.training
+        _fill(self, captured, names)
+
+    def forward(self, *_: Any) -> None:
+        raise RuntimeError("modules with a weight in common are run by the layers that use them")
+
+
+class TiedLayer(nn.Module):
+    """A layer whose weights other layers use, too; ``shared`` is one object for all of them."""
+
+    def __init__(self, recipe: Recipe, number: int, key: str, shared: TiedWeights) -> None:
+        super().__init__()
+        self.recipe, self.number, self.key = recipe, number, key
+        self.shared = shared
+
+    def run(self, shared: nn.Module, inputs: Any) -> Any:
+        """Run the layer with a copy of the modules."""
+        return self.recipe.program(self.number, shared).run(shared, inputs)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.run(self.shared, inputs)
+
+
+def _fill(root: nn.Module, captured: Captured, names: Iterable[str]) -> None:
+    """Give a module the user's modules and weights of these names, in the same tree."""
+    modules, attributes = captured.graph.recording.modules, captured.graph.recording.attributes
+    for name in sorted(names):
+        *path, last = name.split(".")
+        at: Any = root
+        for depth, part in enumerate(path):
+            inner = at._modules.get(part)
+            if inner is None:
+                inner = Branch()
+                inner.training = modules[".".join(path[: depth + 1])].training
+                at.add_module(part, inner)
+            at = inner
+        if name in modules:
+            if at._modules.get(last) is None or isinstance(at._modules[last], Branch):
+                at.add_module(last, modules[name])
+        elif isinstance(attributes[name], nn.Parameter):
+            if last not in at._parameters:
+                at.register_parameter(last, attributes[name])
+        elif last not in at._buffers:
+            owner = modules[".".join(path)]
+            at.register_buffer(last, attributes[name], persistent=last not in owner._non_persistent_buffers_set)
+
+
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """What all layers of a model need to know: the programs for each state in which they may be run."""
+
+    captured: Captured
+    layout: Layout
+    names: list[list[str]]
+    """The modules and weights of each layer, by the user's names."""
+    programs: dict[Any, list[Program]] = field(default_factory=dict)
+
+    def __deepcopy__(self, _: Any) -> Recipe:
+        return self
+
+    def program(self, number: int, module: nn.Module) -> Program:
+        key = self._state(module)
+        if key not in self.programs:
+            self.programs[key] = self._captured_again(*key)
+        return self.programs[key][number]
+
+    def _state(self, module: nn.Module) -> tuple[Any, ...]:
+        return (module.training,)
+
+    def _captured_again(self, training: bool) -> list[Program]:
+        """The programs for a model in training, if it was captured in evaluation, and the other way round."""
+        model = self.captured.model
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.train(training)
+            graph = _graph_of(model, *self.captured.arguments, self.captured.graph.opened)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return programs_like(self, graph)
+
+
+def programs_like(recipe: Recipe, graph: Graph) -> list[Program]:
+    """The programs of another graph of the same model, each of whose weights stays in its layer."""
+    before, flow = recipe.captured.graph, flow_of(graph)
+    layer_of_call = {
+        key: recipe.layout.layer_of[node.number]
+        for key, node in zip(_keys(before), before.nodes, strict=True)
+        if node.number in recipe.layout.layer_of
+    }
+    layers_of_name: dict[str, set[int]] = {}
+    for layer, names in enumerate(recipe.names):
+        for name in names:
+            layers_of_name.setdefault(name, set()).add(layer)
+    layer_of: dict[int, int] = {}
+    keys = dict(zip((node.number for node in graph.nodes), _keys(graph), strict=True))
+    made_in: dict[int, int] = {}
+    for node in flow.main:
+        earliest = max((layer_of[each] for each in node.after if each in layer_of), default=0)
+        for read in need_sources(flow, node):
+            earliest = max(earliest, made_in.get(read, 0))
+        layer = max(earliest, layer_of_call.get(keys[node.number], 0))
+        names = _names_of(node)
+        if any(layer not in layers_of_name.get(name, {layer}) for name in names):
+            raise CaptureError(
+                f"{recipe.captured.model.__class__.__name__} runs its modules in another order in "
+                f"{'training' if not recipe.captured.training else 'evaluation'}, near {node.call.where}: give "
+                "pipeline layers by hand, or run both in one mode"
+            )
+        if any(name not in layers_of_name for name in names):
+            raise CaptureError(f"a module runs in one mode alone, near {node.call.where}: {', '.join(names)}")
+        layer_of[node.number] = layer
+        made_in.update(dict.fromkeys(node.makes, layer))
+    return programs_of(flow, layer_of, recipe.layout.num_layers, recipe.captured.input_names)
+
+
+def need_sources(flow: Any, node: Any) -> list[int]:
+    return [source for read in node.reads for source in flow.sources(read)]
+
+
+def _keys(graph: Graph) -> list[tuple[Any, ...]]:
+    """A name for each node that is the same in training and in evaluation."""
+    seen: dict[Any, int] = {}
+    keys = []
+    scopes: dict[int, str] = {}
+    _name_scopes(graph.recording.root, scopes)
+    for node in graph.nodes:
+        path = tuple(scopes.get(time, "") for time in node.call.scopes)
+        key = path, node.call.target if node.is_module else getattr(node.call.target, "__name__", "")
+        seen[key] = seen.get(key, 0) + 1
+        keys.append((*key, seen[key]))
+    return keys
+
+
+def _name_scopes(call: Any, names: dict[int, str]) -> None:
+    if call.is_module:
+        names[call.time] = call.target
+        for inner in call.calls:
+            _name_scopes(inner, names)
+
+
+def _names_of(node: Any) -> list[str]:
+    if node.is_module:
+        return [node.call.target]
+    return sorted(node.attributes)
+
+
+# Lists of layers
+
+
+class Layers(list):  # type: ignore[type-arg]
+    """The layers of a model, in order: a list for ``PipelineModule(layers=...)``."""
+
+    captured: Captured
+    input_names: list[str]
+    """The names of the tensors that the first layer takes, in order."""
+    output_names: list[str]
+    """The names of the tensors that the last layer returns, in order."""
+    boundary_bytes: list[int]
+    """The bytes that cross each boundary, for the arguments that the model was captured with."""
+
+    def output(self, tensors: Any) -> Any:
+        """What the model itself returns, made of what the last layer returns."""
+        return self.captured.rebuilt(tensors)
+
+
+def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda layer: layer) -> Layers:
+    """The layers of a captured model.
+
+    Args:
+        wrap: Makes of a layer that shares weights what stands in the list.
+    """
+    flow = flow_of(captured.graph)
+    layout = layout_of(flow)
+    programs = programs_of(flow, layout.layer_of, layout.num_layers, captured.input_names)
+    names = [
+        sorted({name for step in program.steps for name in _names_in(captured, step)}) for program in programs
+    ]
+    recipe = Recipe(captured, layout, names, {(captured.training,): programs})
+    shared: dict[str, TiedWeights] = {}
+    for key in dict.fromkeys(layout.ties.values()):
+        places = [layer for layer, own in layout.ties.items() if own == key]
+        shared[key] = TiedWeights(captured, {name for place in places for name in names[place]})
+    layers = Layers()
+    for number in range(layout.num_layers):
+        if number in layout.ties:
+            key = layout.ties[number]
+            layers.append(wrap(TiedLayer(recipe, number, key, shared[key])))
+        else:
+            layers.append(CapturedLayer(recipe, number))
+    layers.captured = captured
+    layers.input_names, layers.output_names = captured.input_names, captured.output_names
+    layers.boundary_bytes = [crossing.num_bytes for crossing in layout.crossings]
+    return layers
+
+
+def _names_in(captured: Captured, step: Any) -> list[str]:
+    from deepspeed_partition.capture.recorder import Attribute
+
+    own = [step.target] if step.is_module else []
+    return own + [leaf.name for leaf in step.given.leaves if isinstance(leaf, Attribute)]

@@ -1,0 +1,762 @@
+"""One run of a model's own ``forward`` on tensors without data, written down as a tree of calls.
+
+The tree has the modules that were called, and in each of them the torch functions and the modules that its code
+called. Values are told apart by the identity of the tensors. Nothing is computed and no weight is read, so a model
+may be larger than the device. What the code decides by the data of a tensor cannot be followed: the module where
+that happens is run once, alone, on real tensors, and stays whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, Size, number_of, size
+from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors
+
+BYTES_PER_OPERATION = 0.05
+"""How many bytes a device moves in the time of one multiplication or addition, about."""
+
+
+class CaptureError(ValueError):
+    """A model whose calls cannot be written down; the message says where and what to do."""
+
+
+# What a call is given and returns
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor that was an input, or that a call returned."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A parameter or buffer, by its name in the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """A number that was made from sizes."""
+
+    expression: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device of the model, whichever that is when a layer runs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """A nested value with places for tensors and sizes; all other leaves are constants."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+
+    def refs(self) -> list[int]:
+        return [leaf.value for leaf in self.leaves if isinstance(leaf, Ref)]
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor of the run: what is known of it without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    requires_grad: bool
+    storage: int
+    time: int
+    """When it was made, as the number of its call; -1 for an input."""
+    scopes: tuple[int, ...]
+    """The modules within which it was made, by the numbers of their calls."""
+    is_dense: bool = True
+
+
+@dataclass(slots=True)
+class Effects:
+    """What a call did besides returning something."""
+
+    random: bool = False
+    mutated: set[int] = field(default_factory=set)
+    """Storages that were there before the call."""
+    work: float = 0.0
+    """Arithmetic operations, with bytes that move counted as operations."""
+
+    def add(self, other: Effects) -> None:
+        self.random |= other.random
+        self.mutated |= other.mutated
+        self.work += other.work
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A torch function, or a module with the calls within it."""
+
+    time: int
+    scopes: tuple[int, ...]
+    target: Any
+    """The function, or the name of the module."""
+    given: Template
+    returned: Template | None = None
+    is_module: bool = False
+    calls: list[Call] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
+    context: tuple[Any, ...] = ()
+    """Whether gradients are on, and autocast by device, where that differs from how the model was called."""
+    where: str = ""
+    """The line of the model's source."""
+    why_whole: str = ""
+    """Why it cannot be opened; empty where it can."""
+    why_open: str = ""
+    """Why it cannot be run as one; empty where it can."""
+    recomputed: bool = False
+    """Whether it was called through torch's ``checkpoint``."""
+    conditions: list[Condition] = field(default_factory=list)
+    """Asked by the module's own code, between its calls."""
+    end: int = 0
+
+
+@dataclass(slots=True)
+class Recording:
+    """A model's calls for one set of arguments."""
+
+    root: Call
+    values: list[Value]
+    inputs: list[int]
+    """The values of the tensors among the arguments."""
+    attribute_of_storage: dict[int, str]
+    attributes: dict[str, Any]
+    """Parameters and buffers, by their first names."""
+    modules: dict[str, nn.Module]
+    device: torch.device
+
+
+@contextmanager
+def _patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+    old = vars(owner)[name]  # not getattr(), which binds class methods
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes what operations do below the torch functions."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._tape.saw(func, args, kwargs or {}, out)
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    """Writes down the torch functions that the model's code calls."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.function(func, args, kwargs or {})
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+_SHAPE, _SIZE = torch.Tensor.shape.__get__, torch.Tensor.size
+_STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
+_NUMEL = (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
+_READS_DATA = (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__)
+
+
+class Tape:
+    """What was called so far."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.values: list[Value] = []
+        self._kept: list[Any] = []  # as long as they live, no other object has their number
+        self._value_of: dict[int, int] = {}
+        self._time = itertools.count()
+        self._scopes: list[Call] = []
+        self._inside = 0
+        self._effects = Effects()
+        self._known_storages: set[int] = set()
+        self._attribute_of: dict[int, str] = {}
+        self.attribute_of_storage: dict[int, str] = {}
+        self.attributes: dict[str, Any] = {}
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._outer_context = _state()
+        self._random_units: set[int] = set()
+        self._region = 0
+
+    # Attributes of the model
+
+    @contextmanager
+    def without_weights(self, dtypes: dict[torch.dtype, torch.dtype] | None = None) -> Iterator[None]:
+        """Let the model's modules have tensors without data for a while, in the places of parameters and buffers."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        fakes: dict[int, Any] = {}
+        attributes = [dict(vars(module)) for module in self.model.modules()]
+        for prefix, module in self.model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = self._without_data(tensor, dtypes or {})
+                        full = f"{prefix}.{name}" if prefix else name
+                        self.attributes[full] = tensor
+                        for each in (tensor, fakes[id(tensor)]):
+                            self._attribute_of[id(each)] = full
+                        self.attribute_of_storage[_storage(fakes[id(tensor)])] = full
+                        self._known_storages.add(_storage(fakes[id(tensor)]))
+                    places.append((table, name, tensor))
+        try:
+            for table, name, tensor in places:
+                table[name] = fakes[id(tensor)]
+            self._kept.append(fakes)
+            yield
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
+            for module, before in zip(self.model.modules(), attributes, strict=False):
+                _forget_fakes(module, before)
+
+    def _without_data(self, tensor: torch.Tensor, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
+        with torch.no_grad(), self.fake:
+            like = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=dtypes.get(tensor.dtype, tensor.dtype), device=self.device
+            )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(like, requires_grad=tensor.requires_grad)
+        return like
+
+    def input(self, tensor: torch.Tensor) -> Any:
+        """A tensor without data, in the place of an argument."""
+        with torch.no_grad(), self.fake:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if tensor.requires_grad:
+            fake.requires_grad_(True)
+        self._value(fake, time=-1)
+        return fake
+
+    # Values
+
+    def _value(self, tensor: torch.Tensor, time: int | None = None) -> int:
+        number = self._value_of.get(id(tensor))
+        if number is not None:
+            return number
+        with torch._C.DisableTorchFunction():
+            dense = tensor.layout is torch.strided
+            storage = _storage(tensor) if dense else -id(tensor)
+            self.values.append(
+                Value(
+                    tuple(map(int, tensor.shape)),
+                    tensor.dtype,
+                    tensor.numel() * tensor.element_size(),
+                    tensor.requires_grad,
+                    storage,
+                    next(self._time) if time is None else time,
+                    tuple(scope.time for scope in self._scopes) if time != -1 else (),
+                    dense,
+                )
+            )
+        self._known_storages.add(storage)
+        self._kept.append(tensor)
+        self._value_of[id(tensor)] = len(self.values) - 1
+        return len(self.values) - 1
+
+    def template(self, value: Any, *, time: int | None = None) -> Template:
+        leaves, structure = flatten(value)
+        return Template(structure, tuple(self._leaf(leaf, time) for leaf in leaves))
+
+    def _leaf(self, leaf: Any, time: int | None) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            name = self._attribute_of.get(id(leaf))
+            if name is not None:
+                return Attribute(name)
+            if id(leaf) in self._value_of:
+                return Ref(self._value_of[id(leaf)])
+            if not isinstance(leaf, FakeTensor):
+                self._kept.append(leaf)
+                return leaf  # a constant of the model that is neither parameter nor buffer
+            if time is None:
+                self._whole("a tensor is made by code that torch does not show")
+            return Ref(self._value(leaf, time))
+        if isinstance(leaf, Size):
+            return SizeOf(leaf.expression)
+        if isinstance(leaf, torch.device) and leaf == self.device:
+            return Device()
+        return leaf
+
+    def _whole(self, reason: str) -> None:
+        for scope in self._scopes[-1:]:
+            scope.why_whole = scope.why_whole or f"{reason} ({model_line()})"
+
+    def _note(self, expression: Any, outcome: Any) -> None:
+        if not self._inside:
+            self._scopes[-1].conditions.append(Condition(expression, outcome, model_line()))
+
+    # Functions
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside or not self._scopes:
+            return func(*args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None:
+            self._whole("a function is transformed")
+            return func(*args, **kwargs)
+        sizes = self._sizes(func, args, kwargs)
+        if sizes is not None:
+            return sizes
+        given_leaves, structure = flatten((args, kwargs))
+        if func in _READS_DATA and (known := self._known_outcome(func, args)) is not None:
+            return known
+        given = Template(structure, tuple(self._leaf(leaf, None) for leaf in given_leaves))
+        plain_args, plain_kwargs = build(structure, map(number_of, given_leaves))
+        outer, self._effects = self._effects, Effects()
+        self._inside += 1
+        try:
+            out = func(*plain_args, **plain_kwargs)
+        finally:
+            self._inside -= 1
+            effects, self._effects = self._effects, outer
+        self._function_called(func, given, effects, out)
+        return out
+
+    def _function_called(self, func: Any, given: Template, effects: Effects, out: Any) -> None:
+        leaves, _ = flatten(out)
+        effects.mutated &= self._known_storages
+        if not effects.mutated and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return
+        call = Call(next(self._time), self._numbers(), func, given, effects=effects, context=self._context())
+        call.returned = self.template(out, time=call.time)
+        call.end, call.where = call.time, model_line()
+        if getattr(func, "__name__", "") in ("lt", "__lt__"):
+            self._remember_comparison(given, call.returned)
+        self._scopes[-1].calls.append(call)
+
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(scope.time for scope in self._scopes)
+
+    def _sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a question for sizes is answered, with their origin; None for other functions."""
+        if func == _SHAPE or func is _SIZE:
+            kind = "shape"
+        elif func is _STRIDE:
+            kind = "stride"
+        elif func in _NUMEL or func is _LENGTH:
+            kind = "numel" if func in _NUMEL else "shape"
+        else:
+            return None
+        tensor = args[0]
+        number = self._value_of.get(id(tensor)) if isinstance(tensor, torch.Tensor) else None
+        if number is None:
+            return None
+        where = args[1] if len(args) > 1 else kwargs.get("dim")
+        with torch._C.DisableTorchFunction():
+            all_sizes = tuple(map(int, tensor.stride() if kind == "stride" else tensor.shape))
+            total = tensor.numel()
+
+        def at(place: int) -> Size:
+            return size(all_sizes[place], Dimension(number, kind, place), self._note)
+
+        if kind == "numel":
+            return size(total, Dimension(number, kind, 0), self._note)
+        if func is _LENGTH:
+            return int(at(0))
+        if where is not None:
+            return at(int(number_of(where)) % len(all_sizes))
+        return Shape(at(place) for place in range(len(all_sizes)))
+
+    # torch.rand([]) < 0.0, by which models skip layers at random, is false without knowing the number
+
+    def _remember_comparison(self, given: Template, returned: Template) -> None:
+        leaves = [leaf for leaf in given.leaves if leaf is not None]
+        if len(leaves) == 2 and isinstance(leaves[0], Ref) and isinstance(leaves[1], int | float) and leaves[1] <= 0:
+            made_by = next((call for call in reversed(self._scopes[-1].calls) if leaves[0].value in _made(call)), None)
+            if made_by is not None and made_by.target is torch.rand:
+                self._random_units.update(returned.refs())
+
+    def _known_outcome(self, func: Any, args: Any) -> Any:
+        if func is torch.Tensor.__bool__ and self._value_of.get(id(args[0])) in self._random_units:
+            return False
+        return None
+
+    # Operations below
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        effects = self._effects
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            effects.random = True
+        for place, name in _written_arguments(func):
+            written = args[place] if place < len(args) else kwargs.get(name)
+            for tensor in written if isinstance(written, list | tuple) else [written]:
+                if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                    effects.mutated.add(_storage(tensor))
+        outs = out if isinstance(out, list | tuple) else [out]
+        moved = sum(each.numel() * each.element_size() for each in outs if isinstance(each, torch.Tensor))
+        effects.work += moved / BYTES_PER_OPERATION
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in flop_registry:
+            with suppress(Exception):
+                effects.work += flop_registry[packet](*args, **kwargs, out_val=out)
+        if not self._inside and self._scopes:
+            for tensor in outs:
+                known = isinstance(tensor, torch.Tensor) and (
+                    id(tensor) in self._value_of or id(tensor) in self._attribute_of
+                )
+                if isinstance(tensor, FakeTensor) and not known:
+                    self._value(tensor)
+                    self._whole("an operation is called in a way that torch does not show")
+
+    def _context(self) -> tuple[Any, ...]:
+        now, outer = _state(), self._outer_context
+        if now == outer:
+            return ()
+        casts = tuple(new for new, old in zip(now[1], outer[1], strict=True) if new != old)
+        return now[0], casts
+
+    # Modules
+
+    def module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = self._module_names.get(id(module))
+        if self._inside or not self._scopes or name is None:
+            return call(module, *args, **kwargs)
+        scope = self.opened(name, args, kwargs)
+        recomputes_itself = type(module).__call__ is not nn.Module.__call__
+        scope.recomputed, self._region = bool(self._region) and not recomputes_itself, 0
+        self._scopes[-1].calls.append(scope)
+        region = scope.recomputed
+        self._scopes.append(scope)
+        try:
+            out = call(module, *args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            out = self._run_alone(scope, module, args, kwargs, error)
+        finally:
+            self._scopes.pop()
+            self._region = int(region)
+        return self.closed(scope, out)
+
+    def opened(self, name: str, args: Any, kwargs: Any) -> Call:
+        leaves, structure = flatten((args, kwargs))
+        given = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
+        scope = Call(next(self._time), self._numbers(), name, given, is_module=True, context=self._context())
+        scope.where = model_line()
+        if any(_is_opaque(leaf) for leaf in given.leaves):
+            scope.why_open = "it is given an object that holds tensors"
+        return scope
+
+    def closed(self, scope: Call, out: Any) -> Any:
+        """Note what a module returned, and return it; sizes among it are then known as its own."""
+        for call in scope.calls:
+            scope.effects.add(call.effects)
+        scope.end = next(self._time)
+        leaves, structure = flatten(out)
+        scope.returned = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
+        if any(_is_opaque(leaf) for leaf in scope.returned.leaves):
+            scope.why_open = "it returns an object that holds tensors"
+        return out
+
+    def _run_alone(self, scope: Call, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The output of a module that cannot run without data, from one run on data of our own."""
+        if not scope.target:  # the model itself
+            raise error
+        line = line_of(error)
+        leaves, structure = flatten((args, kwargs))
+        try:
+            with unset_fake_temporarily(), _hidden_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+                real = [_data_like(leaf) for leaf in leaves]
+                given_args, given_kwargs = build(structure, real)
+                with self._real_weights(module):
+                    result = module(*given_args, **given_kwargs)
+        except Exception:
+            raise error from None
+        scope.calls.clear()
+        scope.conditions.clear()
+        scope.why_whole = f"{type(error).__name__} without data at {line}"
+        scope.effects.random = True
+        outs, out_structure = flatten(result)
+        wants = any(parameter.requires_grad for parameter in module.parameters()) or any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        )
+        scope.effects.work += sum(p.numel() for p in module.parameters()) * max(
+            (leaf.numel() // max(leaf.shape[-1], 1) for leaf in real if isinstance(leaf, torch.Tensor) and leaf.dim()),
+            default=1,
+        )
+        with self.fake, torch._C.DisableTorchFunction():
+            fakes = []
+            for leaf in outs:
+                if isinstance(leaf, torch.Tensor):
+                    fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                    if wants and leaf.is_floating_point():
+                        fake = fake.requires_grad_(True).clone()
+                    self._value(fake)
+                    leaf = fake
+                fakes.append(leaf)
+        return build(out_structure, fakes)
+
+    @contextmanager
+    def _real_weights(self, module: nn.Module) -> Iterator[None]:
+        places = []
+        try:
+            for prefix, part in module.named_modules():
+                del prefix
+                for table in (part._parameters, part._buffers):
+                    for name, tensor in table.items():
+                        if tensor is None:
+                            continue
+                        places.append((table, name, tensor))
+                        real = self.attributes[self._attribute_of[id(tensor)]]
+                        real = real.detach().clone() if not real.is_meta else torch.zeros_like(real, device="cpu")
+                        table[name] = (
+                            nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
+                        )
+            yield
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
+
+    # The run
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        call = nn.Module.__call__
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.module(call, module, args, kwargs)
+
+        def region(*_: Any, **__: Any) -> Iterator[None]:
+            self._region += 1
+            yield
+            self._region = max(0, self._region - 1)
+
+        class Reentrant:
+            @staticmethod
+            def apply(function: Any, preserve: Any, *args: Any) -> Any:
+                self._region += 1
+                try:
+                    return function(*args)
+                finally:
+                    self._region = max(0, self._region - 1)
+
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or not self._scopes:
+                return _ORIGINAL_APPLY.__func__(cls, *args, **kwargs)
+            given = self.template((args, kwargs))
+            outer, self._effects = self._effects, Effects()
+            self._inside += 1
+            try:
+                plain, structure = flatten((args, kwargs))
+                plain_args, plain_kwargs = build(structure, map(number_of, plain))
+                with _hidden_functions():
+                    out = _ORIGINAL_APPLY.__func__(cls, *plain_args, **plain_kwargs)
+            finally:
+                self._inside -= 1
+                effects, self._effects = self._effects, outer
+            self._function_called(functools.partial(_apply, cls), given, effects, out)
+            return out
+
+        with ExitStack() as stack:
+            stack.enter_context(_patched(nn.Module, "__call__", called))
+            if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
+                stack.enter_context(
+                    _patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", region)
+                )
+            stack.enter_context(_patched(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
+            stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(applied)))
+            if hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self.fake)
+            stack.enter_context(_Watch(self))
+            stack.enter_context(_Functions(self))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def run(self, args: Any, kwargs: Any) -> Recording:
+        leaves, structure = flatten((args, kwargs))
+        inputs = []
+        fakes = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf = self.input(leaf)
+                inputs.append(self._value_of[id(leaf)])
+            fakes.append(leaf)
+        fake_args, fake_kwargs = build(structure, fakes)
+        root = Call(next(self._time), (), "", self.template((fake_args, fake_kwargs)), is_module=True)
+        self._scopes.append(root)
+        with self.recording():
+            out = self._call_model(fake_args, fake_kwargs)
+        self._scopes.pop()
+        self.closed(root, out)
+        return Recording(
+            root, self.values, inputs, self.attribute_of_storage, self.attributes,
+            dict(self.model.named_modules()), self.device,
+        )  # fmt: skip
+
+    def _call_model(self, args: Any, kwargs: Any) -> Any:
+        self._module_names.pop(id(self.model), None)
+        return self.model(*args, **kwargs)
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function.apply(*args, **kwargs)
+
+
+_ORIGINAL_APPLY: Any = vars(torch.autograd.Function)["apply"]
+
+
+def _made(call: Call) -> list[int]:
+    return call.returned.refs() if call.returned is not None else []
+
+
+def _is_opaque(leaf: Any) -> bool:
+    known = isinstance(leaf, Ref | Attribute | SizeOf | Device | torch.Tensor | str | int | float | nn.Module)
+    return not known and leaf is not None and not isinstance(leaf, type) and holds_tensors(leaf)
+
+
+def _state() -> tuple[Any, ...]:
+    """Whether gradients are on, and autocast by device."""
+    casts = tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), casts
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _hidden_functions() -> Iterator[None]:
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
+def _hidden_modes() -> Iterator[None]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def _data_like(leaf: Any) -> Any:
+    """A tensor with data, in the place of one without; integers are zeros, which any table has a row for."""
+    if not isinstance(leaf, torch.Tensor):
+        return number_of(leaf)
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    shape, dtype = tuple(map(int, leaf.shape)), leaf.dtype
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
+
+
+def _forget_fakes(module: nn.Module, before: dict[str, Any]) -> None:
+    """Take back what a forward without data has left in the attributes of a module."""
+    for name, now in list(vars(module).items()):
+        if name.startswith("_") and name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if now is not before.get(name, _MISSING) and _holds_fakes(now):
+            if name in before:
+                vars(module)[name] = before[name]
+            else:
+                del vars(module)[name]
+
+
+_MISSING = object()
+
+
+def _holds_fakes(value: Any) -> bool:
+    leaves, _ = flatten(value)
+    return any(isinstance(leaf, FakeTensor | Size) for leaf in leaves)
+
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def model_line() -> str:
+    """The line of the model's source that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCH)) and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the model's source in a traceback."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, _TORCH)) and not frame.filename.startswith("<")
+    ]  # fmt: skip
+    if not frames:
+        return ""
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def record(
+    model: nn.Module, args: Any, kwargs: Any, dtypes: dict[torch.dtype, torch.dtype] | None = None
+) -> Recording:
+    """Run a model's ``forward`` once without data.
+
+    Raises:
+        Exception: whatever its code raises without data.
+    """
+    tape = Tape(model, device_of(model, args, kwargs))
+    quiet = logging.getLogger("torch._subclasses.fake_tensor")
+    level = quiet.level
+    quiet.setLevel(logging.CRITICAL)
+    try:
+        with torch.random.fork_rng(devices=[]), tape.without_weights(dtypes):
+            return tape.run(args, kwargs)
+    finally:
+        quiet.setLevel(level)
+
+
+def device_of(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
+    """The device of a model's weights, else that of its arguments; a model without memory counts as on the CPU."""
+    tensors = [*model.parameters(), *model.buffers(), *(t for t in flatten((args, kwargs))[0])]
+    found = next((t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found

@@ -1,0 +1,224 @@
+"""Integers that a model's own code makes from sizes of tensors, such as ``x.shape[1] // 2``.
+
+During a capture such an integer remembers how it was made, so that a layer makes it again from the sizes of the
+tensors that it has. Where the code asks for more than the integer (a comparison, a loop over it), the answer holds
+for this size alone or for a range: it is noted as a condition, which the layers verify for every micro-batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One size of a tensor: ``kind`` is ``shape``, ``stride`` or ``numel``."""
+
+    value: int
+    kind: str
+    place: int
+
+    def read(self, tensor: Any) -> int:
+        if self.kind == "numel":
+            return int(tensor.numel())
+        return int((tensor.shape if self.kind == "shape" else tensor.stride())[self.place])
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A number that a module returned."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A number that was computed from others."""
+
+    operation: Callable[..., Any]
+    operands: tuple[Any, ...]
+
+
+Expression = Dimension | Returned | Computed
+"""How a number was made; plain numbers stand for themselves."""
+
+
+def dimensions_in(expression: Any) -> Iterator[Dimension | Returned]:
+    """What has to be known for an expression."""
+    if isinstance(expression, Dimension | Returned):
+        yield expression
+    elif isinstance(expression, Computed):
+        for operand in expression.operands:
+            yield from dimensions_in(operand)
+
+
+def evaluate(expression: Any, known: Mapping[Any, Any]) -> Any:
+    """The number that an expression stands for, where these dimensions are known."""
+    if isinstance(expression, Computed):
+        return expression.operation(*(evaluate(operand, known) for operand in expression.operands))
+    if isinstance(expression, Dimension | Returned):
+        return known[expression]
+    return expression
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What must hold of sizes, for a capture to hold: the model's own code asked for it, at a place in its source."""
+
+    expression: Any
+    outcome: Any
+    where: str
+
+
+class Size:
+    """A number that was made from sizes; it behaves as an ``int`` or ``float``.
+
+    No subclass of ``int``: Python reads those without asking, for example in ``range``. It is one of torch's symbolic
+    numbers to the functions that take numbers.
+    """
+
+    number: Any
+    expression: Any
+    note: Callable[[Any, Any], None]
+
+    def __init__(self, number: Any, expression: Any, note: Callable[[Any, Any], None]) -> None:
+        self.number, self.expression, self.note = number, expression, note
+
+    def _asked(self) -> Any:
+        self.note(self.expression, self.number)
+        return self.number
+
+    def __index__(self) -> int:
+        return operator.index(self._asked())
+
+    def __int__(self) -> int:
+        return int(self._asked())
+
+    def __float__(self) -> float:
+        return float(self._asked())
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __hash__(self) -> int:
+        return hash(self._asked())
+
+    def __repr__(self) -> str:
+        return repr(self.number)
+
+    __str__ = __repr__
+
+    def __format__(self, kind: str) -> str:
+        return format(self.number, kind)
+
+    def is_integer(self) -> bool:
+        return float(self).is_integer()
+
+
+class _IntegerSize(Size, torch.SymInt):
+    pass
+
+
+class _FloatSize(Size, torch.SymFloat):
+    pass
+
+
+def size(number: Any, expression: Any, note: Callable[[Any, Any], None]) -> Size:
+    """A number with its origin; ``note`` is called with the expression and the number when it is asked for."""
+    return (_FloatSize if isinstance(number, float) else _IntegerSize)(number, expression, note)
+
+
+def number_of(value: Any) -> Any:
+    """The number of a size; other things as they are."""
+    return value.number if isinstance(value, Size) else value
+
+
+def _expression_of(value: Any) -> Any:
+    return value.expression if isinstance(value, Size) else value
+
+
+def _computed(operation: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    if not all(isinstance(operand, Size | int | float) for operand in operands):
+        return NotImplemented
+    note = next(operand.note for operand in operands if isinstance(operand, Size))
+    number = operation(*map(number_of, operands))
+    return size(number, Computed(operation, tuple(map(_expression_of, operands))), note)
+
+
+def _compared(operation: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    if not all(isinstance(operand, Size | int | float) for operand in operands):
+        return NotImplemented
+    note = next(operand.note for operand in operands if isinstance(operand, Size))
+    outcome = bool(operation(*map(number_of, operands)))
+    expressions = tuple(map(_expression_of, operands))
+    if len(set(expressions)) > 1:
+        note(Computed(operation, expressions), outcome)
+    return outcome
+
+
+def _teach() -> None:
+    arithmetic = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
+    for name in arithmetic:
+        operation = getattr(operator, name)
+
+        def forward(self: Size, other: Any, operation: Any = operation) -> Any:
+            return _computed(operation, (self, other))
+
+        def backward(self: Size, other: Any, operation: Any = operation) -> Any:
+            return _computed(operation, (other, self))
+
+        setattr(Size, f"__{name}__", forward)
+        setattr(Size, f"__r{name}__", backward)
+    for name in ("neg", "pos", "abs"):
+        operation = getattr(operator, name)
+        setattr(Size, f"__{name}__", lambda self, operation=operation: _computed(operation, (self,)))
+    Size.__round__ = lambda self, digits=None: _computed(round, (self,))  # type: ignore[attr-defined]
+    for name in ("floor", "ceil", "trunc"):
+        setattr(Size, f"__{name}__", lambda self, name=name: _computed(_ROUNDED[name], (self,)))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        operation = getattr(operator, name)
+
+        def compare(self: Size, other: Any, operation: Any = operation) -> Any:
+            return _compared(operation, (self, other))
+
+        setattr(Size, f"__{name}__", compare)
+    Size.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
+
+
+def _floor(number: float) -> int:
+    return int(number // 1)
+
+
+def _ceil(number: float) -> int:
+    return -int(-number // 1)
+
+
+_ROUNDED: dict[str, Callable[[float], int]] = {"floor": _floor, "ceil": _ceil, "trunc": int}
+_teach()
+
+
+class Shape(tuple):
+    """The shape of a tensor, in the place of ``torch.Size``, which holds nothing but numbers."""
+
+    __slots__ = ()
+
+    def numel(self) -> Any:
+        total: Any = 1
+        for size in self:
+            total = size * total
+        return total
+
+    def __getitem__(self, place: Any) -> Any:
+        found = tuple.__getitem__(self, place)
+        return Shape(found) if isinstance(place, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return Shape(tuple.__add__(self, tuple(other)))
+
+    def __radd__(self, other: Any) -> Any:
+        return Shape(tuple(other) + tuple(self))

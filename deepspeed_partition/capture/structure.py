@@ -1,0 +1,135 @@
+"""Nested values, such as the arguments and the result of a ``forward``: their leaves, and how to put them together.
+
+A leaf is whatever is no container: a tensor, a number, a configuration. Containers are what torch's pytree knows
+(tuples, lists, dicts, named tuples, the outputs of Hugging Face models), data classes, and slices.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from deepspeed_partition.capture.sizes import Shape
+
+_DEPTH = 4
+"""How deep an object of an unknown class is searched for tensors."""
+
+
+class Leaf:
+    """The place of a leaf."""
+
+    __slots__ = ()
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        return next(leaves)
+
+
+class Node:
+    """A container: its parts, and what makes one of them."""
+
+    __slots__ = ("make", "names", "parts")
+
+    def __init__(self, make: Callable[[list[Any]], Any], parts: list[Any], names: list[str]) -> None:
+        self.make, self.parts, self.names = make, parts, names
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        return self.make([part.build(leaves) for part in self.parts])
+
+
+LEAF = Leaf()
+Structure = Leaf | Node
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a value in their order, and its structure."""
+    leaves: list[Any] = []
+    return leaves, _flatten_into(value, leaves)
+
+
+def build(structure: Structure, leaves: Iterable[Any]) -> Any:
+    """A value of a structure, with these leaves."""
+    return structure.build(iter(leaves))
+
+
+def names_of(structure: Structure, name: str = "") -> list[str]:
+    """A name for each leaf: ``hidden_states.0`` for the first member of what is called ``hidden_states``."""
+    if isinstance(structure, Leaf):
+        return [name]
+    own = [f"{name}.{part}" if name else part for part in structure.names]
+    return [found for part, each in zip(structure.parts, own, strict=True) for found in names_of(part, each)]
+
+
+def _flatten_into(value: Any, leaves: list[Any]) -> Structure:
+    taken_apart = _taken_apart(value)
+    if taken_apart is None:
+        leaves.append(value)
+        return LEAF
+    parts, names, make = taken_apart
+    return Node(make, [_flatten_into(part, leaves) for part in parts], names)
+
+
+def _taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[[list[Any]], Any]] | None:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return list(value), [str(place) for place in range(len(value))], kind
+    if kind is dict:
+        keys = list(value)
+        return list(value.values()), [str(key) for key in keys], lambda parts: dict(zip(keys, parts, strict=True))
+    if kind is slice:
+        return [value.start, value.stop, value.step], ["start", "stop", "step"], lambda parts: slice(*parts)
+    if kind is torch.Size or kind is Shape:
+        return list(value), [str(place) for place in range(len(value))], lambda parts: tuple(parts)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), list(value._fields), lambda parts: kind(*parts)
+    if (known := pytree.SUPPORTED_NODES.get(kind)) is not None:
+        parts, context = known.flatten_fn(value)
+        parts = list(parts)
+        names = list(map(str, value)) if isinstance(value, dict) else [str(place) for place in range(len(parts))]
+        return parts, names, lambda parts: known.unflatten_fn(parts, context)
+    if isinstance(value, dict):
+        return _dict_taken_apart(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _data_class_taken_apart(value)
+    return None
+
+
+def _dict_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[[list[Any]], Any]]:
+    keys = list(value)
+
+    def make(parts: list[Any]) -> Any:
+        made = copy.copy(value)
+        made.update(zip(keys, parts, strict=True))
+        return made
+
+    return [value[key] for key in keys], list(map(str, keys)), make
+
+
+def _data_class_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[[list[Any]], Any]]:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+    def make(parts: list[Any]) -> Any:
+        made = copy.copy(value)
+        for name, part in zip(names, parts, strict=True):
+            object.__setattr__(made, name, part)
+        return made
+
+    return [getattr(value, name) for name in names], names, make
+
+
+def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether an object, which is no container, has tensors in its attributes: a cache of keys and values."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module) or value is None or not depth:
+        return False
+    if isinstance(value, dict):
+        return any(holds_tensors(part, depth - 1) for part in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(holds_tensors(part, depth - 1) for part in value)
+    held = getattr(value, "__dict__", None)
+    return bool(held) and holds_tensors(dict(held), depth - 1)
