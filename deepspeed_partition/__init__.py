@@ -5,6 +5,8 @@ layers --profile--> Chain --plan--> Plan --engine--> training
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.errors import (
     ChainFormatError,
@@ -17,6 +19,11 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.simulate.replay import Replay, replay
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from deepspeed_partition.capture import Layers
 
 __version__ = "0.1.0"
 
@@ -34,6 +41,7 @@ __all__ = [
     "Replay",
     "Stage",
     "install",
+    "layers_of",
     "make_plan",
     "replay",
 ]
@@ -51,3 +59,25 @@ def install() -> None:
     from deepspeed_partition.engine.install import install as install_engine  # torch, DeepSpeed
 
     install_engine()
+
+
+def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
+    """Return the layers of a model as it is, a list for ``PipelineModule(layers=...)``.
+
+    The model's ``forward`` is run once on tensors without data, and what it calls is cut wherever that is possible.
+    The layers hold the model's own modules under their own names. The first layer takes the tuple of the tensors in
+    ``args`` and ``kwargs`` (``layers.input_names``), and the last one returns the tuple of the tensors that the
+    model returns (``layers.output_names``); ``layers.output(tensors)`` makes the model's own output of them.
+
+    Args:
+        model: Any module, such as a Hugging Face model.
+        args: The arguments of its ``forward`` for one micro-batch.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        CaptureError: The model cannot be captured; the message names the line of its source and what to do.
+        ImportError: DeepSpeed or torch is missing, or older than the versions that this package works with.
+    """
+    from deepspeed_partition.engine.captured_model import layers_of as captured_layers_of  # torch, DeepSpeed
+
+    return captured_layers_of(model, *args, **kwargs)

@@ -93,6 +93,7 @@ class _Opening:
         self.recording = recording
         self.to_open = opened
         self.opened: set[Any] = set()
+        self.names_in: dict[str, frozenset[str]] = {}
         self.num_calls: Counter[str] = Counter()
         self.values = recording.values
         self.scopes = {call.time: call for call in _scopes_in(recording.root)}
@@ -136,11 +137,15 @@ class _Opening:
     def _used_by(self, call: Call) -> set[str]:
         names = {leaf.name for leaf in call.given.leaves if isinstance(leaf, Attribute)}
         if call.is_module:
-            by_tensor = {id(tensor): name for name, tensor in self.recording.attributes.items()}
-            module = self.recording.modules[call.target]
-            for tensor in (*module.parameters(), *module.buffers()):
-                names.add(by_tensor[id(tensor)])
+            names |= self._names_in(call.target)
         return names
+
+    def _names_in(self, module: str) -> frozenset[str]:
+        if module not in self.names_in:
+            tensors = (*_named_in(self.recording.modules[module], "parameters"),
+                       *_named_in(self.recording.modules[module], "buffers"))  # fmt: skip
+            self.names_in[module] = frozenset(self.recording.first_names[f"{module}.{name}"] for name in tensors)
+        return self.names_in[module]
 
     def _find_why_open(self) -> None:
         for leaf in self.leaves:
@@ -170,13 +175,11 @@ class _Opening:
                 scope.why_open = scope.why_open or "it uses something that is no argument of its call"
 
     def _uses(self, leaf: Call, name: str) -> None:
-        tensor = self.recording.attributes[name]
         for time in leaf.scopes:
             scope = self.scopes[time]
             if not scope.target or any(isinstance(each, Attribute) and each.name == name for each in scope.given.leaves):
                 continue
-            module = self.recording.modules[scope.target]
-            if all(own is not tensor for own in (*module.parameters(), *module.buffers())):
+            if name not in self._names_in(scope.target):
                 scope.why_open = scope.why_open or "it uses a weight of another module"
 
     # The choice
@@ -298,6 +301,10 @@ class _Opening:
 
     def _condition(self, condition: Condition) -> Condition:
         return Condition(self._substituted(condition.expression), condition.outcome, condition.where)
+
+
+def _named_in(module: nn.Module, kind: str) -> list[str]:
+    return [name for name, _ in getattr(module, f"named_{kind}")(remove_duplicate=False)]
 
 
 def _scopes_in(call: Call) -> Iterator[Call]:

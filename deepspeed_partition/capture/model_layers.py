@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,8 @@ from torch import nn
 from deepspeed_partition.capture.graph import Graph, graph_of
 from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
 from deepspeed_partition.capture.program import Program
-from deepspeed_partition.capture.recorder import CaptureError, Ref, line_of, record
+from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, State, line_of, record
 from deepspeed_partition.capture.structure import build, flatten, names_of
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +31,10 @@ class Captured:
     arguments: tuple[Any, Any]
     """The arguments, their tensors without data."""
     training: bool
+    autocast: tuple[Any, ...]
+    """Autocast on the model's device, and its type."""
+    notes: list[str]
+    """What a user should be told once."""
 
     def rebuilt(self, tensors: Any) -> Any:
         """What the model itself returns, such as a Hugging Face output, made of the last layer's tensors."""
@@ -57,16 +60,52 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] |
     Raises:
         CaptureError: it cannot be captured; the message names the line of the model's source.
     """
-    args, kwargs = tuple(args), dict(kwargs or {})
+    args, kwargs, notes = tuple(args), dict(kwargs or {}), []
+    if _keeps_a_cache(model, args, kwargs):
+        kwargs["use_cache"] = False
+        notes.append(f"{type(model).__name__} runs with use_cache=False: a pipeline has no cache of keys and values")
     graph = _graph_of(model, args, kwargs)
+    shells = tuple(_without_data(part) for part in (args, kwargs))
     return Captured(
-        model, graph, _input_names(model, args, kwargs), _output_names(graph), (args, kwargs), model.training
+        model, graph, _input_names(model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
+        model.training, _autocast(graph.recording.device), notes,
+    )  # fmt: skip
+
+
+def _keeps_a_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a Hugging Face model would make a cache for generation, which training does not read."""
+    if not getattr(getattr(model, "config", None), "use_cache", False) or "use_cache" in kwargs:
+        return False
+    parameters = inspect.signature(model.forward).parameters
+    return "use_cache" in parameters or (
+        any(each.kind is each.VAR_KEYWORD for each in parameters.values()) and "past_key_values" in parameters
     )
 
 
-def _graph_of(model: nn.Module, args: Any, kwargs: Any, opened: frozenset[Any] | None = None) -> Graph:
+def _without_data(value: Any) -> Any:
+    leaves, structure = flatten(value)
+    return build(
+        structure,
+        [
+            torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ],
+    )
+
+
+def _autocast(device: torch.device) -> tuple[Any, ...]:
+    if not torch.is_autocast_enabled(device.type):
+        return ()
+    return True, torch.get_autocast_dtype(device.type)
+
+
+def _graph_of(
+    model: nn.Module, args: Any, kwargs: Any, opened: frozenset[Any] | None = None, state: State | None = None
+) -> Graph:
     try:
-        return graph_of(record(model, args, kwargs), opened)
+        return graph_of(record(model, args, kwargs, state), opened)
     except CaptureError:
         raise
     except Exception as error:
@@ -81,8 +120,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    import inspect
-
     leaves, structure = flatten((tuple(args), kwargs))
     names = names_of(structure)
     try:
@@ -128,12 +165,11 @@ class CapturedLayer(nn.Module):
     and returns a tensor, or a tuple of tensors.
     """
 
-    def __init__(self, recipe: Recipe, number: int, holder: nn.Module | None = None) -> None:
+    def __init__(self, recipe: Recipe, number: int) -> None:
         super().__init__()
         self._recipe, self._number = recipe, number
         self.training = recipe.captured.training
         _fill(self, recipe.captured, recipe.names[number])
-        del holder
 
     def forward(self, inputs: Any) -> Any:
         return self._recipe.program(self._number, self).run(self, inputs)
@@ -203,30 +239,68 @@ class Recipe:
     names: list[list[str]]
     """The modules and weights of each layer, by the user's names."""
     programs: dict[Any, list[Program]] = field(default_factory=dict)
+    dtypes: dict[int, torch.dtype | None] = field(default_factory=dict)
 
     def __deepcopy__(self, _: Any) -> Recipe:
         return self
 
     def program(self, number: int, module: nn.Module) -> Program:
-        key = self._state(module)
-        if key not in self.programs:
-            self.programs[key] = self._captured_again(*key)
-        return self.programs[key][number]
+        """What a layer runs, in the state in which its modules are."""
+        state = self._state(number, module)
+        if state not in self.programs:
+            self.programs[state] = self._captured_again(*state)
+        return self.programs[state][number]
 
-    def _state(self, module: nn.Module) -> tuple[Any, ...]:
-        return (module.training,)
+    def _state(self, number: int, module: nn.Module) -> tuple[Any, ...]:
+        """Training or evaluation, what weights were changed to, and autocast."""
+        now = None
+        device = self.captured.graph.recording.device
+        for parameter in module.parameters():
+            device = parameter.device
+            if parameter.is_floating_point():
+                now = parameter.dtype
+                break
+        before = self._dtype(number)
+        changed = (before, now) if now is not None and before is not None and now != before else ()
+        return module.training, changed, _autocast(device)
 
-    def _captured_again(self, training: bool) -> list[Program]:
-        """The programs for a model in training, if it was captured in evaluation, and the other way round."""
-        model = self.captured.model
+    def _dtype(self, number: int) -> torch.dtype | None:
+        """The type of a layer's first floating weight when the model was captured."""
+        if number not in self.dtypes:
+            recording = self.captured.graph.recording
+            found = (
+                dtype
+                for own in self.names[number]
+                for name, dtype in recording.dtypes.items()
+                if (name == own or name.startswith(f"{own}.")) and dtype.is_floating_point
+            )
+            self.dtypes[number] = next(found, None)
+        return self.dtypes[number]
+
+    def _captured_again(self, training: bool, changed: tuple[Any, ...], autocast: tuple[Any, ...]) -> list[Program]:
+        """The programs for another state than the one in which the model was captured."""
+        model, recording = self.captured.model, self.captured.graph.recording
         modes = [(module, module.training) for module in model.modules()]
+        state = State(recording.dtypes, dict([changed]) if changed else {}, recording.device, recording.first_names)
         try:
-            model.train(training)
-            graph = _graph_of(model, *self.captured.arguments, self.captured.graph.opened)
+            if training != model.training:
+                model.train(training)
+            with _same_autocast(recording.device, autocast):
+                graph = _graph_of(model, *self.captured.arguments, self.captured.graph.opened, state)
         finally:
             for module, mode in modes:
                 module.training = mode
         return programs_like(self, graph)
+
+
+@contextmanager
+def _same_autocast(device: torch.device, autocast: tuple[Any, ...]) -> Iterator[None]:
+    if not autocast and not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    enabled, dtype = autocast or (False, None)
+    with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+        yield
 
 
 def programs_like(recipe: Recipe, graph: Graph) -> list[Program]:
@@ -325,7 +399,8 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
     names = [
         sorted({name for step in program.steps for name in _names_in(captured, step)}) for program in programs
     ]
-    recipe = Recipe(captured, layout, names, {(captured.training,): programs})
+    state = captured.training, (), captured.autocast
+    recipe = Recipe(captured, layout, names, {state: programs})
     shared: dict[str, TiedWeights] = {}
     for key in dict.fromkeys(layout.ties.values()):
         places = [layer for layer, own in layout.ties.items() if own == key]
@@ -344,7 +419,5 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
 
 
 def _names_in(captured: Captured, step: Any) -> list[str]:
-    from deepspeed_partition.capture.recorder import Attribute
-
     own = [step.target] if step.is_module else []
     return own + [leaf.name for leaf in step.given.leaves if isinstance(leaf, Attribute)]

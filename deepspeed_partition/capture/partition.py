@@ -234,7 +234,7 @@ def _same_layer(flow: Flow) -> list[tuple[int, int]]:
     changed: set[str] = set()
     for place, node in enumerate(flow.main):
         changed |= {names[storage] for storage in node.mutated if storage in names}
-        for name in node.attributes:
+        for name in sorted(node.attributes):
             places.setdefault(name, []).append(place)
     return [(used[0], used[-1]) for name, used in places.items() if name in changed and len(used) > 1]
 
@@ -282,7 +282,7 @@ def _groups(flow: Flow, places: Sequence[Crossing], total: float) -> list[Any]:
     graph = flow.graph
     users: dict[str, list[int]] = {}
     for place, node in enumerate(flow.main):
-        for name in node.attributes & graph.trainable:
+        for name in sorted(node.attributes & graph.trainable):
             users.setdefault(name, []).append(place)
     far: dict[str, list[int]] = {}
     for name, used in users.items():

@@ -151,6 +151,10 @@ class Recording:
     """Parameters and buffers, by their first names."""
     modules: dict[str, nn.Module]
     device: torch.device
+    dtypes: dict[str, torch.dtype]
+    """Of parameters and buffers, by all of their names."""
+    first_names: dict[str, str]
+    """What a parameter or buffer is called here, by all of its names."""
 
 
 @contextmanager
@@ -161,6 +165,22 @@ def _patched(owner: Any, name: str, new: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, old)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a recording depends on besides the arguments: the types of weights, and autocast."""
+
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Of weights, where they are not to be asked, for some of them may have changed."""
+    changed: dict[torch.dtype, torch.dtype] = field(default_factory=dict)
+    """What was made of a type, for example bfloat16 of float32."""
+    device: torch.device | None = None
+    first_names: dict[str, str] = field(default_factory=dict)
+
+    def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        dtype = self.dtypes.get(name, tensor.dtype)
+        return self.changed.get(dtype, dtype)
 
 
 class _Watch(TorchDispatchMode):
@@ -205,8 +225,10 @@ _READS_DATA = (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, to
 class Tape:
     """What was called so far."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, state: State) -> None:
+        self.model, self.device, self.state = model, device, state
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.first_names: dict[str, str] = {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.values: list[Value] = []
         self._kept: list[Any] = []  # as long as they live, no other object has their number
@@ -227,7 +249,7 @@ class Tape:
     # Attributes of the model
 
     @contextmanager
-    def without_weights(self, dtypes: dict[torch.dtype, torch.dtype] | None = None) -> Iterator[None]:
+    def without_weights(self) -> Iterator[None]:
         """Let the model's modules have tensors without data for a while, in the places of parameters and buffers."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         fakes: dict[int, Any] = {}
@@ -237,14 +259,16 @@ class Tape:
                 for name, tensor in table.items():
                     if tensor is None:
                         continue
+                    full = f"{prefix}.{name}" if prefix else name
+                    dtype = self.dtypes[full] = self.state.dtype_of(full, tensor)
                     if id(tensor) not in fakes:
-                        fakes[id(tensor)] = self._without_data(tensor, dtypes or {})
-                        full = f"{prefix}.{name}" if prefix else name
-                        self.attributes[full] = tensor
-                        for each in (tensor, fakes[id(tensor)]):
-                            self._attribute_of[id(each)] = full
-                        self.attribute_of_storage[_storage(fakes[id(tensor)])] = full
-                        self._known_storages.add(_storage(fakes[id(tensor)]))
+                        fake = fakes[id(tensor)] = self._without_data(tensor, dtype)
+                        first = self.state.first_names.get(full, full)
+                        self.attributes[first] = tensor
+                        self._attribute_of[id(tensor)] = self._attribute_of[id(fake)] = first
+                        self.attribute_of_storage[_storage(fake)] = first
+                        self._known_storages.add(_storage(fake))
+                    self.first_names[full] = self._attribute_of[id(tensor)]
                     places.append((table, name, tensor))
         try:
             for table, name, tensor in places:
@@ -257,11 +281,9 @@ class Tape:
             for module, before in zip(self.model.modules(), attributes, strict=False):
                 _forget_fakes(module, before)
 
-    def _without_data(self, tensor: torch.Tensor, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
+    def _without_data(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         with torch.no_grad(), self.fake:
-            like = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=dtypes.get(tensor.dtype, tensor.dtype), device=self.device
-            )
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self.device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(like, requires_grad=tensor.requires_grad)
         return like
@@ -269,7 +291,8 @@ class Tape:
     def input(self, tensor: torch.Tensor) -> Any:
         """A tensor without data, in the place of an argument."""
         with torch.no_grad(), self.fake:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            dtype = self.state.changed.get(tensor.dtype, tensor.dtype)
+            fake = torch.empty(tensor.shape, dtype=dtype, device=self.device)
         if tensor.requires_grad:
             fake.requires_grad_(True)
         self._value(fake, time=-1)
@@ -502,7 +525,7 @@ class Tape:
         leaves, structure = flatten((args, kwargs))
         try:
             with unset_fake_temporarily(), _hidden_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
-                real = [_data_like(leaf) for leaf in leaves]
+                real = [_data_like(leaf, self.device) for leaf in leaves]
                 given_args, given_kwargs = build(structure, real)
                 with self._real_weights(module):
                     result = module(*given_args, **given_kwargs)
@@ -544,7 +567,7 @@ class Tape:
                             continue
                         places.append((table, name, tensor))
                         real = self.attributes[self._attribute_of[id(tensor)]]
-                        real = real.detach().clone() if not real.is_meta else torch.zeros_like(real, device="cpu")
+                        real = real.detach().to(tensor.dtype, copy=True) if not real.is_meta else torch.zeros_like(real, device=self.device)
                         table[name] = (
                             nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
                         )
@@ -627,7 +650,8 @@ class Tape:
         self.closed(root, out)
         return Recording(
             root, self.values, inputs, self.attribute_of_storage, self.attributes,
-            dict(self.model.named_modules()), self.device,
+            dict(self.model.named_modules()), self.device, self.dtypes,
+            self.first_names,
         )  # fmt: skip
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:
@@ -678,7 +702,7 @@ def _hidden_modes() -> Iterator[None]:
         yield
 
 
-def _data_like(leaf: Any) -> Any:
+def _data_like(leaf: Any, device: torch.device) -> Any:
     """A tensor with data, in the place of one without; integers are zeros, which any table has a row for."""
     if not isinstance(leaf, torch.Tensor):
         return number_of(leaf)
@@ -686,8 +710,9 @@ def _data_like(leaf: Any) -> Any:
         return leaf
     shape, dtype = tuple(map(int, leaf.shape)), leaf.dtype
     if dtype.is_floating_point:
-        return torch.randn(shape).to(dtype)
-    return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
+        return torch.randn(shape, device=device).to(dtype)
+    make = torch.ones if dtype is torch.bool else torch.zeros
+    return make(shape, dtype=dtype, device=device)
 
 
 def _forget_fakes(module: nn.Module, before: dict[str, Any]) -> None:
@@ -736,20 +761,19 @@ def line_of(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
 
 
-def record(
-    model: nn.Module, args: Any, kwargs: Any, dtypes: dict[torch.dtype, torch.dtype] | None = None
-) -> Recording:
+def record(model: nn.Module, args: Any, kwargs: Any, state: State | None = None) -> Recording:
     """Run a model's ``forward`` once without data.
 
     Raises:
         Exception: whatever its code raises without data.
     """
-    tape = Tape(model, device_of(model, args, kwargs))
+    state = state or State()
+    tape = Tape(model, state.device or device_of(model, args, kwargs), state)
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
     try:
-        with torch.random.fork_rng(devices=[]), tape.without_weights(dtypes):
+        with torch.random.fork_rng(devices=[]), tape.without_weights():
             return tape.run(args, kwargs)
     finally:
         quiet.setLevel(level)

@@ -1,0 +1,28 @@
+"""``layers_of``: a model as it is, as a list of layers for DeepSpeed's ``PipelineModule``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from deepspeed_partition.capture.model_layers import Layers, Recipe, TiedLayer, capture, layers_from
+from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+from deepspeed_partition.engine.runtime.environment import announce
+
+
+def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
+    """The layers of a model: the body of ``deepspeed_partition.layers_of``."""
+    captured = capture(model, args, kwargs)
+    for note in captured.notes:
+        announce(note)
+    return layers_from(captured, wrap=_tied)
+
+
+def _tied(layer: TiedLayer) -> TiedModule:
+    return TiedModule(layer.key, layer.shared, functools.partial(_run, layer.recipe, layer.number))
+
+
+def _run(recipe: Recipe, number: int, shared: nn.Module, inputs: Any) -> Any:
+    return recipe.program(number, shared).run(shared, inputs)
