@@ -64,10 +64,11 @@ def install() -> None:
 def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
     """Return the layers of a model as it is, a list for ``PipelineModule(layers=...)``.
 
-    The model's ``forward`` is run once on tensors without data, and what it calls is cut wherever that is possible.
-    The layers hold the model's own modules under their own names. The first layer takes the tuple of the tensors in
-    ``args`` and ``kwargs`` (``layers.input_names``), and the last one returns the tuple of the tensors that the
-    model returns (``layers.output_names``); ``layers.output(tensors)`` makes the model's own output of them.
+    The model's ``forward`` is run once on tensors without data, and what it calls is cut wherever that is
+    possible. The layers hold the model's own modules under their own names. The first layer takes the tuple of the
+    tensors in ``args`` and ``kwargs`` (``layers.input_names``), and the last one returns the tuple of the tensors
+    that the model returns (``layers.output_names``); ``layers.output(tensors)`` makes the model's own output of
+    them.
 
     Args:
         model: Any module, such as a Hugging Face model.

@@ -24,6 +24,7 @@ ADDED = {
     "commands/convert/--to",
     "commands/plan/--zero",
     "names/deepspeed_partition.engine/TiedModule",
+    "names/deepspeed_partition/layers_of",
     "options/checkpoint_checksums",
     "options/patience_seconds",
     "options/unpickle",
@@ -39,7 +40,8 @@ ROOT = Path(deepspeed_partition.__file__).parent
 def test_public_names():
     assert sorted(deepspeed_partition.__all__) == [
         "Allocation", "Chain", "ChainFormatError", "InfeasibleError", "LayerProfile", "MadPipeError", "Plan",
-        "PlanFormatError", "PlanMismatchError", "Platform", "Replay", "Stage", "install", "make_plan", "replay",
+        "PlanFormatError", "PlanMismatchError", "Platform", "Replay", "Stage", "install", "layers_of", "make_plan",
+        "replay",
     ]  # fmt: skip
     for name in deepspeed_partition.__all__:
         assert hasattr(deepspeed_partition, name)

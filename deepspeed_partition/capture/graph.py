@@ -21,6 +21,11 @@ from deepspeed_partition.capture.recorder import (
 )
 from deepspeed_partition.capture.sizes import Computed, Condition, Dimension, Returned, dimensions_in
 
+CONTAINERS = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
+"""Torch's own modules that may be opened; the others are run whole."""
 LARGE = 1 / 12
 """A module with more than this share of the model's work is opened, to have more places for boundaries."""
 
@@ -157,7 +162,7 @@ class _Opening:
                     self._crosses(self.values[dimension.value].scopes, inner, dimension)
             for name in self._used_by(leaf):
                 self._uses(leaf, name)
-        for ref in self.recording.root.returned.refs():  # type: ignore[union-attr]
+        for ref in returned_by(self.recording.root).refs():
             self._crosses(self.values[ref].scopes, (self.recording.root.time,), Ref(ref))
 
     def _crosses(self, made: tuple[int, ...], used: tuple[int, ...], what: Ref | Dimension) -> None:
@@ -177,7 +182,9 @@ class _Opening:
     def _uses(self, leaf: Call, name: str) -> None:
         for time in leaf.scopes:
             scope = self.scopes[time]
-            if not scope.target or any(isinstance(each, Attribute) and each.name == name for each in scope.given.leaves):
+            if not scope.target or any(
+                isinstance(each, Attribute) and each.name == name for each in scope.given.leaves
+            ):
                 continue
             if name not in self._names_in(scope.target):
                 scope.why_open = scope.why_open or "it uses a weight of another module"
@@ -262,7 +269,9 @@ class _Opening:
         if call.is_module:
             for leaf in returned.leaves:
                 inner = isinstance(leaf, SizeOf) and any(
-                    isinstance(each, Dimension) and self.values[each.value].time >= start and each.value not in made
+                    isinstance(each, Dimension)
+                    and self.values[each.value].time >= start
+                    and each.value not in made
                     for each in dimensions_in(leaf.expression)
                 )
                 if inner and leaf.expression not in self.returned_numbers:
@@ -272,9 +281,14 @@ class _Opening:
         call.given, call.returned = given, self._with_numbers(returned)
         self.nodes.append(
             Node(
-                call, number, tuple(dict.fromkeys(given.refs())), made, tuple(dict.fromkeys(_dimensions_of(given))),
-                frozenset(self._used_by(call)), mutated=mutated,
-            )  # fmt: skip
+                call,
+                number,
+                tuple(dict.fromkeys(given.refs())),
+                made,
+                tuple(dict.fromkeys(_dimensions_of(given))),
+                frozenset(self._used_by(call)),
+                mutated=mutated,
+            )
         )
 
     @property
@@ -301,6 +315,11 @@ class _Opening:
 
     def _condition(self, condition: Condition) -> Condition:
         return Condition(self._substituted(condition.expression), condition.outcome, condition.where)
+
+
+def returned_by(call: Call) -> Template:
+    assert call.returned is not None
+    return call.returned
 
 
 def _named_in(module: nn.Module, kind: str) -> list[str]:
@@ -338,9 +357,7 @@ def _passes(template: Template | None, what: Ref | Dimension) -> bool:
 
 def _is_built_in(module: nn.Module) -> bool:
     own = type(module).__module__
-    open_ones = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
-                 nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
-    return own.startswith("torch.nn.") and not isinstance(module, open_ones)
+    return own.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
 
 
 def _recomputes(module: nn.Module) -> bool:
@@ -366,8 +383,6 @@ def _drop_unused(graph: Graph) -> None:
         effects = node.is_random or node.mutated & storages or (node.mutated and _mutates_attribute(graph, node))
         if not node.is_module and not effects and read.isdisjoint(node.makes):
             continue
-        if node.is_module and read.isdisjoint(node.makes) and not node.attributes and not effects:
-            continue
         kept.append(node)
         read.update(node.reads)
         read.update(each.value for each in node.sizes if isinstance(each, Dimension))
@@ -385,7 +400,10 @@ def _mutates_attribute(graph: Graph, node: Node) -> bool:
 
 
 def _find_order(graph: Graph) -> None:
-    """Note for each node which ones must run before it: those it reads from, and those that change what it reads."""
+    """Note for each node which ones must run before it.
+
+    These are the ones that it reads from, and those that change what it reads.
+    """
     changed: dict[int, int] = {}
     read_since: dict[int, set[int]] = {}
     last_random: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,8 @@ class Captured:
     """Autocast on the model's device, and its type."""
     notes: list[str]
     """What a user should be told once."""
+    state_names: list[str]
+    """The names in the model's ``state_dict``."""
 
     def rebuilt(self, tensors: Any) -> Any:
         """What the model itself returns, such as a Hugging Face output, made of the last layer's tensors."""
@@ -63,12 +65,14 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] |
     args, kwargs, notes = tuple(args), dict(kwargs or {}), []
     if _keeps_a_cache(model, args, kwargs):
         kwargs["use_cache"] = False
-        notes.append(f"{type(model).__name__} runs with use_cache=False: a pipeline has no cache of keys and values")
+        notes.append(
+            f"{type(model).__name__} runs with use_cache=False: a pipeline has no cache of keys and values"
+        )
     graph = _graph_of(model, args, kwargs)
     shells = tuple(_without_data(part) for part in (args, kwargs))
     return Captured(
         model, graph, _input_names(model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
-        model.training, _autocast(graph.recording.device), notes,
+        model.training, _autocast(graph.recording.device), notes, list(model.state_dict()),
     )  # fmt: skip
 
 
@@ -111,7 +115,8 @@ def _graph_of(
     except Exception as error:
         line = line_of(error)
         raise CaptureError(
-            f"{type(model).__name__} cannot be run without data: {_first_line(error)}" + (f" ({line})" if line else "")
+            f"{type(model).__name__} cannot be run without data: {_first_line(error)}"
+            + (f" ({line})" if line else "")
         ) from error
 
 
@@ -152,7 +157,7 @@ def _output_names(graph: Graph) -> list[str]:
 
 
 class Branch(nn.Module):
-    """The place of a module of the user's within a layer: it has the children that the layer needs, by their names."""
+    """The place of a module of the user's within a layer: it has the children that the layer needs."""
 
     def forward(self, *_: Any) -> None:
         raise RuntimeError("this part of a captured model is run by its layer")
@@ -161,8 +166,8 @@ class Branch(nn.Module):
 class CapturedLayer(nn.Module):
     """Consecutive calls of a captured model.
 
-    Its children are the user's own modules under their own names, so ``state_dict()`` has the user's names. It takes
-    and returns a tensor, or a tuple of tensors.
+    Its children are the user's own modules under their own names, so ``state_dict()`` has the user's names. It
+    takes and returns a tensor, or a tuple of tensors.
     """
 
     def __init__(self, recipe: Recipe, number: int) -> None:
@@ -277,11 +282,15 @@ class Recipe:
             self.dtypes[number] = next(found, None)
         return self.dtypes[number]
 
-    def _captured_again(self, training: bool, changed: tuple[Any, ...], autocast: tuple[Any, ...]) -> list[Program]:
+    def _captured_again(
+        self, training: bool, changed: tuple[Any, ...], autocast: tuple[Any, ...]
+    ) -> list[Program]:
         """The programs for another state than the one in which the model was captured."""
         model, recording = self.captured.model, self.captured.graph.recording
         modes = [(module, module.training) for module in model.modules()]
-        state = State(recording.dtypes, dict([changed]) if changed else {}, recording.device, recording.first_names)
+        state = State(
+            recording.dtypes, dict([changed]) if changed else {}, recording.device, recording.first_names
+        )
         try:
             if training != model.training:
                 model.train(training)
@@ -371,7 +380,7 @@ def _names_of(node: Any) -> list[str]:
 # Lists of layers
 
 
-class Layers(list):  # type: ignore[type-arg]
+class Layers(list[Any]):
     """The layers of a model, in order: a list for ``PipelineModule(layers=...)``."""
 
     captured: Captured
@@ -381,10 +390,23 @@ class Layers(list):  # type: ignore[type-arg]
     """The names of the tensors that the last layer returns, in order."""
     boundary_bytes: list[int]
     """The bytes that cross each boundary, for the arguments that the model was captured with."""
+    boundary_shapes: list[list[tuple[int, ...]]]
+    """The shapes of the tensors that cross each boundary, for these arguments."""
 
     def output(self, tensors: Any) -> Any:
         """What the model itself returns, made of what the last layer returns."""
         return self.captured.rebuilt(tensors)
+
+    def model_name(self, name: str) -> str:
+        """The model's own name of what a pipeline module calls ``3.NAME`` or ``tied_modules.KEY.NAME``."""
+        return name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
+
+    def model_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's own ``state_dict``, made of the whole pipeline's: a tied weight has all of its names."""
+        own = {self.model_name(name): tensor for name, tensor in state.items()}
+        first_names = self.captured.graph.recording.first_names
+        by_first_name = {first_names.get(name, name): tensor for name, tensor in own.items()}
+        return {name: by_first_name[first_names.get(name, name)] for name in self.captured.state_names}
 
 
 def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda layer: layer) -> Layers:
@@ -415,6 +437,8 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
     layers.captured = captured
     layers.input_names, layers.output_names = captured.input_names, captured.output_names
     layers.boundary_bytes = [crossing.num_bytes for crossing in layout.crossings]
+    values = captured.graph.values
+    layers.boundary_shapes = [[values[each].shape for each in crossing.values] for crossing in layout.crossings]
     return layers
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from deepspeed_partition.capture.graph import Graph, Node
+from deepspeed_partition.capture.graph import Graph, Node, returned_by
 from deepspeed_partition.capture.program import Claim, Program, Step, numbers_needed
 from deepspeed_partition.capture.recorder import CaptureError, Ref, SizeOf
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
@@ -27,7 +28,6 @@ SENT = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 """The types of tensors that DeepSpeed's engine sends."""
-
 
 
 @dataclass(slots=True)
@@ -78,7 +78,6 @@ def flow_of(graph: Graph) -> Flow:
     flow = Flow(graph)
     total = sum(node.work for node in graph.nodes) or 1.0
     values = graph.values
-    returned = set(graph.returned.refs())
     flow.repeated = {
         node.number
         for node in graph.nodes
@@ -118,7 +117,6 @@ def flow_of(graph: Graph) -> Flow:
                     flow._sources.clear()
         if len(flow.repeated) == before:
             break
-    del returned
     flow.main = [node for node in graph.nodes if node.number not in flow.repeated]
     return flow
 
@@ -132,7 +130,9 @@ class Need:
     sizes: set[Dimension | Returned]
 
 
-def need_of(flow: Flow, nodes: Iterable[Node], extra: Iterable[int], sizes: Iterable[Dimension | Returned]) -> Need:
+def need_of(
+    flow: Flow, nodes: Iterable[Node], extra: Iterable[int], sizes: Iterable[Dimension | Returned]
+) -> Need:
     """Everything that is needed to run nodes, and to have some values and sizes besides."""
     graph, need = flow.graph, Need(set(), set(), set())
     waiting: list[Node] = list(nodes)
@@ -308,14 +308,14 @@ def _groups(flow: Flow, places: Sequence[Crossing], total: float) -> list[Any]:
         for place, own in enumerate(group):
             if own is None:
                 continue
-            if previous is not None and group[previous] != own:
-                if all(places[between].why_not for between in range(previous, place)):
-                    keys = {group[previous], own} - {_OWN}
-                    key = min(keys)
-                    for each in range(len(group)):
-                        if group[each] in keys or each in (previous, place):
-                            group[each] = key
-                    changed = True
+            apart = previous is None or group[previous] == own
+            if not apart and all(places[between].why_not for between in range(previous or 0, place)):
+                keys = {group[previous or 0], own} - {_OWN}
+                key = min(keys)
+                for each in range(len(group)):
+                    if group[each] in keys or each in (previous, place):
+                        group[each] = key
+                changed = True
             previous = place
     return group
 
@@ -348,13 +348,8 @@ def _join_small(
     while True:
         ordered = sorted(boundaries)
         edges = [-1, *ordered, len(flow.main) - 1]
-        works = [
-            sum(node.work for node in flow.main[start + 1 : stop + 1])
-            for start, stop in zip(edges, edges[1:], strict=False)
-        ]
-        small = sorted(
-            (work, layer) for layer, work in enumerate(works) if work < SMALLEST_LAYER * total
-        )
+        works = [sum(node.work for node in flow.main[start + 1 : stop + 1]) for start, stop in pairwise(edges)]
+        small = sorted((work, layer) for layer, work in enumerate(works) if work < SMALLEST_LAYER * total)
         for _, layer in small:
             sides = [place for place in (edges[layer], edges[layer + 1]) if place in boundaries - needed]
             if sides:
@@ -367,7 +362,7 @@ def _join_small(
 def _kinds(group: Sequence[Any], ordered: Sequence[int]) -> list[Any]:
     edges = [-1, *ordered, len(group) - 1]
     kinds = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         found = {each for each in group[start + 1 : stop + 1] if each is not None}
         kinds.append(next(iter(found - {_OWN}), _OWN if found else None))
     return kinds
@@ -376,7 +371,9 @@ def _kinds(group: Sequence[Any], ordered: Sequence[int]) -> list[Any]:
 # Programs
 
 
-def programs_of(flow: Flow, layer_of: dict[int, int], num_layers: int, input_names: Sequence[str]) -> list[Program]:
+def programs_of(
+    flow: Flow, layer_of: dict[int, int], num_layers: int, input_names: Sequence[str]
+) -> list[Program]:
     """What each layer runs, and what it receives and sends."""
     return _Programs(flow, layer_of, num_layers, input_names).made()
 
@@ -514,14 +511,19 @@ class _Programs:
             ready, waiting = self._ready(waiting, available, known)
             program.steps.append(
                 Step(
-                    call.target, call.is_module, call.given, call.returned, call.context, call.recomputed,
+                    call.target,
+                    call.is_module,
+                    call.given,
+                    returned_by(call),
+                    call.context,
+                    call.recomputed,
                     conditions=ready,
-                )  # fmt: skip
+                )
             )
             available.update(node.makes)
             known.update(
                 leaf.expression
-                for leaf in call.returned.leaves
+                for leaf in returned_by(call).leaves
                 if isinstance(leaf, SizeOf) and isinstance(leaf.expression, Returned)
             )
         program.conditions = waiting

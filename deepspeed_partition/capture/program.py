@@ -142,8 +142,8 @@ class _Run:
         leaves, _ = flatten(returned)
         if len(leaves) != len(step.returned.leaves):
             raise ShapeError(
-                f"{_name_of(step)} returned {len(leaves)} values and {len(step.returned.leaves)} when the model was "
-                "captured: capture it with arguments of such sizes"
+                f"{_name_of(step)} returned {len(leaves)} values and {len(step.returned.leaves)} when the model "
+                "was captured: capture it with arguments of such sizes"
             )
         for leaf, expected in zip(leaves, step.returned.leaves, strict=True):
             if isinstance(expected, Ref):
@@ -152,8 +152,8 @@ class _Run:
                 self.known[expected.expression] = leaf
             elif isinstance(expected, bool | int | float | str) and leaf != expected:
                 raise ShapeError(
-                    f"{_name_of(step)} returned {leaf!r} and {expected!r} when the model was captured: what follows "
-                    "may depend on it"
+                    f"{_name_of(step)} returned {leaf!r} and {expected!r} when the model was captured: what "
+                    "follows may depend on it"
                 )
         for value in step.dropped:
             self.values.pop(value, None)

@@ -216,7 +216,8 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-_SHAPE, _SIZE = torch.Tensor.shape.__get__, torch.Tensor.size
+_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
 _NUMEL = (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
 _READS_DATA = (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__)
@@ -250,7 +251,7 @@ class Tape:
 
     @contextmanager
     def without_weights(self) -> Iterator[None]:
-        """Let the model's modules have tensors without data for a while, in the places of parameters and buffers."""
+        """Let the model's modules have tensors without data, in the places of parameters and buffers."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         fakes: dict[int, Any] = {}
         attributes = [dict(vars(module)) for module in self.model.modules()]
@@ -430,8 +431,15 @@ class Tape:
 
     def _remember_comparison(self, given: Template, returned: Template) -> None:
         leaves = [leaf for leaf in given.leaves if leaf is not None]
-        if len(leaves) == 2 and isinstance(leaves[0], Ref) and isinstance(leaves[1], int | float) and leaves[1] <= 0:
-            made_by = next((call for call in reversed(self._scopes[-1].calls) if leaves[0].value in _made(call)), None)
+        if (
+            len(leaves) == 2
+            and isinstance(leaves[0], Ref)
+            and isinstance(leaves[1], int | float)
+            and leaves[1] <= 0
+        ):
+            made_by = next(
+                (call for call in reversed(self._scopes[-1].calls) if leaves[0].value in _made(call)), None
+            )
             if made_by is not None and made_by.target is torch.rand:
                 self._random_units.update(returned.refs())
 
@@ -540,19 +548,27 @@ class Tape:
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
         )
         scope.effects.work += sum(p.numel() for p in module.parameters()) * max(
-            (leaf.numel() // max(leaf.shape[-1], 1) for leaf in real if isinstance(leaf, torch.Tensor) and leaf.dim()),
+            (
+                leaf.numel() // max(leaf.shape[-1], 1)
+                for leaf in real
+                if isinstance(leaf, torch.Tensor) and leaf.dim()
+            ),
             default=1,
         )
-        with self.fake, torch._C.DisableTorchFunction():
-            fakes = []
-            for leaf in outs:
-                if isinstance(leaf, torch.Tensor):
-                    fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-                    if wants and leaf.is_floating_point():
-                        fake = fake.requires_grad_(True).clone()
-                    self._value(fake)
-                    leaf = fake
-                fakes.append(leaf)
+        fakes = []
+        self._inside += 1  # what follows is no call of the model's
+        try:
+            with self.fake, torch._C.DisableTorchFunction():
+                for leaf in outs:
+                    if isinstance(leaf, torch.Tensor):
+                        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                        if wants and leaf.is_floating_point():
+                            fake = fake.requires_grad_(True).clone()
+                        self._value(fake)
+                        leaf = fake
+                    fakes.append(leaf)
+        finally:
+            self._inside -= 1
         return build(out_structure, fakes)
 
     @contextmanager
@@ -567,7 +583,11 @@ class Tape:
                             continue
                         places.append((table, name, tensor))
                         real = self.attributes[self._attribute_of[id(tensor)]]
-                        real = real.detach().to(tensor.dtype, copy=True) if not real.is_meta else torch.zeros_like(real, device=self.device)
+                        real = (
+                            real.detach().to(tensor.dtype, copy=True)
+                            if not real.is_meta
+                            else torch.zeros_like(real, device=self.device)
+                        )
                         table[name] = (
                             nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
                         )

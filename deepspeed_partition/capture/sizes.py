@@ -68,7 +68,7 @@ def evaluate(expression: Any, known: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must hold of sizes, for a capture to hold: the model's own code asked for it, at a place in its source."""
+    """What must hold of sizes for a capture to hold: the model's code asked for it, at a line of its source."""
 
     expression: Any
     outcome: Any
@@ -78,8 +78,8 @@ class Condition:
 class Size:
     """A number that was made from sizes; it behaves as an ``int`` or ``float``.
 
-    No subclass of ``int``: Python reads those without asking, for example in ``range``. It is one of torch's symbolic
-    numbers to the functions that take numbers.
+    No subclass of ``int``: Python reads those without asking, for example in ``range``. It is one of torch's
+    symbolic numbers to the functions that take numbers.
     """
 
     number: Any
@@ -129,7 +129,7 @@ class _FloatSize(Size, torch.SymFloat):
 
 
 def size(number: Any, expression: Any, note: Callable[[Any, Any], None]) -> Size:
-    """A number with its origin; ``note`` is called with the expression and the number when it is asked for."""
+    """A number with its origin; ``note`` is called with both when the number itself is asked for."""
     return (_FloatSize if isinstance(number, float) else _IntegerSize)(number, expression, note)
 
 
@@ -187,7 +187,12 @@ def _teach() -> None:
             return _compared(operation, (self, other))
 
         setattr(Size, f"__{name}__", compare)
-    Size.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
+
+    def divide(self: Any, other: Any) -> Any:
+        return self // other, self % other
+
+    operators: Any = Size
+    operators.__divmod__ = divide
 
 
 def _floor(number: float) -> int:

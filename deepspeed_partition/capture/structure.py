@@ -1,4 +1,4 @@
-"""Nested values, such as the arguments and the result of a ``forward``: their leaves, and how to put them together.
+"""Nested values, such as the arguments and the result of a ``forward``: their leaves and their structure.
 
 A leaf is whatever is no container: a tensor, a number, a configuration. Containers are what torch's pytree knows
 (tuples, lists, dicts, named tuples, the outputs of Hugging Face models), data classes, and slices.
@@ -125,11 +125,15 @@ def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
     """Whether an object, which is no container, has tensors in its attributes: a cache of keys and values."""
     if isinstance(value, torch.Tensor):
         return True
-    if isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module) or value is None or not depth:
+    if (
+        isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module)
+        or value is None
+        or not depth
+    ):
         return False
     if isinstance(value, dict):
         return any(holds_tensors(part, depth - 1) for part in value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return any(holds_tensors(part, depth - 1) for part in value)
-    held = getattr(value, "__dict__", None)
+    held: Any = getattr(value, "__dict__", None)
     return bool(held) and holds_tensors(dict(held), depth - 1)

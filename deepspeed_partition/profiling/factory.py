@@ -13,7 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
+from deepspeed_partition.capture import capture, layers_from
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling.layers import profile_chain
 from deepspeed_partition.profiling.sources import said
@@ -32,7 +34,8 @@ def profile_factory(
 
     A factory is a function of the micro-batch size, or of nothing. It returns ``(layers, sample)``, or
     ``(layers, sample, loss_fn)``: the arguments of ``profile_chain``. So ``sample`` is one micro-batch of
-    inputs, and with a ``loss_fn`` the pair ``(inputs, labels)``::
+    inputs, and with a ``loss_fn`` the pair ``(inputs, labels)``. Or it returns ``(model, args, kwargs)``: a model
+    as it is, whose ``forward`` is captured with these arguments of one micro-batch::
 
         def gpt(micro_batch_size):
             layers = [nn.Embedding(256, 64), *(Block(64) for _ in range(8)), nn.Linear(64, 256)]
@@ -113,12 +116,25 @@ def _made_by(factory: Callable[..., Any], spec: str, micro_batch_size: int) -> t
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise ValueError(
-            f"factory {spec!r} returned {what}: it returns (layers, sample) or (layers, sample, loss_fn)"
+            f"factory {spec!r} returned {what}: it returns (layers, sample), (layers, sample, loss_fn) or "
+            "(model, args, kwargs)"
         )
+    if len(made) == 3 and isinstance(made[0], nn.Module) and isinstance(made[2], dict):
+        return _captured(spec, *made)
     layers, sample, loss_fn = made if len(made) == 3 else (*made, None)
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"factory {spec!r} returned a {type(loss_fn).__name__} for loss_fn: it is a function")
     return layers, sample, loss_fn
+
+
+def _captured(spec: str, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, None]:
+    """The layers of a model as it is, and their sample."""
+    try:
+        captured = capture(model, tuple(args), kwargs)
+    except ValueError as error:
+        raise ValueError(f"factory {spec!r}: {said(error)}") from error
+    inputs = captured.inputs_of(*args, **kwargs)
+    return layers_from(captured), inputs if len(inputs) > 1 else inputs[0], None
 
 
 def _arguments(factory: Callable[..., Any], spec: str, micro_batch_size: int) -> tuple[int, ...]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import deepspeed_partition
-from tests.engine.running import NUM_MICRO_BATCHES, adam, raised, same, start, train
+from tests.engine.running import NUM_MICRO_BATCHES, adam, same, start, train
 
 WORDS, WIDTH, LENGTH, BATCH = 12, 8, 6, 4
 

@@ -98,7 +98,7 @@ def test_threads_are_those_asked_for_while_it_runs(models):
         ("user_models:two", r"takes \(a, b\): it takes the micro-batch size as its only argument, or nothing"),
         ("user_models:fails", "failed: KeyError: 'no"),
         ("user_models:leaves", "failed: SystemExit: bye"),
-        ("user_models:single", r"returned a list: it returns \(layers, sample\) or \(layers, sample, loss_fn\)"),
+        ("user_models:single", r"returned a list: it returns \(layers, sample\), \(layers, sample, loss_fn\) or"),
         ("user_models:too_many", "returned a tuple of 4: it returns"),
         ("user_models:no_loss", "returned a int for loss_fn"),
         ("user_models:misfit", r"layer '0\.Linear' cannot take its input \(6, 8\) float32"),

@@ -1,0 +1,221 @@
+"""Captured layers, run in order, do what the model does, and are the model's own modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from deepspeed_partition.capture import CaptureError, ShapeError, capture, layers_from  # noqa: E402
+from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer  # noqa: E402
+from tests.capture import networks  # noqa: E402
+from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
+
+
+def words(batch: int, length: int, count: int = 20) -> torch.Tensor:
+    return torch.randint(0, count, (batch, length))
+
+
+def causal(length: int) -> torch.Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(length)
+
+
+def one(*args: object, **kwargs: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    return args, kwargs
+
+
+def encoder_decoder(batch: int, source: int, target: int) -> object:
+    return one(torch.randn(batch, source, 16), torch.randn(batch, target, 16), tgt_mask=causal(target))
+
+
+MODELS = {
+    "skip": (networks.Skip, [one(torch.randn(5, 8)), one(torch.randn(1, 8))], 4),
+    "u-net": (networks.UNet, [one(torch.randn(2, 3, 16, 16)), one(torch.randn(3, 3, 24, 16))], 8),
+    "dense net": (networks.DenseNet, [one(torch.randn(2, 3, 8, 8)), one(torch.randn(3, 3, 6, 6))], 6),
+    "encoder and decoder": (
+        lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
+        [encoder_decoder(2, 5, 4), encoder_decoder(3, 7, 6)],
+        8,
+    ),
+    "lstm": (networks.RecurrentLanguageModel, [one(words(3, 7)), one(words(2, 5)), one(words(1, 1))], 3),
+    "gpt": (networks.MinimalGPT, [one(words(3, 9), words(3, 9)), one(words(2, 5), words(2, 5))], 5),
+    "checkpointed": (networks.Checkpointed, [one(torch.randn(3, 8, requires_grad=True))], 4),
+    "in place": (networks.InPlace, [one(torch.randn(3, 8)), one(torch.randn(2, 8))], 2),
+    "choosing": (networks.Choosing, [one(torch.randn(3, 8)), one(torch.randn(3, 8))], 3),
+    "repeated": (networks.Repeated, [one(torch.randn(3, 8)), one(torch.randn(1, 8))], 8),
+    "sizes": (networks.Sizes, [one(torch.randn(2, 3, 8, 8)), one(torch.randn(3, 3, 8, 12))], 2),
+}
+"""A model, arguments (captured with the first), and how many layers there are at the least."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_do_what_the_model_does(name):
+    make, batches, fewest = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    layers = captured_layers(model, *batches[0][0], **batches[0][1])
+    assert len(layers) >= fewest
+    before = copy.deepcopy(model.state_dict())
+    assert_same(model, layers, batches)
+    assert model.state_dict().keys() == before.keys()
+
+
+def test_captured_in_evaluation_and_trained():
+    torch.manual_seed(0)
+    model = networks.Skip().eval()
+    assert_same(model, captured_layers(model, torch.randn(5, 8)), [one(torch.randn(3, 8))])
+
+
+def test_modules_stay_the_users_own_under_their_own_names():
+    model = networks.MinimalGPT()
+    layers = captured_layers(model, words(3, 9), words(3, 9))
+    own = dict(model.named_modules())
+    held = {
+        name: module for layer in layers for name, module in _root(layer).named_modules() if name and name in own
+    }
+    assert all(own[name] is module for name, module in held.items() if not _is_a_branch(module))
+    weights = {name: id(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
+    found = {
+        name: id(weight)
+        for layer in layers
+        for name, weight in _root(layer).named_parameters(remove_duplicate=False)
+    }
+    assert found == weights
+    states = {name for layer in layers for name in _root(layer).state_dict()}
+    assert states == set(model.state_dict())
+
+
+def _root(layer: nn.Module) -> nn.Module:
+    return layer.shared if isinstance(layer, TiedLayer) else layer
+
+
+def _is_a_branch(module: nn.Module) -> bool:
+    return type(module).__name__ == "Branch"
+
+
+def test_ties_are_found_by_identity():
+    layers = captured_layers(networks.MinimalGPT(), words(3, 9), words(3, 9))
+    tied = [place for place, layer in enumerate(layers) if isinstance(layer, TiedLayer)]
+    assert tied == [0, len(layers) - 1]
+    assert layers[0].key == layers[-1].key and layers[0].shared is layers[-1].shared
+    assert [name for name, _ in layers[0].shared.named_parameters()] == ["head.weight"]
+    assert all(isinstance(layer, CapturedLayer) for layer in layers[1:-1])
+
+
+def test_names_of_inputs_and_outputs():
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    (args, kwargs) = encoder_decoder(2, 5, 4)
+    layers = captured_layers(model, *args, **kwargs)
+    assert layers.input_names == ["src", "tgt", "tgt_mask"] and layers.output_names == ["output"]
+    layers = captured_layers(networks.RecurrentLanguageModel(), words(3, 7))
+    assert layers.output_names == ["logits", "hidden.0", "hidden.1"]
+    output = run_in_order(layers, words(3, 7))
+    assert type(output) is networks.Output and type(output.hidden) is tuple
+
+
+def test_masks_from_sizes_are_made_where_they_are_needed():
+    """The mask is as large as the activations, and no boundary carries it."""
+    layers = captured_layers(networks.MinimalGPT(), words(3, 9), words(3, 9))
+    shapes = {shape for shapes in layers.boundary_shapes for shape in shapes}
+    assert (3, 9, 16) in shapes and (9, 9) not in shapes
+
+
+def test_a_length_that_the_capture_does_not_hold_for_is_refused():
+    model = networks.Unrolled()
+    layers = captured_layers(model, torch.randn(3, 4, 8))
+    assert_same(model, layers, [one(torch.randn(2, 4, 8))])
+    with pytest.raises(ShapeError, match=r"networks\.py:\d+, 5 and not 4"):
+        run_in_order(layers, torch.randn(3, 5, 8))
+    model = networks.UNet()
+    layers = captured_layers(model, torch.randn(2, 3, 16, 16))
+    with pytest.raises(ShapeError, match="takes another way for the sizes"):
+        run_in_order(layers, torch.randn(2, 3, 18, 16))
+
+
+def test_a_size_that_was_another_one_by_chance_is_refused():
+    """Length and width are both 8 in the capture; where they differ, nothing is computed with the wrong one."""
+
+    class Chance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            for layer in self.layers:
+                x = layer(x).mean(1, keepdim=True).expand(-1, 8, -1) * length
+            return x
+
+    model = Chance()
+    layers = captured_layers(model, torch.randn(2, 8, 8))
+    try:
+        actual = run_in_order(layers, torch.randn(2, 5, 8))
+    except ShapeError:
+        return
+    torch.testing.assert_close(actual, model(torch.randn(2, 5, 8)))
+
+
+def test_half_precision_after_the_capture():
+    """Types that code reads, and makes masks of, are those of the weights when a layer runs."""
+
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x).float().softmax(-1).to(self.first.weight.dtype)
+            return self.last(hidden + torch.zeros(8, dtype=hidden.dtype, device=x.device))
+
+    model = Typed()
+    layers = captured_layers(model, torch.randn(3, 8))
+    half = model.bfloat16()
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    torch.testing.assert_close(run_in_order(layers, x), half(x))
+    model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(run_in_order(layers, x.float()), model(x.float()))
+
+
+def test_a_model_without_memory_is_captured():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2**14, 2**14) for _ in range(64)))  # 64 GiB
+    layers = captured_layers(model, torch.empty(4, 2**14, device="meta"))
+    assert len(layers) == 64
+
+
+def test_a_capture_leaves_the_model_as_it_was():
+    model = networks.InPlace()
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    weights = dict(model.named_parameters())
+    captured_layers(model, torch.randn(3, 8))
+    torch.testing.assert_close(dict(model.state_dict()), dict(state))
+    assert all(weights[name] is weight for name, weight in model.named_parameters())
+    assert not any(type(value).__name__ == "FakeTensor" for value in model.buffers())
+    del random
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if x.sum() > 0:
+            x = x * 2
+        return self.last(x)
+
+
+def test_what_cannot_be_captured_is_told_with_its_line():
+    with pytest.raises(CaptureError, match=r"test_models\.py:\d+: if x\.sum\(\) > 0"):
+        capture(DataDependent(), (torch.randn(3, 8),))
+
+
+def test_a_layer_says_how_many_tensors_it_takes():
+    layers = layers_from(capture(networks.MinimalGPT(), (words(3, 9), words(3, 9))))
+    with pytest.raises(ValueError, match="takes 2: tokens, targets"):
+        layers[0](words(3, 9))
