@@ -7,8 +7,33 @@ host.
 
 from __future__ import annotations
 
-from deepspeed_partition.capture.model_layers import Captured, Layers, capture, layers_from
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from deepspeed_partition.capture.coarse import coarse_layers
+from deepspeed_partition.capture.model_layers import Captured, Layers, TiedLayer, capture, layers_from
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError
 
-__all__ = ["CaptureError", "Captured", "Layers", "ShapeError", "capture", "layers_from"]
+__all__ = ["CaptureError", "Captured", "Layers", "ShapeError", "capture", "layers_as_they_are", "layers_from"]
+
+
+def layers_as_they_are(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any],
+    wrap: Callable[[TiedLayer], Any] = lambda layer: layer,
+) -> Layers:  # fmt: skip
+    """The layers of a model: by capture, and where that cannot be by its elements that run in order.
+
+    Args:
+        wrap: Makes of a layer that shares weights what stands in the list.
+
+    Raises:
+        CaptureError: neither can be; the message says where and why.
+    """
+    try:
+        captured = capture(model, args, kwargs)
+    except CaptureError as error:
+        return coarse_layers(model, args, kwargs, error, wrap)
+    return layers_from(captured, wrap)

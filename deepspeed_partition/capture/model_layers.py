@@ -38,6 +38,11 @@ class Captured:
     state_names: list[str]
     """The names in the model's ``state_dict``."""
 
+    @property
+    def first_names(self) -> dict[str, str]:
+        """One name for each parameter and buffer, by all of its names."""
+        return self.graph.recording.first_names
+
     def rebuilt(self, tensors: Any) -> Any:
         """What the model itself returns, such as a Hugging Face output, made of the last layer's tensors."""
         given = iter(tensors if isinstance(tensors, tuple | list) else (tensors,))
@@ -71,7 +76,7 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] |
     graph = _graph_of(model, args, kwargs)
     shells = tuple(_without_data(part) for part in (args, kwargs))
     return Captured(
-        model, graph, _input_names(model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
+        model, graph, input_names_of(model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
         model.training, _autocast(graph.recording.device), notes, list(model.state_dict()),
     )  # fmt: skip
 
@@ -124,7 +129,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def input_names_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     leaves, structure = flatten((tuple(args), kwargs))
     names = names_of(structure)
     try:
@@ -174,7 +179,8 @@ class CapturedLayer(nn.Module):
         super().__init__()
         self._recipe, self._number = recipe, number
         self.training = recipe.captured.training
-        _fill(self, recipe.captured, recipe.names[number])
+        recording = recipe.captured.graph.recording
+        fill(self, recording.modules, recording.attributes, recipe.names[number])
 
     def forward(self, inputs: Any) -> Any:
         return self._recipe.program(self._number, self).run(self, inputs)
@@ -189,7 +195,8 @@ class TiedWeights(nn.Module):
     def __init__(self, captured: Captured, names: Iterable[str]) -> None:
         super().__init__()
         self.training = captured.training
-        _fill(self, captured, names)
+        recording = captured.graph.recording
+        fill(self, recording.modules, recording.attributes, names)
 
     def forward(self, *_: Any) -> None:
         raise RuntimeError("modules with a weight in common are run by the layers that use them")
@@ -198,7 +205,7 @@ class TiedWeights(nn.Module):
 class TiedLayer(nn.Module):
     """A layer whose weights other layers use, too; ``shared`` is one object for all of them."""
 
-    def __init__(self, recipe: Recipe, number: int, key: str, shared: TiedWeights) -> None:
+    def __init__(self, recipe: Any, number: int, key: str, shared: nn.Module) -> None:
         super().__init__()
         self.recipe, self.number, self.key = recipe, number, key
         self.shared = shared
@@ -211,9 +218,10 @@ class TiedLayer(nn.Module):
         return self.run(self.shared, inputs)
 
 
-def _fill(root: nn.Module, captured: Captured, names: Iterable[str]) -> None:
+def fill(
+    root: nn.Module, modules: Mapping[str, nn.Module], attributes: Mapping[str, Any], names: Iterable[str]
+) -> None:
     """Give a module the user's modules and weights of these names, in the same tree."""
-    modules, attributes = captured.graph.recording.modules, captured.graph.recording.attributes
     for name in sorted(names):
         *path, last = name.split(".")
         at: Any = root
@@ -383,7 +391,7 @@ def _names_of(node: Any) -> list[str]:
 class Layers(list[Any]):
     """The layers of a model, in order: a list for ``PipelineModule(layers=...)``."""
 
-    captured: Captured
+    captured: Any
     input_names: list[str]
     """The names of the tensors that the first layer takes, in order."""
     output_names: list[str]
@@ -404,7 +412,7 @@ class Layers(list[Any]):
     def model_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The model's own ``state_dict``, made of the whole pipeline's: a tied weight has all of its names."""
         own = {self.model_name(name): tensor for name, tensor in state.items()}
-        first_names = self.captured.graph.recording.first_names
+        first_names = self.captured.first_names
         by_first_name = {first_names.get(name, name): tensor for name, tensor in own.items()}
         return {name: by_first_name[first_names.get(name, name)] for name in self.captured.state_names}
 

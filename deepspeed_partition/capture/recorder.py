@@ -158,7 +158,7 @@ class Recording:
 
 
 @contextmanager
-def _patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
     old = vars(owner)[name]  # not getattr(), which binds class methods
     setattr(owner, name, new)
     try:
@@ -637,13 +637,13 @@ class Tape:
             return out
 
         with ExitStack() as stack:
-            stack.enter_context(_patched(nn.Module, "__call__", called))
+            stack.enter_context(patched(nn.Module, "__call__", called))
             if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
                 stack.enter_context(
-                    _patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", region)
+                    patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", region)
                 )
-            stack.enter_context(_patched(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
-            stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(applied)))
+            stack.enter_context(patched(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
+            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(applied)))
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self.fake)

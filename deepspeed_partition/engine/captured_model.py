@@ -7,22 +7,23 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_partition.capture.model_layers import Layers, Recipe, TiedLayer, capture, layers_from
+from deepspeed_partition.capture import Layers, layers_as_they_are
+from deepspeed_partition.capture.model_layers import TiedLayer
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 from deepspeed_partition.engine.runtime.environment import announce
 
 
 def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
     """The layers of a model: the body of ``deepspeed_partition.layers_of``."""
-    captured = capture(model, args, kwargs)
-    for note in captured.notes:
+    layers = layers_as_they_are(model, args, kwargs, wrap=_tied)
+    for note in layers.captured.notes:
         announce(note)
-    return layers_from(captured, wrap=_tied)
+    return layers
 
 
 def _tied(layer: TiedLayer) -> TiedModule:
     return TiedModule(layer.key, layer.shared, functools.partial(_run, layer.recipe, layer.number))
 
 
-def _run(recipe: Recipe, number: int, shared: nn.Module, inputs: Any) -> Any:
+def _run(recipe: Any, number: int, shared: nn.Module, inputs: Any) -> Any:
     return recipe.program(number, shared).run(shared, inputs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_partition.capture import capture, layers_from
+from deepspeed_partition.capture import layers_as_they_are
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling.layers import profile_chain
 from deepspeed_partition.profiling.sources import said
@@ -130,11 +130,11 @@ def _made_by(factory: Callable[..., Any], spec: str, micro_batch_size: int) -> t
 def _captured(spec: str, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, None]:
     """The layers of a model as it is, and their sample."""
     try:
-        captured = capture(model, tuple(args), kwargs)
+        layers = layers_as_they_are(model, tuple(args), kwargs)
     except ValueError as error:
         raise ValueError(f"factory {spec!r}: {said(error)}") from error
-    inputs = captured.inputs_of(*args, **kwargs)
-    return layers_from(captured), inputs if len(inputs) > 1 else inputs[0], None
+    inputs = layers.captured.inputs_of(*args, **kwargs)
+    return layers, inputs if len(inputs) > 1 else inputs[0], None
 
 
 def _arguments(factory: Callable[..., Any], spec: str, micro_batch_size: int) -> tuple[int, ...]:

@@ -249,3 +249,40 @@ class Patches(nn.Module):
         x = self.project(image)
         _, _, height, width = x.shape
         return x.flatten(2).transpose(1, 2), height, width
+
+
+class DataDependent(nn.Module):
+    """Its own code asks for the data before and after its blocks, which run in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.drop = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)])
+        self.head = nn.Linear(16, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        padding = tokens == 0
+        x = embedded = self.drop(self.embed(tokens))
+        mask = padding if padding.any() else None
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=mask)
+        if x.mean() > 100:
+            x = x / 2
+        return {"logits": self.head(x + embedded)}
+
+
+class DataDependentBetween(nn.Module):
+    """Its own code asks for the data between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 0:
+                x = x * 2
+        return x

@@ -9,7 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from deepspeed_partition.capture import CaptureError, ShapeError, capture, layers_from  # noqa: E402
+from deepspeed_partition.capture import (  # noqa: E402
+    CaptureError,
+    ShapeError,
+    capture,
+    layers_as_they_are,
+    layers_from,
+)
 from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer  # noqa: E402
 from tests.capture import networks  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
@@ -198,21 +204,27 @@ def test_a_capture_leaves_the_model_as_it_was():
     del random
 
 
-class DataDependent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if x.sum() > 0:
-            x = x * 2
-        return self.last(x)
-
-
 def test_what_cannot_be_captured_is_told_with_its_line():
-    with pytest.raises(CaptureError, match=r"test_models\.py:\d+: if x\.sum\(\) > 0"):
-        capture(DataDependent(), (torch.randn(3, 8),))
+    with pytest.raises(CaptureError, match=r"networks\.py:\d+: if x\.sum\(\) > 0.*module of its own"):
+        layers_as_they_are(networks.DataDependentBetween(), (torch.randn(3, 8),), {})
+
+
+def test_blocks_of_a_model_that_cannot_be_captured_are_layers():
+    """What is around them runs twice, on the same random numbers, and its weights count once."""
+    torch.manual_seed(0)
+    model = networks.DataDependent()
+    layers = layers_as_they_are(model, (padded(3, 7),), {})
+    assert [type(layer).__name__ for layer in layers] == ["TiedLayer", *["ElementLayer"] * 3, "TiedLayer"]
+    assert "blocks.0 and its followers" in layers.captured.notes[0] and "networks.py" in layers.captured.notes[0]
+    assert_same(model, layers, [one(padded(3, 7)), one(padded(2, 5))])
+    with pytest.raises(ShapeError, match=r"gives blocks\.0 something else"):
+        run_in_order(layers, words(3, 7).clamp(min=1))
+
+
+def padded(batch: int, length: int) -> torch.Tensor:
+    tokens = words(batch, length).clamp(min=1)
+    tokens[0, length - 2 :] = 0
+    return tokens
 
 
 def test_a_layer_says_how_many_tensors_it_takes():
