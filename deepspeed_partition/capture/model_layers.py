@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_partition.capture.graph import Graph, graph_of
+from deepspeed_partition.capture.graph import Graph, Node, graph_of
 from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
 from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, State, line_of, record
@@ -441,13 +443,28 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
             key = layout.ties[number]
             layers.append(wrap(TiedLayer(recipe, number, key, shared[key])))
         else:
-            layers.append(CapturedLayer(recipe, number))
+            layers.append(_named_after(_heaviest(flow.main, layout, number))(recipe, number))
     layers.captured = captured
     layers.input_names, layers.output_names = captured.input_names, captured.output_names
     layers.boundary_bytes = [crossing.num_bytes for crossing in layout.crossings]
     values = captured.graph.values
     layers.boundary_shapes = [[values[each].shape for each in crossing.values] for crossing in layout.crossings]
     return layers
+
+
+@functools.cache
+def _named_after(name: str) -> type[CapturedLayer]:
+    """A class with the name of the module that most of a layer's work is in, for plans and ``type:REGEX``."""
+    made: Any = types.new_class(name or CapturedLayer.__name__, (CapturedLayer,))
+    made.__doc__ = CapturedLayer.__doc__
+    return made
+
+
+def _heaviest(nodes: Iterable[Node], layout: Layout, number: int) -> str:
+    own = [node for node in nodes if layout.layer_of[node.number] == number and node.is_module]
+    if not own:
+        return ""
+    return max(own, key=lambda node: node.work).call.module_type
 
 
 def _names_in(captured: Captured, step: Any) -> list[str]:

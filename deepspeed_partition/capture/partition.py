@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_partition.capture.graph import Graph, Node, returned_by
+from deepspeed_partition.capture.graph import LARGE, Graph, Node, returned_by
 from deepspeed_partition.capture.program import Claim, Program, Step, numbers_needed
 from deepspeed_partition.capture.recorder import CaptureError, Ref, SizeOf
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
@@ -338,7 +338,10 @@ def _between_trained(flow: Flow, places: Sequence[Crossing], group: Sequence[Any
 def _join_small(
     flow: Flow, places: Sequence[Crossing], group: Sequence[Any], boundaries: set[int], total: float
 ) -> None:
-    """Take away boundaries until each layer is worth one; those between different groups stay."""
+    """Take away boundaries until each layer is worth one; those between different groups stay.
+
+    A boundary that more crosses than both beside it goes, too, where the layer that it leaves is not large.
+    """
     needed = set()
     ordered = sorted(boundaries)
     kind_before = _kinds(group, ordered)
@@ -346,9 +349,9 @@ def _join_small(
         if kind_before[index] != kind_before[index + 1] or kind_before[index] != _OWN:
             needed.add(place)
     while True:
-        ordered = sorted(boundaries)
-        edges = [-1, *ordered, len(flow.main) - 1]
+        edges = [-1, *sorted(boundaries), len(flow.main) - 1]
         works = [sum(node.work for node in flow.main[start + 1 : stop + 1]) for start, stop in pairwise(edges)]
+        sizes = [0, *(places[place].num_bytes for place in edges[1:-1]), 0]
         small = sorted((work, layer) for layer, work in enumerate(works) if work < SMALLEST_LAYER * total)
         for _, layer in small:
             sides = [place for place in (edges[layer], edges[layer + 1]) if place in boundaries - needed]
@@ -356,7 +359,16 @@ def _join_small(
                 boundaries.remove(max(sides, key=lambda place: (places[place].num_bytes, place)))
                 break
         else:
-            return
+            costly = [
+                (sizes[edge], edges[edge])
+                for edge in range(1, len(edges) - 1)
+                if edges[edge] not in needed
+                and sizes[edge] > max(sizes[edge - 1], sizes[edge + 1])
+                and works[edge - 1] + works[edge] <= LARGE * total
+            ]
+            if not costly:
+                return
+            boundaries.remove(max(costly)[1])
 
 
 def _kinds(group: Sequence[Any], ordered: Sequence[int]) -> list[Any]:

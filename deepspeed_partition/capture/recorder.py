@@ -121,6 +121,7 @@ class Call:
     given: Template
     returned: Template | None = None
     is_module: bool = False
+    module_type: str = ""
     calls: list[Call] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
     context: tuple[Any, ...] = ()
@@ -242,7 +243,8 @@ class Tape:
         self._attribute_of: dict[int, str] = {}
         self.attribute_of_storage: dict[int, str] = {}
         self.attributes: dict[str, Any] = {}
-        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._modules = dict(model.named_modules())
+        self._module_names = {id(module): name for name, module in self._modules.items()}
         self._outer_context = _state()
         self._random_units: set[int] = set()
         self._region = 0
@@ -509,7 +511,7 @@ class Tape:
         leaves, structure = flatten((args, kwargs))
         given = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
         scope = Call(next(self._time), self._numbers(), name, given, is_module=True, context=self._context())
-        scope.where = model_line()
+        scope.where, scope.module_type = model_line(), type(self._modules[name]).__name__
         if any(_is_opaque(leaf) for leaf in given.leaves):
             scope.why_open = "it is given an object that holds tensors"
         return scope

@@ -115,7 +115,10 @@ def test_blocks_that_recompute_stay_whole_and_recompute():
     model.gradient_checkpointing_enable()
     layers = captured_layers(model, **batch("Llama", 3, 7)[1])
     names = [
-        name for layer in layers for name, module in layer.named_modules() if "DecoderLayer" in str(type(module))
+        name
+        for layer in layers
+        for name, module in layer.named_modules()
+        if name and "DecoderLayer" in str(type(module))
     ]
     assert names == ["model.layers.0", "model.layers.1"]
     assert_same(model, layers, [without_cache("Llama", batch("Llama", 2, 5))], modes=(True,))
