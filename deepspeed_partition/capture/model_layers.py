@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.capture.graph import Graph, Node, graph_of
+from deepspeed_partition.capture.ordering import shorten_waits
 from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
 from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, State, line_of, record
@@ -426,6 +427,7 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
         wrap: Makes of a layer that shares weights what stands in the list.
     """
     flow = flow_of(captured.graph)
+    shorten_waits(flow)
     layout = layout_of(flow)
     programs = programs_of(flow, layout.layer_of, layout.num_layers, captured.input_names)
     names = [

@@ -105,10 +105,11 @@ def _is_a_branch(module: nn.Module) -> bool:
 def test_ties_are_found_by_identity():
     layers = captured_layers(networks.MinimalGPT(), words(3, 9), words(3, 9))
     tied = [place for place, layer in enumerate(layers) if isinstance(layer, TiedLayer)]
-    assert tied == [0, len(layers) - 1]
-    assert layers[0].key == layers[-1].key and layers[0].shared is layers[-1].shared
-    assert [name for name, _ in layers[0].shared.named_parameters()] == ["head.weight"]
-    assert all(isinstance(layer, CapturedLayer) for layer in layers[1:-1])
+    assert len(tied) == 2 and tied[1] == len(layers) - 1
+    first, last = (layers[place] for place in tied)
+    assert first.key == last.key and first.shared is last.shared
+    assert [name for name, _ in first.shared.named_parameters()] == ["head.weight"]
+    assert all(isinstance(layer, CapturedLayer) for layer in layers[tied[0] + 1 : -1])
 
 
 def test_names_of_inputs_and_outputs():
@@ -127,6 +128,15 @@ def test_masks_from_sizes_are_made_where_they_are_needed():
     layers = captured_layers(networks.MinimalGPT(), words(3, 9), words(3, 9))
     shapes = {shape for shapes in layers.boundary_shapes for shape in shapes}
     assert (3, 9, 16) in shapes and (9, 9) not in shapes
+
+
+def test_what_is_read_late_is_computed_late():
+    """In the order of the source a boundary carries 64 numbers per sample past each of the five blocks."""
+    model = networks.Early()
+    layers = captured_layers(model, torch.randn(3, 8))
+    wide = [place for place, shapes in enumerate(layers.boundary_shapes) if (3, 64) in shapes]
+    assert len(wide) <= 1
+    assert_same(model, layers, [one(torch.randn(2, 8))])
 
 
 def test_a_length_that_the_capture_does_not_hold_for_is_refused():
