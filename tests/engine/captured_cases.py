@@ -52,10 +52,14 @@ def arguments(number: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
 
 
 def data(num_steps: int) -> list[list[Any]]:
+    """Micro-batches of each step, whose sequences are longer from step to step."""
     numbers = iter(range(10**6))
     return [
-        [(tuple(arguments(next(numbers)).values()), torch.zeros(BATCH)) for _ in range(NUM_MICRO_BATCHES)]
-        for _ in range(num_steps)
+        [
+            (tuple(arguments(next(numbers), LENGTH + step).values()), torch.zeros(BATCH))
+            for _ in range(NUM_MICRO_BATCHES)
+        ]
+        for step in range(num_steps)
     ]
 
 
@@ -80,7 +84,7 @@ def trained_alone(batches: list[list[Any]]) -> tuple[LanguageModel, list[float]]
 
 
 def a_model_as_it_is(_: Path) -> None:
-    """A tied language model, cut between and across its tie, in plans and in moves."""
+    """A tied language model, on sequences of other lengths than it was captured with, also in evaluation."""
     batches = data(4)
     alone, expected = trained_alone(batches)
     layers = deepspeed_partition.layers_of(model(), **arguments(0))
@@ -89,6 +93,11 @@ def a_model_as_it_is(_: Path) -> None:
     engine, _, _ = start(layers, [0, len(layers) // 2, len(layers)], optimizer=adam, loss_fn=loss_of,
                          seed_layers=False)  # fmt: skip
     same(train(engine, batches), expected)
+    alone.eval()
+    with torch.no_grad():
+        tokens, padding, labels = batches[0][0][0]
+        evaluated = float(alone(tokens, padding, labels=labels)["loss"])
+    same([float(engine.eval_batch(iter(batches[0][:1] * NUM_MICRO_BATCHES)))], [evaluated])
     own = {name.split(".", 2)[-1] if "tied" in name else name.split(".", 1)[-1]: weight.detach()
            for name, weight in engine.module.named_parameters()}  # fmt: skip
     for name, weight in alone.named_parameters(remove_duplicate=False):
@@ -98,6 +107,7 @@ def a_model_as_it_is(_: Path) -> None:
 
 
 def a_model_as_it_is_plans_and_moves(_: Path) -> None:
+    """The same, measured and planned, and moved in training."""
     batches = data(4)
     _, expected = trained_alone(batches)
     layers = deepspeed_partition.layers_of(model(), **arguments(0))

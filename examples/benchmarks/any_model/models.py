@@ -89,7 +89,7 @@ HUGGING_FACE = {
     "ViT": vision_transformer,
 }  # fmt: skip
 TORCHVISION = {
-    "resnet50": (64, {}), "densenet121": (64, {}), "inception_v3": (128, {"init_weights": False}),
+    "resnet50": (64, {}), "densenet121": (64, {}), "inception_v3": (299, {"init_weights": False}),
     "googlenet": (64, {"init_weights": False}), "vit_b_16": (32, {"image_size": 32}), "swin_t": (64, {}),
     "convnext_tiny": (64, {}), "efficientnet_b0": (64, {}), "maxvit_t": (224, {}), "regnet_y_400mf": (64, {}),
     "mobilenet_v3_small": (64, {}), "shufflenet_v2_x0_5": (64, {}),
