@@ -123,6 +123,8 @@ class _Opening:
         root = self.recording.root
         if root.why_whole:
             raise CaptureError(root.why_whole)
+        if any(isinstance(leaf, Attribute) for leaf in returned_by(root).leaves):
+            raise CaptureError("it returns a weight of its own, which no layer returns")
         self._open(root)
         assert root.returned is not None
         returned = self._with_numbers(root.returned)

@@ -16,8 +16,9 @@ from torch import nn
 from deepspeed_partition.capture.graph import Graph, Node, graph_of
 from deepspeed_partition.capture.ordering import shorten_waits
 from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
-from deepspeed_partition.capture.program import Program
-from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, State, line_of, record
+from deepspeed_partition.capture.program import Program, ShapeError
+from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, SizeOf, State, line_of, record
+from deepspeed_partition.capture.sizes import Dimension, dimensions_in, evaluate
 from deepspeed_partition.capture.structure import build, flatten, names_of
 
 
@@ -40,6 +41,8 @@ class Captured:
     """What a user should be told once."""
     state_names: list[str]
     """The names in the model's ``state_dict``."""
+    call: Callable[..., Any] | None = None
+    """What was run in the place of the model."""
 
     @property
     def first_names(self) -> dict[str, str]:
@@ -56,31 +59,52 @@ class Captured:
                 if leaf.value not in known:
                     known[leaf.value] = next(given)
                 leaf = known[leaf.value]
+            elif isinstance(leaf, SizeOf):
+                leaf = self._number(leaf.expression, known)
             leaves.append(leaf)
         return build(self.graph.returned.structure, leaves)
+
+    @staticmethod
+    def _number(expression: Any, known: Mapping[int, Any]) -> Any:
+        """A number that the model returns, of the sizes of the tensors that it returns before it."""
+        sizes = {}
+        for size in dimensions_in(expression):
+            if not isinstance(size, Dimension) or size.value not in known:
+                raise ShapeError("the model returns a number made of sizes of tensors that it does not return")
+            sizes[size] = size.read(known[size.value])
+        return evaluate(expression, sizes)
 
     def inputs_of(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         """The tensors among arguments, as the first layer takes them."""
         return tuple(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
 
 
-def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    call: Callable[..., Any] | None = None,
+) -> Captured:
     """Run a model's ``forward`` once without data, and return its calls.
+
+    Args:
+        call: What is run in the place of the model: a function that calls it, or modules of it, and takes the
+            arguments. A step of a training loop is one.
 
     Raises:
         CaptureError: it cannot be captured; the message names the line of the model's source.
     """
     args, kwargs, notes = tuple(args), dict(kwargs or {}), []
-    if _keeps_a_cache(model, args, kwargs):
+    if call is None and _keeps_a_cache(model, args, kwargs):
         kwargs["use_cache"] = False
         notes.append(
             f"{type(model).__name__} runs with use_cache=False: a pipeline has no cache of keys and values"
         )
-    graph = _graph_of(model, args, kwargs)
+    graph = _graph_of(model, args, kwargs, call)
     shells = tuple(_without_data(part) for part in (args, kwargs))
     return Captured(
-        model, graph, input_names_of(model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
-        model.training, _autocast(graph.recording.device), notes, list(model.state_dict()),
+        model, graph, input_names_of(call or model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
+        model.training, _autocast(graph.recording.device), notes, list(model.state_dict()), call,
     )  # fmt: skip
 
 
@@ -114,10 +138,15 @@ def _autocast(device: torch.device) -> tuple[Any, ...]:
 
 
 def _graph_of(
-    model: nn.Module, args: Any, kwargs: Any, opened: frozenset[Any] | None = None, state: State | None = None
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    call: Callable[..., Any] | None,
+    opened: frozenset[Any] | None = None,
+    state: State | None = None,
 ) -> Graph:
     try:
-        return graph_of(record(model, args, kwargs, state), opened)
+        return graph_of(record(model, args, kwargs, state, call), opened)
     except CaptureError:
         raise
     except Exception as error:
@@ -132,11 +161,12 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def input_names_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def input_names_of(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The names of the tensors among arguments, as the call's parameters name them."""
     leaves, structure = flatten((tuple(args), kwargs))
     names = names_of(structure)
     try:
-        bound = list(inspect.signature(model.forward).bind_partial(*args).arguments)
+        bound = list(inspect.signature(getattr(call, "forward", call)).bind_partial(*args).arguments)
     except (TypeError, ValueError):
         bound = []
     found = []
@@ -306,7 +336,9 @@ class Recipe:
             if training != model.training:
                 model.train(training)
             with _same_autocast(recording.device, autocast):
-                graph = _graph_of(model, *self.captured.arguments, self.captured.graph.opened, state)
+                graph = _graph_of(
+                    model, *self.captured.arguments, self.captured.call, self.captured.graph.opened, state
+                )
         finally:
             for module, mode in modes:
                 module.training = mode

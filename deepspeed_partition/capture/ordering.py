@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed_partition.capture.graph import Node
+from deepspeed_partition.capture.graph import LARGE, Node
 from deepspeed_partition.capture.partition import Flow, need_of
 from deepspeed_partition.capture.sizes import Dimension
 
@@ -12,9 +12,9 @@ def shorten_waits(flow: Flow) -> None:
 
     The model's code may compute early what it reads late, and a boundary between the two would carry it. Every
     move lowers the sum of the bytes over all places, or moves a call late at no cost, so that what it reads can
-    follow.
-    Each call is looked at once in each direction: O(n d) for n calls that may move by d places. What draws random
-    numbers keeps its order.
+    follow. A call that would pass less than a large module stays where it is: gradients add up in the order of
+    the calls, and another order rounds otherwise. What draws random numbers keeps its order. Each call is looked
+    at once in each direction: O(n d) for n calls that may move by d places.
     """
     _Ordering(flow).improve()
 
@@ -23,6 +23,7 @@ class _Ordering:
     def __init__(self, flow: Flow) -> None:
         self.flow, self.order = flow, list(flow.main)
         values = flow.graph.values
+        self.least_work = LARGE * sum(node.work for node in self.order)
         self.reads = {node.number: need_of(flow, [node], (), ()) for node in self.order}
         self.bytes_made = {
             node.number: sum(values[value].num_bytes for value in node.makes) for node in self.order
@@ -67,11 +68,11 @@ class _Ordering:
         else:
             limit = max((at[each] for each in self.before[node.number]), default=-1) + 1
             places = range(start - 1, limit - 1, -1)
-        best, gain, best_gain = start, 0, 0
+        best, gain, best_gain, work = start, 0, 0, 0.0
         for place in places:
-            crossed = place - 1 if late else place
-            gain += self._gain(node, at, crossed + late, late=late)
-            if gain > best_gain or (late and gain == best_gain):
+            gain += self._gain(node, at, place, late=late)
+            work += self.order[place].work
+            if work > self.least_work and (gain > best_gain or (late and gain == best_gain)):
                 best, best_gain = place, gain
         if best != start:
             self.order.insert(best, self.order.pop(start))

@@ -13,6 +13,7 @@ import itertools
 import logging
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -227,8 +228,11 @@ _READS_DATA = (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, to
 class Tape:
     """What was called so far."""
 
-    def __init__(self, model: nn.Module, device: torch.device, state: State) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, state: State, call: Callable[..., Any] | None
+    ) -> None:
         self.model, self.device, self.state = model, device, state
+        self.call = call or model
         self.dtypes: dict[str, torch.dtype] = {}
         self.first_names: dict[str, str] = {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -348,6 +352,8 @@ class Tape:
             return SizeOf(leaf.expression)
         if isinstance(leaf, torch.device) and leaf == self.device:
             return Device()
+        if isinstance(leaf, types.FunctionType) and _closes_over_tensors(leaf):
+            self._whole("a function is handed on that holds tensors")
         return leaf
 
     def _whole(self, reason: str) -> None:
@@ -678,7 +684,7 @@ class Tape:
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         self._module_names.pop(id(self.model), None)
-        return self.model(*args, **kwargs)
+        return self.call(*args, **kwargs)
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -695,6 +701,14 @@ def _made(call: Call) -> list[int]:
 def _is_opaque(leaf: Any) -> bool:
     known = isinstance(leaf, Ref | Attribute | SizeOf | Device | torch.Tensor | str | int | float | nn.Module)
     return not known and leaf is not None and not isinstance(leaf, type) and holds_tensors(leaf)
+
+
+def _closes_over_tensors(function: types.FunctionType) -> bool:
+    held = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing is in it yet
+            held.append(cell.cell_contents)
+    return any(isinstance(each, Size | torch.Tensor) or holds_tensors(each, 2) for each in held)
 
 
 def _state() -> tuple[Any, ...]:
@@ -783,14 +797,24 @@ def line_of(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
 
 
-def record(model: nn.Module, args: Any, kwargs: Any, state: State | None = None) -> Recording:
+def record(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    state: State | None = None,
+    call: Callable[..., Any] | None = None,
+) -> Recording:
     """Run a model's ``forward`` once without data.
+
+    Args:
+        state: The types of weights, where they are others than the model's now.
+        call: What is run in the place of the model: a function that calls it, or modules of it.
 
     Raises:
         Exception: whatever its code raises without data.
     """
     state = state or State()
-    tape = Tape(model, state.device or device_of(model, args, kwargs), state)
+    tape = Tape(model, state.device or device_of(model, args, kwargs), state, call)
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)

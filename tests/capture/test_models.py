@@ -123,6 +123,45 @@ def test_names_of_inputs_and_outputs():
     assert type(output) is networks.Output and type(output.hidden) is tuple
 
 
+def test_a_number_that_the_model_returns_is_that_of_the_batch():
+    layers = captured_layers(networks.Grid(), torch.randn(2, 3, 8, 8))
+    assert run_in_order(layers, torch.randn(2, 3, 8, 12))[1] == 24
+
+
+def test_a_step_that_calls_modules_of_the_model():
+    model = networks.MinimalGPT()
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits, _ = model(batch["tokens"])
+        return (
+            nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+            + model.head.weight.norm()
+        )
+
+    model.eval()
+    layers = layers_from(capture(model, ({"tokens": words(3, 9), "targets": words(3, 9)},), call=step))
+    assert layers.input_names == ["batch.tokens", "batch.targets"]
+    batch = {"tokens": words(2, 5), "targets": words(2, 5)}
+    torch.testing.assert_close(run_in_order(layers, batch), step(batch))
+
+
+def test_compiled_blocks_and_hooks_stay():
+    """Hooks run for every micro-batch, and a compiled block is called as one."""
+    seen = []
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+        torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="eager"),
+        nn.Linear(8, 8),
+    )
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output) or output * 2)
+    x = torch.randn(3, 8)
+    layers = captured_layers(model, x)
+    seen.clear()
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    assert len(seen) == 2 and not any(type(output).__name__ == "FakeTensor" for output in seen)
+    assert any("OptimizedModule" in str(type(module)) for layer in layers for module in layer.modules())
+
+
 def test_masks_from_sizes_are_made_where_they_are_needed():
     """The mask is as large as the activations, and no boundary carries it."""
     layers = captured_layers(networks.MinimalGPT(), words(3, 9), words(3, 9))
