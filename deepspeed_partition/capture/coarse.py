@@ -99,7 +99,6 @@ class Coarse:
     """None in the place of tensors, which are the first layer's input."""
     input_names: list[str]
     output_names: list[str]
-    state_names: list[str]
     first_names: dict[str, str]
     notes: list[str]
     returned: list[Any]
@@ -376,7 +375,7 @@ def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reas
         model, elements, len(first), structure, [None if _is_tensor(leaf) else leaf for leaf in argument_leaves],
         input_names_of(model, args, kwargs),
         [name or "output" for name, leaf in zip(names, out_leaves, strict=True) if _is_tensor(leaf)],
-        list(model.state_dict()), {},
+        {},
         [f"{type(model).__name__} is cut between {best[0][0]} and its followers alone: {reason}"],
         [None if _is_tensor(leaf) else leaf for leaf in out_leaves], out_structure,
     )  # fmt: skip

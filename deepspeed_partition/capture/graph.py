@@ -123,6 +123,8 @@ class _Opening:
         root = self.recording.root
         if root.why_whole:
             raise CaptureError(root.why_whole)
+        if root.why_open:
+            raise CaptureError(f"{root.why_open}: give it tensors, and let it return tensors (use_cache=False)")
         if any(isinstance(leaf, Attribute) for leaf in returned_by(root).leaves):
             raise CaptureError("it returns a weight of its own, which no layer returns")
         self._open(root)
@@ -237,7 +239,7 @@ class _Opening:
         return {
             name
             for name in self._used_by(scope) & self.trainable
-            if any(scope.time not in (*user.scopes, user.time) for user in self.users[name])
+            if any(scope.time not in (*user.scopes, user.time) for user in self.users.get(name, ()))
         }
 
     # The list

@@ -39,8 +39,6 @@ class Captured:
     """Autocast on the model's device, and its type."""
     notes: list[str]
     """What a user should be told once."""
-    state_names: list[str]
-    """The names in the model's ``state_dict``."""
     call: Callable[..., Any] | None = None
     """What was run in the place of the model."""
 
@@ -104,7 +102,7 @@ def capture(
     shells = tuple(_without_data(part) for part in (args, kwargs))
     return Captured(
         model, graph, input_names_of(call or model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
-        model.training, _autocast(graph.recording.device), notes, list(model.state_dict()), call,
+        model.training, _autocast(graph.recording.device), notes, call,
     )  # fmt: skip
 
 
@@ -445,11 +443,15 @@ class Layers(list[Any]):
         return name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
 
     def model_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's own ``state_dict``, made of the whole pipeline's: a tied weight has all of its names."""
+        """The model's own ``state_dict``, made of the whole pipeline's.
+
+        A tied weight has all of its names; a weight that no layer uses is as it was.
+        """
         own = {self.model_name(name): tensor for name, tensor in state.items()}
         first_names = self.captured.first_names
         by_first_name = {first_names.get(name, name): tensor for name, tensor in own.items()}
-        return {name: by_first_name[first_names.get(name, name)] for name in self.captured.state_names}
+        before = self.captured.model.state_dict()
+        return {name: by_first_name.get(first_names.get(name, name), before[name]) for name in before}
 
 
 def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda layer: layer) -> Layers:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from deepspeed_partition.capture.graph import LARGE, Node
+from deepspeed_partition.capture.graph import Node
 from deepspeed_partition.capture.partition import Flow, need_of
 from deepspeed_partition.capture.sizes import Dimension
+
+LEAST_PASSED = 1 / 4
+"""The share of the model's work that a call must pass to be moved."""
 
 
 def shorten_waits(flow: Flow) -> None:
@@ -12,7 +15,7 @@ def shorten_waits(flow: Flow) -> None:
 
     The model's code may compute early what it reads late, and a boundary between the two would carry it. Every
     move lowers the sum of the bytes over all places, or moves a call late at no cost, so that what it reads can
-    follow. A call that would pass less than a large module stays where it is: gradients add up in the order of
+    follow. A call that would pass little of the model's work stays where it is: gradients add up in the order of
     the calls, and another order rounds otherwise. What draws random numbers keeps its order. Each call is looked
     at once in each direction: O(n d) for n calls that may move by d places.
     """
@@ -23,7 +26,7 @@ class _Ordering:
     def __init__(self, flow: Flow) -> None:
         self.flow, self.order = flow, list(flow.main)
         values = flow.graph.values
-        self.least_work = LARGE * sum(node.work for node in self.order)
+        self.least_work = LEAST_PASSED * sum(node.work for node in self.order)
         self.reads = {node.number: need_of(flow, [node], (), ()) for node in self.order}
         self.bytes_made = {
             node.number: sum(values[value].num_bytes for value in node.makes) for node in self.order

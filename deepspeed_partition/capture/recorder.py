@@ -129,6 +129,8 @@ class Call:
     """Whether gradients are on, and autocast by device, where that differs from how the model was called."""
     where: str = ""
     """The line of the model's source."""
+    objects: list[Any] = field(default_factory=list)
+    """What a module was given besides tensors and plain values."""
     why_whole: str = ""
     """Why it cannot be opened; empty where it can."""
     why_open: str = ""
@@ -518,15 +520,21 @@ class Tape:
         given = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
         scope = Call(next(self._time), self._numbers(), name, given, is_module=True, context=self._context())
         scope.where, scope.module_type = model_line(), type(self._modules[name]).__name__
-        if any(_is_opaque(leaf) for leaf in given.leaves):
-            scope.why_open = "it is given an object that holds tensors"
+        scope.objects = [leaf for leaf in given.leaves if not isinstance(leaf, _PLAIN)]
+        self._look_into(scope)
         return scope
+
+    def _look_into(self, scope: Call) -> None:
+        """Note whether a module was given an object that holds tensors, or that it has put tensors into."""
+        if any(_is_opaque(leaf) for leaf in scope.objects):
+            scope.why_open = "it is given an object that holds tensors"
 
     def closed(self, scope: Call, out: Any) -> Any:
         """Note what a module returned, and return it; sizes among it are then known as its own."""
         for call in scope.calls:
             scope.effects.add(call.effects)
         scope.end = next(self._time)
+        self._look_into(scope)
         leaves, structure = flatten(out)
         scope.returned = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
         if any(_is_opaque(leaf) for leaf in scope.returned.leaves):
@@ -698,9 +706,11 @@ def _made(call: Call) -> list[int]:
     return call.returned.refs() if call.returned is not None else []
 
 
+_PLAIN = (Ref, Attribute, SizeOf, Device, torch.Tensor, str, int, float, nn.Module, type, type(None), torch.dtype)
+
+
 def _is_opaque(leaf: Any) -> bool:
-    known = isinstance(leaf, Ref | Attribute | SizeOf | Device | torch.Tensor | str | int | float | nn.Module)
-    return not known and leaf is not None and not isinstance(leaf, type) and holds_tensors(leaf)
+    return not isinstance(leaf, _PLAIN) and holds_tensors(leaf)
 
 
 def _closes_over_tensors(function: types.FunctionType) -> bool:

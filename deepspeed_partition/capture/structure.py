@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,8 +17,12 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_partition.capture.sizes import Shape
 
-_DEPTH = 4
+_DEPTH = 8
 """How deep an object of an unknown class is searched for tensors."""
+_MOST = 10_000
+"""How many objects are looked at."""
+_WITHOUT = (str, bytes, int, float, complex, type, torch.nn.Module, types.ModuleType, types.FunctionType)
+"""What is not searched."""
 
 
 class Leaf:
@@ -123,17 +128,19 @@ def _data_class_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[
 
 def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
     """Whether an object, which is no container, has tensors in its attributes: a cache of keys and values."""
+    return _holds_tensors(value, depth, set())
+
+
+def _holds_tensors(value: Any, depth: int, seen: set[int]) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if (
-        isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module)
-        or value is None
-        or not depth
-    ):
+    if isinstance(value, _WITHOUT) or value is None or not depth or id(value) in seen or len(seen) > _MOST:
         return False
+    seen.add(id(value))
     if isinstance(value, dict):
-        return any(holds_tensors(part, depth - 1) for part in value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(holds_tensors(part, depth - 1) for part in value)
-    held: Any = getattr(value, "__dict__", None)
-    return bool(held) and holds_tensors(dict(held), depth - 1)
+        parts = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = list(value)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    return any(_holds_tensors(part, depth - 1, seen) for part in parts)

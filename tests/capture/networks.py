@@ -294,7 +294,7 @@ class Early(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wide, self.narrow = nn.Linear(8, 64), nn.Linear(64, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(20)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.tanh(self.wide(x))

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is loaded
 transformers = pytest.importorskip("transformers")
 
-from deepspeed_partition.capture import capture, layers_from  # noqa: E402
+from deepspeed_partition.capture import CaptureError, capture, layers_from  # noqa: E402
 from deepspeed_partition.capture.model_layers import TiedLayer  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
@@ -101,6 +101,12 @@ def test_rotary_tables_and_masks_are_made_where_they_are_needed():
     layers = captured_layers(make("Llama"), **batch("Llama", 3, 7)[1])
     shapes = {shape for shapes in layers.boundary_shapes for shape in shapes}
     assert shapes <= {(3, 7), (3, 7, 16), (3, 7, 32), (3, 7, WORDS)}
+
+
+def test_a_cache_that_is_asked_for_is_refused():
+    """It is an object that every block fills, and no tensor."""
+    with pytest.raises(CaptureError, match=r"holds tensors.*use_cache=False"):
+        capture(make("GPT2"), (), {**batch("GPT2", 3, 7)[1], "use_cache": True})
 
 
 def test_what_is_tied_by_the_configuration_is_tied():

@@ -170,7 +170,7 @@ def test_masks_from_sizes_are_made_where_they_are_needed():
 
 
 def test_what_is_read_late_is_computed_late():
-    """In the order of the source a boundary carries 64 numbers per sample past each of the five blocks."""
+    """In the order of the source a boundary carries 64 numbers per sample past each of the blocks."""
     model = networks.Early()
     layers = captured_layers(model, torch.randn(3, 8))
     wide = [place for place, shapes in enumerate(layers.boundary_shapes) if (3, 64) in shapes]

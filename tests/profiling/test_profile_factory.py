@@ -20,6 +20,23 @@ def by_size(micro_batch_size):
 def alone():
     return nn.Sequential(nn.Linear(WIDTH, 8)), (torch.zeros(3, WIDTH), torch.zeros(3, 8)), nn.functional.mse_loss
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(9, 8), nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words, labels=None):
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+def as_it_is(size):
+    words = torch.zeros(size, 5, dtype=torch.long)
+    return Tied(), (words,), {"labels": words}
+
 class Family:
     @staticmethod
     def small(size):
@@ -51,6 +68,12 @@ def models(tmp_path, monkeypatch):
 
 
 QUICK = {"device": "cpu", "repeats": 1, "progress": False}
+
+
+def test_a_model_as_it_is(models):
+    chain = profile_factory("user_models:as_it_is", micro_batch_size=6, **QUICK)
+    assert [layer.type for layer in chain.layers] == ["TiedLayer", *["Linear"] * 4, "TiedLayer"]
+    assert chain.input_bytes == 2 * 6 * 5 * 8 and chain.layers[0].output_bytes == 6 * 5 * (8 * 4 + 8)
 
 
 @pytest.mark.parametrize("where", ["user_models", "user_models.py", "./user_models.py"])

@@ -86,7 +86,7 @@ def run_stages(stages: list[list[nn.Module]], inputs: tuple[torch.Tensor, ...]) 
 
 def trained(model: nn.Module, run: Callable[[], float]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of some steps, and the gradients of the last one."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
         torch.manual_seed(step)
