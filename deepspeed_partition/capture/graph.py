@@ -267,7 +267,8 @@ class _Opening:
         made = tuple(dict.fromkeys(ref for ref in returned.refs() if self.values[ref].time >= start))
         before = {value.storage for value in self.values if value.time < start} if call.effects.mutated else set()
         mutated = frozenset(call.effects.mutated & (before | self.recording.attribute_of_storage.keys()))
-        if not made and not mutated and not call.effects.random and not call.is_module:
+        silent = not made and not mutated and not call.effects.random and not call.effects.verifies
+        if silent and not call.is_module:
             return
         number = len(self.nodes)
         if call.is_module:
@@ -384,7 +385,12 @@ def _drop_unused(graph: Graph) -> None:
     kept = []
     for node in reversed(graph.nodes):
         storages = {graph.values[value].storage for value in read}
-        effects = node.is_random or node.mutated & storages or (node.mutated and _mutates_attribute(graph, node))
+        effects = (
+            node.is_random
+            or node.call.effects.verifies
+            or node.mutated & storages
+            or (node.mutated and _mutates_attribute(graph, node))
+        )
         if not node.is_module and not effects and read.isdisjoint(node.makes):
             continue
         kept.append(node)

@@ -12,12 +12,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from deepspeed_partition.capture.graph import Graph, Node, graph_of
 from deepspeed_partition.capture.ordering import shorten_waits
 from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
 from deepspeed_partition.capture.program import Program, ShapeError
-from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, SizeOf, State, line_of, record
+from deepspeed_partition.capture.recorder import (
+    Attribute,
+    CaptureError,
+    Recording,
+    Ref,
+    SizeOf,
+    State,
+    Undecided,
+    line_of,
+    record,
+)
 from deepspeed_partition.capture.sizes import Dimension, dimensions_in, evaluate
 from deepspeed_partition.capture.structure import build, flatten, names_of
 
@@ -144,7 +155,7 @@ def _graph_of(
     state: State | None = None,
 ) -> Graph:
     try:
-        return graph_of(record(model, args, kwargs, state, call), opened)
+        return graph_of(_recorded(model, args, kwargs, state, call), opened)
     except CaptureError:
         raise
     except Exception as error:
@@ -153,6 +164,34 @@ def _graph_of(
             f"{type(model).__name__} cannot be run without data: {_first_line(error)}"
             + (f" ({line})" if line else "")
         ) from error
+
+
+def _recorded(
+    model: nn.Module, args: Any, kwargs: Any, state: State | None, call: Callable[..., Any] | None
+) -> Recording:
+    """Record a model, with one outcome supposed of each question for which the other one raises an error."""
+    decisions: list[bool] = []
+    while True:
+        try:
+            return record(model, args, kwargs, state, call, decisions)
+        except Undecided:
+            refused = [
+                each for each in (True, False) if _refuses(model, args, kwargs, state, call, [*decisions, each])
+            ]
+            if len(refused) != 1:
+                raise
+            decisions.append(not refused[0])
+
+
+def _refuses(*arguments: Any) -> bool:
+    """Whether a model's code raises an error of its own if it is given these answers."""
+    try:
+        record(*arguments)
+    except (Undecided, CaptureError, DataDependentOutputException, DynamicOutputShapeException):
+        return False
+    except Exception:
+        return True
+    return False
 
 
 def _first_line(error: BaseException) -> str:

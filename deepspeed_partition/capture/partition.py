@@ -83,6 +83,7 @@ def flow_of(graph: Graph) -> Flow:
         for node in graph.nodes
         if not node.is_module
         and not node.is_random
+        and not node.call.effects.verifies
         and not node.attributes & graph.trainable
         and not any(values[value].requires_grad for value in (*node.makes, *node.reads))
         and not node.mutated & graph.recording.attribute_of_storage.keys()

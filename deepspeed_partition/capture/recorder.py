@@ -14,7 +14,7 @@ import logging
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,20 @@ from deepspeed_partition.capture.structure import Structure, build, flatten, hol
 
 BYTES_PER_OPERATION = 0.05
 """How many bytes a device moves in the time of one multiplication or addition, about."""
+
+
+class Undecided(Exception):
+    """The model's own code asks whether a tensor is true, which is not known without data."""
+
+
+def must_be(outcome: bool, tensor: torch.Tensor, where: str) -> None:
+    """Verify what the model's own code asks of a tensor: it raises otherwise.
+
+    Raises:
+        ValueError: another outcome.
+    """
+    if bool(tensor) is not outcome:
+        raise ValueError(f"the model's code refuses this batch ({where})")
 
 
 class CaptureError(ValueError):
@@ -102,6 +116,7 @@ class Effects:
     random: bool = False
     mutated: set[int] = field(default_factory=set)
     """Storages that were there before the call."""
+    verifies: bool = False
     work: float = 0.0
     """Arithmetic operations, with bytes that move counted as operations."""
 
@@ -224,15 +239,20 @@ _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
 _NUMEL = (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
-_READS_DATA = (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__)
 
 
 class Tape:
     """What was called so far."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, state: State, call: Callable[..., Any] | None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        state: State,
+        call: Callable[..., Any] | None,
+        decisions: Sequence[bool] = (),
     ) -> None:
+        self.decisions, self._num_decisions = decisions, 0
         self.model, self.device, self.state = model, device, state
         self.call = call or model
         self.dtypes: dict[str, torch.dtype] = {}
@@ -378,7 +398,7 @@ class Tape:
         if sizes is not None:
             return sizes
         given_leaves, structure = flatten((args, kwargs))
-        if func in _READS_DATA and (known := self._known_outcome(func, args)) is not None:
+        if func is torch.Tensor.__bool__ and (known := self._decided(args[0])) is not None:
             return known
         given = Template(structure, tuple(self._leaf(leaf, None) for leaf in given_leaves))
         plain_args, plain_kwargs = build(structure, map(number_of, given_leaves))
@@ -453,10 +473,23 @@ class Tape:
             if made_by is not None and made_by.target is torch.rand:
                 self._random_units.update(returned.refs())
 
-    def _known_outcome(self, func: Any, args: Any) -> Any:
-        if func is torch.Tensor.__bool__ and self._value_of.get(id(args[0])) in self._random_units:
+    def _decided(self, tensor: torch.Tensor) -> bool | None:
+        """Whether a tensor is true, where that is known or supposed; None where a module decides by it."""
+        number = self._value_of.get(id(tensor))
+        if number in self._random_units:
             return False
-        return None
+        if len(self._scopes) > 1 or number is None:
+            return None
+        place, self._num_decisions = self._num_decisions, self._num_decisions + 1
+        if place >= len(self.decisions):
+            raise Undecided(f"whether a tensor is true is not known without its data ({model_line()})")
+        outcome = self.decisions[place]
+        given = self.template(((outcome, tensor, model_line()), {}))
+        effects = Effects(verifies=True)
+        call = Call(next(self._time), self._numbers(), must_be, given, self.template(None), effects=effects)
+        call.end, call.where = call.time, model_line()
+        self._scopes[-1].calls.append(call)
+        return outcome
 
     # Operations below
 
@@ -813,18 +846,20 @@ def record(
     kwargs: Any,
     state: State | None = None,
     call: Callable[..., Any] | None = None,
+    decisions: Sequence[bool] = (),
 ) -> Recording:
     """Run a model's ``forward`` once without data.
 
     Args:
         state: The types of weights, where they are others than the model's now.
         call: What is run in the place of the model: a function that calls it, or modules of it.
+        decisions: What is supposed where the model's own code asks whether a tensor is true; the layers verify it.
 
     Raises:
         Exception: whatever its code raises without data.
     """
     state = state or State()
-    tape = Tape(model, state.device or device_of(model, args, kwargs), state, call)
+    tape = Tape(model, state.device or device_of(model, args, kwargs), state, call, decisions)
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)

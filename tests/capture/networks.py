@@ -314,3 +314,21 @@ class Grid(nn.Module):
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, int]:
         x = self.last(self.first(image))
         return x, x.shape[-1] * 2
+
+
+class Validating(nn.Module):
+    """Its own code refuses what it cannot take, and asserts what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if tokens.max() >= 20:
+            raise ValueError(f"there is no word {tokens.max()}")
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        assert torch.isfinite(x).all()
+        return self.head(x)

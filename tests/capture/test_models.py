@@ -258,6 +258,16 @@ def test_what_cannot_be_captured_is_told_with_its_line():
         layers_as_they_are(networks.DataDependentBetween(), (torch.randn(3, 8),), {})
 
 
+def test_what_the_models_code_refuses_is_refused():
+    """Of two answers, one raises: the other one is supposed, and verified for every batch."""
+    model = networks.Validating()
+    layers = captured_layers(model, words(3, 7))
+    assert len(layers) == 5
+    assert_same(model, layers, [one(words(2, 5))])
+    with pytest.raises(ValueError, match=r"refuses this batch \(.*networks\.py"):
+        run_in_order(layers, words(3, 7) + 20)
+
+
 def test_blocks_of_a_model_that_cannot_be_captured_are_layers():
     """What is around them runs twice, on the same random numbers, and its weights count once."""
     torch.manual_seed(0)
