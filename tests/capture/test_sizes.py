@@ -28,7 +28,8 @@ def length(asked):
     "compute",
     [
         lambda n: n + 1, lambda n: 1 - n, lambda n: 3 * n // 5, lambda n: n % 5 + n / 4, lambda n: -n,
-        lambda n: n**2, lambda n: 100 // n, lambda n: math.ceil(n / 5), lambda n: divmod(n, 5)[1], lambda n: round(n / 7),
+        lambda n: n**2, lambda n: 100 // n, lambda n: math.ceil(n / 5), lambda n: divmod(n, 5)[1],
+        lambda n: round(n / 7),
         lambda n: Shape((n, 2, n)).numel(), lambda n: math.prod((n, n)), lambda n: abs(-n),
     ],
 )  # fmt: skip
@@ -43,7 +44,8 @@ def test_arithmetic_is_done_again_for_another_size(length, asked, compute):
     "ask",
     [
         lambda n: n > 5, lambda n: n == 12, lambda n: n != 3, lambda n: n in (3, 12), bool,
-        lambda n: list(range(n)), int, float, math.sqrt, lambda n: {n: 1}, lambda n: max(n, 20), lambda n: [0] * n, lambda n: "ab"[: n - 11],
+        lambda n: list(range(n)), int, float, math.sqrt, lambda n: {n: 1}, lambda n: max(n, 20),
+        lambda n: [0] * n, lambda n: "ab"[: n - 11],
     ],
 )  # fmt: skip
 def test_who_asks_for_more_is_noted(length, asked, ask):
