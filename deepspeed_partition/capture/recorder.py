@@ -568,6 +568,7 @@ class Tape:
             scope.effects.add(call.effects)
         scope.end = next(self._time)
         self._look_into(scope)
+        scope.objects = []
         leaves, structure = flatten(out)
         scope.returned = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
         if any(_is_opaque(leaf) for leaf in scope.returned.leaves):
@@ -714,6 +715,7 @@ class Tape:
         root = Call(next(self._time), (), "", self.template((fake_args, fake_kwargs)), is_module=True)
         self._scopes.append(root)
         with self.recording():
+            self._outer_context = _state()
             out = self._call_model(fake_args, fake_kwargs)
         self._scopes.pop()
         self.closed(root, out)

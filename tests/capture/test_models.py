@@ -18,7 +18,7 @@ from deepspeed_partition.capture import (  # noqa: E402
 )
 from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer  # noqa: E402
 from tests.capture import networks  # noqa: E402
-from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
+from tests.capture.comparing import assert_same, captured_layers, run_in_order, tensors_in  # noqa: E402
 
 
 def words(batch: int, length: int, count: int = 20) -> torch.Tensor:
@@ -73,6 +73,15 @@ def test_captured_in_evaluation_and_trained():
     torch.manual_seed(0)
     model = networks.Skip().eval()
     assert_same(model, captured_layers(model, torch.randn(5, 8)), [one(torch.randn(3, 8))])
+
+
+def test_captured_without_gradients_and_trained():
+    torch.manual_seed(0)
+    model = networks.MinimalGPT()
+    with torch.no_grad():
+        layers = captured_layers(model, words(3, 9), words(3, 9))
+        assert not tensors_in(run_in_order(layers, words(3, 9), words(3, 9)))[0].requires_grad
+    assert_same(model, layers, [one(words(2, 5), words(2, 5))])
 
 
 def test_modules_stay_the_users_own_under_their_own_names():
