@@ -582,7 +582,7 @@ class Tape:
         line = line_of(error)
         leaves, structure = flatten((args, kwargs))
         try:
-            with unset_fake_temporarily(), _hidden_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            with unset_fake_temporarily(), _hidden_modes(), _same_random_numbers(self.device), torch.no_grad():
                 real = [_data_like(leaf, self.device) for leaf in leaves]
                 given_args, given_kwargs = build(structure, real)
                 with self._real_weights(module):
@@ -781,6 +781,13 @@ def _hidden_modes() -> Iterator[None]:
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def _same_random_numbers(device: torch.device) -> Any:
+    """A context after which the device draws the numbers that it would have drawn before."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _data_like(leaf: Any, device: torch.device) -> Any:
