@@ -214,6 +214,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._let_metrics_go: Callable[[], None] = lambda: None
         self._hook_watch: HookWatch | None = None
         self._distributes_data: bool | None = None
+        self._engine_optimizers: list[Any] = []
+        self._asked_at_start: tuple[Any, Any] = (None, None)
         self._engine: MadPipeEngine | None = None
         self._runner: BatchRunner | None = None
         self._base_seed = 0
@@ -461,10 +463,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             dist_init_required=False,
         )
         self.pipeline.engine = weakref.ref(self._engine)
+        self._engine.copies_follow = True
         if fitting:
             layers.refine_masters()
             layers.remember_groups(given)
             self.optimizers = [engine_optimizer]
+            self._engine_optimizers = list(self.optimizers)
+            self._asked_at_start = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
             if scheduler is not None:
                 self._engine.show_every_group(scheduler.scheduler)
@@ -524,9 +529,27 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
         """Run the closure, that is ``training_step``, whose ``engine.train_batch`` ends with the step."""
         call, trainer = self._lightning.module("trainer.call"), self._module.trainer
+        self._refuse_what_changed(trainer)
         call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         return closure()
+
+    def _refuse_what_changed(self, trainer: Any) -> None:
+        """Refuse what the engine took when it began, and a hook has set anew since."""
+        if self.optimizers[:1] != self._engine_optimizers:
+            raise self._lightning.refusal(
+                f"trainer.optimizers has another optimizer ({type(self.optimizers[0]).__name__}) than when fit "
+                f"began, "
+                "and the pipeline's engine steps with that one: let configure_optimizers return it, and fit again"
+            )
+        now = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        if now != self._asked_at_start and "norm" in (now[1] or "norm", self._asked_at_start[1] or "norm"):
+            raise self._lightning.refusal(
+                f"trainer.gradient_clip_val was {self._asked_at_start[0]} when fit began and is {now[0]} now, "
+                f"and the "
+                "pipeline's engine clips by the first: give the Trainer the value before fit, or call "
+                "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step"
+            )
 
     def on_train_start(self) -> None:
         self._is_first_batch = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,12 +52,25 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> st
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return None
     with preserved_random_state():
+        if _needs_closure(optimizer):
+            return (
+                f"the step of {kind} calls its closure without asking whether there is one, and the engine of a "
+                "pipeline, which has the gradients by then, gives none: write `if closure is not None: ...` there"
+            )
         alone = _tried(optimizer, beside=False)
         if not _is_same(alone, _tried(optimizer, beside=True)):
             return (
                 f"configure_optimizers returns {kind}, whose step of a parameter depends on the others (a norm or "
                 "an estimate over all of them), and in a pipeline each rank has the parameters of its own layers: "
                 f"{WAYS_OUT}; the norm of all gradients is clipped by Trainer(gradient_clip_val=...)"
+            )
+        if not _is_same(alone, _tried_alone(optimizer)):
+            return (
+                f"configure_optimizers returns {kind}, whose step of a parameter depends on which others it is "
+                f"given "
+                "(by their places in its groups, or by what it draws for them), and in a pipeline each rank "
+                "gives it "
+                f"the parameters of its own layers: {WAYS_OUT}"
             )
         if flattened and not _is_same(alone, _tried_flat(optimizer)):
             return (
@@ -75,6 +88,26 @@ def _tried(optimizer: torch.optim.Optimizer, *, beside: bool) -> list[Tensor]:
         trial.put_a_stranger_beside()
     if beside:
         trial.let_others_leap()
+    return trial.run()
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps can be made with a closure alone."""
+    try:
+        _Trial(optimizer).run()
+    except TrialError:
+        try:
+            _Trial(optimizer).run(closure=lambda: torch.zeros(()))
+        except TrialError:
+            return False
+        return True
+    return False
+
+
+def _tried_alone(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """How far every second parameter goes where the others are taken out of the groups, as on a rank."""
+    trial = _Trial(optimizer)
+    trial.take_others_out()
     return trial.run()
 
 
@@ -142,6 +175,13 @@ class _Trial:
                 gradient.roll(step) * (-1) ** step * 300 for step, gradient in enumerate(self._gradients[weight])
             ]
 
+    def take_others_out(self) -> None:
+        """Leave each group the parameters that are looked at."""
+        for group in self._optimizer.param_groups:
+            self._set_weights(
+                group, [weight for weight in group["params"] if any(weight is each for each in self._starts)]
+            )
+
     def _set_weights(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
         group["params"] = weights
         if "param_names" in group:
@@ -165,7 +205,7 @@ class _Trial:
                 self._pieces[weight] = pieces
             self._set_weights(group, [piece for weight in group["params"] for piece in self._pieces[weight]])
 
-    def run(self) -> list[Tensor]:
+    def run(self, closure: Callable[[], Tensor] | None = None) -> list[Tensor]:
         """How far each parameter that is looked at has gone."""
         try:
             if callable(getattr(self._optimizer, "train", None)):  # as schedule-free ones ask for
@@ -174,7 +214,7 @@ class _Trial:
                 for group in self._optimizer.param_groups:
                     for weight in group["params"]:
                         weight.grad = self._gradients[weight][step].clone()
-                self._optimizer.step()
+                self._optimizer.step(*(() if closure is None else (closure,)))
         except Exception as error:  # of the user's class
             raise TrialError(f"a copy of it raises {type(error).__name__}: {error}") from error
         return [self._now(weight) - start for weight, start in self._starts.items()]

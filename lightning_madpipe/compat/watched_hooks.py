@@ -60,6 +60,11 @@ RANDOM = (
     "own layers only: weights, and what is drawn later, become other ones than in one process. Draw from a "
     "generator for each parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
 )
+WHOLE_STATE = (
+    "{place} asks for state_dict(), which has the layers of this rank only: a file that rank 0 writes of it has "
+    "its layers alone. trainer.strategy.lightning_module_state_dict(), called on every rank, gives the whole to "
+    "rank 0, and trainer.save_checkpoint(path, weights_only=True) writes it"
+)
 CLEARED = (
     "{place} looks at gradients ({names}, ...), which the pipeline's engine has cleared with the optimizer's "
     "step: they are None there. on_before_optimizer_step has them"
@@ -204,7 +209,7 @@ class HookWatch:
 
     def _tell(self, owner: str, hook: str, found: str, names: Iterable[str]) -> None:
         kind: str | None = found
-        if found in (SEVERAL, NUMBERS_OF_SEVERAL):
+        if found in (SEVERAL, NUMBERS_OF_SEVERAL, WHOLE_STATE):
             kind = found if _is_of_the_user(sys._getframe()) else None
         elif found in (GRADIENT, NO_GRADIENT):
             kind = self._kind_of_gradient(hook, is_there=found == GRADIENT)
@@ -258,7 +263,9 @@ class FollowedValues(TorchFunctionMode):
         result = function(*arguments, **keywords)
         name = _name_of(function)
         if name not in FORMS:
-            if name.startswith("_foreach_"):
+            if name == "__deepcopy__":  # whose second argument holds all that was copied before
+                self._follow(name, arguments[:1], result)
+            elif name.startswith("_foreach_"):
                 for each in _one_by_one(arguments, result):
                     self._follow(name, *each)
             else:
@@ -284,6 +291,8 @@ class FollowedValues(TorchFunctionMode):
             self._note_number(weights)
         elif name == "clone" and weights and _is_logged(sys._getframe()):
             self._tell(LOGGED, weights)
+        elif name == "detach" and weights and _is_saved(sys._getframe()):
+            self._tell(WHOLE_STATE, weights)
         elif written and given:
             self._read = [weight for weight in self._read if weight not in self._sources_of(given[0])]
         made_of = sources | {NOISE} if is_drawn else sources
@@ -367,6 +376,11 @@ def _is_logged(frame: FrameType | None) -> bool:
         caller.f_code.co_name == "log" and caller.f_code.co_filename.endswith(LIGHTNING_MODULE)
         for caller in _callers(frame)
     )
+
+
+def _is_saved(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` is on the way of ``state_dict()``."""
+    return any(caller.f_code.co_name == "_save_to_state_dict" for caller in _callers(frame))
 
 
 LIGHTNING_NORMS = os.path.join("utilities", "grads.py")

@@ -72,7 +72,10 @@ def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, s
         if isinstance(calls[0][0]["value"], MetricValue):
             merged.append(calls[-1][0])  # the last micro-batch's knows the value of the batch
             continue
-        weights = [log_call.get("batch_size") or size for log_call, size in calls]
+        sizes, given = [size for _, size in calls], [log_call.get("batch_size") for log_call, _ in calls]
+        # The same number for micro-batches of several sizes, such as 1, is meant for a batch, whatever its size.
+        is_constant = len(set(given)) == 1 and bool(given[0]) and len(set(sizes)) > 1
+        weights = sizes if is_constant else [own or size for own, size in zip(given, sizes, strict=True)]
         values = [next(floats) for _ in calls]
         first = calls[0][0]
         rule = rules if isinstance(rules, str) else rules.get(first["name"], "samples")
@@ -80,7 +83,7 @@ def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, s
             value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
         else:
             value = _reduced(first, values, weights)
-        merged.append({**first, "value": value, "batch_size": sum(weights)})
+        merged.append({**first, "value": value, "batch_size": given[0] if is_constant else sum(weights)})
     return merged
 
 

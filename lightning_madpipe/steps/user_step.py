@@ -35,6 +35,7 @@ from lightning_madpipe.steps.batch_runs import (
     writable,
 )
 from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
+from lightning_madpipe.steps.left_untouched import left_untouched
 from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLossError, operations_of
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.metrics import BatchMetrics, MetricValue, metrics_of
@@ -506,6 +507,7 @@ class UserSteps:
             _replaced(self._module, "print", show),
             _recorded(self._module, record),
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
+            left_untouched(self._module, micro_batch.step, self._error) if self._is_cut else nullcontext(),
         ):
             return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
 

@@ -5,6 +5,7 @@ Written like ``lightning_cases.py``.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -273,6 +274,83 @@ class Untriable(torch.optim.SGD):
         return super().step(closure)
 
 
+class ByPlace(torch.optim.SGD):
+    """The step of a parameter depends on its place in the list."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for place, weight in enumerate(group["params"]):
+                    weight.sub_(weight.grad * group["lr"] * 0.8**place)
+
+
+class StepsByPlace(Module):
+    def configure_optimizers(self) -> Any:
+        return ByPlace(self.parameters(), lr=0.1)
+
+
+class AsksForClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+class StepsWithClosure(Module):
+    def configure_optimizers(self) -> Any:
+        return AsksForClosure(self.parameters(), lr=0.1)
+
+
+class RateInStep(Module):
+    """After the call of ``forward``, which the first stage never comes to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+        return loss
+
+
+class RateBeforeForward(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+        return super().training_step(batch, batch_idx)
+
+
+class ClampedInStep(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.clamp_(-0.1, 0.1)
+        return loss
+
+
+class OptimizerReplaced(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters())]
+
+
+class ClippingReplaced(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.gradient_clip_val = LARGEST
+
+
+class SavingItself(Module):
+    def on_train_epoch_end(self) -> None:
+        self.state = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+class CopyingItself(Module):
+    def on_train_epoch_end(self) -> None:
+        self.first = copy.deepcopy(next(self.parameters()))
+        self.copies = copy.deepcopy(list(self.parameters()))
+
+
 @contextmanager
 def lines() -> Iterator[list[str]]:
     """What is logged meanwhile."""
@@ -306,9 +384,11 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, NormsLogged, NormsOfLightning, ZeroingGradients, ListsOfOne,
-        OnRankZero, ClippedInClosure, OwnOptimizer,
+        OnRankZero, ClippedInClosure, StepsByPlace, StepsWithClosure, RateInStep, RateBeforeForward,
+        OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer,
     ):  # fmt: skip
         run(build.__name__, build)
+    run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("LookingLate", Module, LookingLate())
     run("NormOfOneEach", NormOfOneEach, strategy={"algorithm": [0, 1, 3]})
     for name, arguments in (("zero", {"strategy": {"stage": 1}}), ("bf16", {"precision": "bf16-mixed"})):

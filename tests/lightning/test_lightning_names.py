@@ -143,6 +143,7 @@ def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str)
         ("NormsOfLightning", "on_before_optimizer_step of NormsOfLightning computes with several parameters"),
         ("NormOfOneEach", "on_before_optimizer_step of NormOfOneEach computes with several parameters"),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
+        ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
         ("looking bf16", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
     ],
@@ -156,6 +157,7 @@ def test_hooks_that_see_a_part_of_the_parameters_are_told_once(two: Records, cas
 
 def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
     assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
+    assert all(rank["told_of_hooks"]["CopyingItself"]["said"] == [] for rank in two.ranks)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,13 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
             "OwnOptimizer",
             "configure_optimizers returns GlobalNorm, whose step of a parameter depends on the others",
         ),
+        ("StepsByPlace", "whose step of a parameter depends on which others it is given (by their places in"),
+        ("StepsWithClosure", "the step of AsksForClosure calls its closure without asking whether there is one"),
+        ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
+        ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
+        ("ClampedInStep", "in place, and in a pipeline it has the weights of one stage only"),
+        ("OptimizerReplaced", "trainer.optimizers has another optimizer (Adam) than when fit began"),
+        ("ClippingReplaced", "trainer.gradient_clip_val was None when fit began and is 0.05 now"),
         ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
         ("clipped bf16", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
         ("ratio zero", "returns Ratio, whose step of an element depends on the tensor that it stands in"),

@@ -40,6 +40,9 @@ class MovingEngine(AnyPlanEngine):
     The module, this engine, its optimizer and its scheduler stay the same objects, with their settings and counts.
     """
 
+    copies_follow = False
+    """Whether the host lets copies of weights that a script keeps follow layers that move."""
+
     # DeepSpeed's, without types there.
     basic_optimizer: Any
     data_iterator: Any
@@ -101,11 +104,13 @@ class MovingEngine(AnyPlanEngine):
             return
         changes = [f"has the parameters of {in_words(came)} now"] if came else []
         changes += [f"no longer has {'those' if came else 'the parameters'} of {in_words(gone)}"] if gone else []
-        log_here(
-            f"rank {self.global_rank} {' and '.join(changes)} (names stay): what a script made of its parameters "
-            "before (a list, an average by name, a copy) does not follow; an attribute of a parameter does "
-            "(p.average = p.detach().clone())"
+        of_copies = (
+            ""
+            if self.copies_follow
+            else ": what a script made of its parameters before (a list, an average by name, a copy) does not "
+            "follow; an attribute of a parameter does (p.average = p.detach().clone())"
         )
+        log_here(f"rank {self.global_rank} {' and '.join(changes)} (names stay){of_copies}")
 
     def destroy(self) -> None:
         """End this engine, once: Python calls it again when it collects the object, whenever that is.
