@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -13,8 +14,9 @@ from hypothesis import settings
 
 from tests import exhaustive
 from tests.choice import environment_for
-from tests.ranks import ON_THE_CPU
+from tests.ranks import ON_THE_CPU, collect_seldom
 
+gc.disable()  # until all tests are imported, and a million objects of libraries with them
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
@@ -53,6 +55,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    collect_seldom()
+    gc.enable()
 
 
 def _place(file):

@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine import MadPipeEngine
 from tests.choice import is_chosen
-from tests.engine.harness import forget_engines
+from tests.engine.harness import forget_engines, share_groups
 from tests.engine.loading_cases import CASES
 from tests.engine.pipelines import train_alone
 from tests.engine.running import same, train
@@ -114,6 +114,7 @@ def prepare() -> None:
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # of small models, whatever DeepSpeed says
     deepspeed.init_distributed()
+    share_groups()
 
 
 def finish() -> None:

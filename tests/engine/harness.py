@@ -7,8 +7,9 @@ import gc
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tests.choice import is_chosen
 
@@ -30,6 +31,7 @@ def run_cases(cases: dict[str, Case]) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    share_groups()
     gc.freeze()  # what the cases import
     for device in (torch.cuda, torch.xpu, torch.mtia):
         device.manual_seed_all = _nothing_to_seed
@@ -67,6 +69,33 @@ def _nothing_to_seed(_: int) -> None:
     """In the place of what formats a traceback, and keeps it, for each seed of a GPU that is not there."""
 
 
+_shared: dict[tuple[object, ...], Any] = {}
+"""The process groups that engines have together, by where DeepSpeed makes them; see :func:`share_groups`."""
+
+
+def share_groups() -> None:
+    """Let all engines of a process have the groups together that DeepSpeed makes for each of them.
+
+    Those groups carry collectives alone. One engine trains after the other, so that each takes the place of the
+    one before. The engine's own groups, which carry messages from rank to rank, stay its own.
+    """
+    import deepspeed.comm
+    import torch.distributed as dist
+
+    new_group = deepspeed.comm.new_group
+
+    def shared(ranks: Iterable[int]) -> Any:
+        ranks, caller = tuple(ranks), sys._getframe(1)
+        if Path(caller.f_code.co_filename).parent.name != "pipe" or caller.f_code.co_name != "__init__":
+            return new_group(ranks)
+        place = (dist.group.WORLD, caller.f_code, caller.f_lineno, ranks)
+        if place not in _shared:
+            _shared[place] = new_group(ranks)
+        return _shared[place]
+
+    deepspeed.comm.new_group = shared
+
+
 def forget_engines() -> None:
     """End the engines of a case, and their process groups.
 
@@ -85,7 +114,7 @@ def forget_engines() -> None:
         engine.destroy()
         vars(engine).clear()
     of_deepspeed = filter(_is_group, vars(deepspeed.utils.groups).values())
-    kept = {dist.group.WORLD, *of_deepspeed, *collectives._groups_beside.get(dist.group.WORLD, ())}
+    kept = {dist.group.WORLD, *_shared.values(), *of_deepspeed, *collectives._groups_beside.get(dist.group.WORLD, ())}
     for group in set(dist.distributed_c10d._world.pg_map) - kept:
         dist.destroy_process_group(group)
     gc.collect()

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from deepspeed_partition import InfeasibleError, PlanMismatchError  # noqa: E402
 from tests.choice import is_chosen  # noqa: E402
-from tests.engine.harness import forget_engines  # noqa: E402
+from tests.engine.harness import forget_engines, share_groups  # noqa: E402
 from tests.lightning import (  # noqa: E402
     after_fit_cases,
     callback_cases,
@@ -346,6 +346,8 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
     """Write the records beside ``folder``, where the cases keep their files."""
     folder.mkdir(exist_ok=True)
     pipelined = mode != "reference"
+    if pipelined:
+        share_groups()
     host = cases.Host(folder, num_processes if pipelined else 1, pipelined)
     kind = KINDS[os.environ.get("CASES_OF", "loops")]
     chosen = [case for module in kind for case in module.SAME_AS_SINGLE[num_processes]]
