@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
-import subprocess
-import sys
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import settings
 
 from tests import exhaustive
 from tests.choice import environment_for
-from tests.ranks import ON_THE_CPU, collect_seldom
+from tests.server import ADDRESS, ON_THE_CPU, Process, collect_seldom
 
 gc.disable()  # until all tests are imported, and a million objects of libraries with them
 settings.register_profile("no deadline", deadline=None)
@@ -38,6 +39,10 @@ def pytest_configure(config):
     """Let processes that tests start find this package, and let modules know what is to run."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    if ADDRESS not in os.environ:  # else this is a worker
+        folder = tempfile.mkdtemp(prefix="madpipe-tests-")
+        config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+        os.environ[ADDRESS] = f"{folder}/server"
     if config.getoption("--exhaustive"):
         os.environ[exhaustive.VARIABLE] = "1"
 
@@ -74,9 +79,11 @@ def outcomes_of(request, tmp_path_factory):
     def run(script, timeout_seconds):
         out = tmp_path_factory.mktemp(Path(script).stem) / "outcomes.json"
         environment = {**os.environ, **ON_THE_CPU, **environment_for(request)}
-        command = [sys.executable, str(request.path.with_name(script)), str(out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-        assert out.exists(), done.stdout[-2000:] + done.stderr[-8000:]
+        log = out.with_name("output.txt")
+        process = Process(request.path.with_name(script), [str(out)], environment, log)
+        process.wait(timeout_seconds)
+        process.kill()
+        assert out.exists(), log.read_text()[-10000:]
         return json.loads(out.read_text())
 
     return run

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 from simulated import rhythm, simulated_step
 
 from tests.planner.instances import random_instance
+from tests.ranks import run_ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def loaded(path: str) -> ModuleType:
@@ -39,10 +39,9 @@ def test_messages_take_turns_and_their_time(tmp_path):
     """Lower bounds alone, which hold however busy the machine is."""
     output = tmp_path / "naps.json"
     script = Path(__file__).parent / "emulation_multiproc.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*TORCHRUN, "--nproc_per_node=2", str(script), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    log = tmp_path / "output.txt"
+    status = run_ranks(script, [str(output)], 2, log, timeout_seconds=240)
+    assert status == 0, log.read_text()[-6000:]
     from tests.emulation_multiproc import LAYER_SECONDS, LINK_SECONDS, NUM_MICRO_BATCHES
 
     naps = json.loads(output.read_text())

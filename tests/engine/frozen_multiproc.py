@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_partition.engine.runtime import watch
+from tests.choice import is_chosen
 from tests.engine.pipelines import micro_batch, mlp
 from tests.engine.running import start
 from tests.ranks import before_any_fork, run_job
@@ -88,6 +89,8 @@ def main(out: Path) -> None:
     watch.ANSWER_SECONDS, watch.GRACE_SECONDS, watch.TICK_SECONDS = 1.0, 3.0, 0.3
     outcomes = {}
     for what, num_ranks in CASES.items():
+        if not is_chosen(what):
+            continue
         folder = out.parent / what
         folder.mkdir()
         logs = [folder / f"{rank}.log" for rank in range(num_ranks)]

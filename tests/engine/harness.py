@@ -114,7 +114,12 @@ def forget_engines() -> None:
         engine.destroy()
         vars(engine).clear()
     of_deepspeed = filter(_is_group, vars(deepspeed.utils.groups).values())
-    kept = {dist.group.WORLD, *_shared.values(), *of_deepspeed, *collectives._groups_beside.get(dist.group.WORLD, ())}
+    kept = {
+        dist.group.WORLD,
+        *_shared.values(),
+        *of_deepspeed,
+        *collectives._groups_beside.get(dist.group.WORLD, ()),
+    }
     for group in set(dist.distributed_c10d._world.pg_map) - kept:
         dist.destroy_process_group(group)
     gc.collect()

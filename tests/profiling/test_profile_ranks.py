@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from deepspeed_partition.profiling.links import LARGE_BYTES, SMALL_BYTES, fit
 from deepspeed_partition.profiling.sharing import share_of
 from tests.profiling.networks import networks
 from tests.profiling.profile_multiproc import QUICK, sizes
+from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
 
@@ -26,17 +24,9 @@ NUM_RANKS = 3
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("ranks") / "report.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={NUM_RANKS}", str(HERE / "profile_multiproc.py"), str(path)]
-    run = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    log = path.with_name("output.txt")
+    status = run_ranks(HERE / "profile_multiproc.py", [str(path)], NUM_RANKS, log, timeout_seconds=120)
+    assert status == 0, log.read_text()
     return json.loads(path.read_text())
 
 
