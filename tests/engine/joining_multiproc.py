@@ -19,8 +19,6 @@ joining.PATIENCE_SECONDS, watch.GRACE_SECONDS = 3.0, 3.0
 if what == "dies" and rank == 1:
     time.sleep(2)  # rank 0 has joined, and has seen that this one was there
     sys.exit("this rank has had enough")
-if what == "waits" and rank == 0:
-    time.sleep(2)  # rank 1 has seen that this one was there
 if what == "late" and rank == 1:
     time.sleep(8)
 deepspeed.init_distributed()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
-
-from tests.server import ON_THE_CPU, Process
 
 HERE = Path(__file__).parent
 LONGEST_SECONDS = 150
@@ -29,8 +29,10 @@ class Job:
         self.ranks = []
         for rank in range(num_ranks):
             more = {key: str(value) for key, value in (own | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            environment = {**os.environ, **ON_THE_CPU, **more}
-            self.ranks.append(Process(HERE / script, arguments, environment, folder / f"log{rank}"))
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+            command = [sys.executable, str(HERE / script), *arguments]
+            with (folder / f"log{rank}").open("w") as log:
+                self.ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
     def log(self, rank):
         return (self.folder / f"log{rank}").read_text()
