@@ -118,10 +118,14 @@ NAMED: dict[str, Sequence[str]] = {
         "test_four_stages_do_what_one_process_does[left_behind]",
         "test_a_job_ends_where_one_rank_fails[torchrun]",
     ],
+    "planner/test_time_limit.py": [
+        f"test_an_interrupt_is_answered_at_once[{command}]" for command in ("step", "frontier", "paper")
+    ],
     "test_examples.py": [
         "test_training_prints_plan_and_measurements[deepspeed]",
         "test_factories_can_be_profiled_and_planned[gpt]",
     ],
+    "test_vision_networks.py": ["test_parameters_and_operations[resnet101-44549160-224-7.8]"],
 }  # fmt: skip
 """Tests by file, below this folder; without brackets all that a function makes of its parameters."""
 

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ADDRESS = "MADPIPE_TEST_SERVER"
@@ -51,22 +51,29 @@ def enter(environment: Mapping[str, str], log: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
     collect_seldom()
-    _finish_what_runs()
     _use_one_device_of_gloo()
     random.seed()  # ranks that must draw the same numbers have to see to it
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 
 
-def _finish_what_runs() -> None:
-    """Let no thread of this process interrupt another one, where the system knows such a policy.
+@contextlib.contextmanager
+def _threads_that_interrupt_nobody() -> Iterator[None]:
+    """Threads that are made meanwhile wait for their turn, where the system knows such a policy.
 
     A message wakes gloo's thread, often before the sender has let go of the connection's lock: that thread then
-    tries again and again until the sender is given its core back, a fifth of the time where cores are few.
+    tries again and again until the sender is given its core back, a tenth of the time where cores are few.
     """
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    policy = getattr(os, "SCHED_BATCH", None)
+    if policy is None:
+        yield
+        return
+    before = os.sched_getscheduler(0)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    yield
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def _use_one_device_of_gloo() -> None:
@@ -84,7 +91,8 @@ def _use_one_device_of_gloo() -> None:
 
     def share(self, store, rank, size, timeout):
         if (process := os.getpid()) not in devices:
-            devices[process] = group.create_default_device()
+            with _threads_that_interrupt_nobody():
+                devices[process] = group.create_default_device()
         options = group._Options()
         options._devices, options._timeout = [devices[process]], timeout
         make(self, store, rank, size, options)
