@@ -252,6 +252,8 @@ def import_libraries() -> None:
 def main() -> None:
     server = Server(sys.argv[1])
     import_libraries()
+    if sys.dont_write_bytecode:  # then each process would compile all of ours
+        sys.dont_write_bytecode, sys.pycache_prefix = False, f"{sys.argv[1]}.pycache"
     request = server.next_request()
     if request is not None:
         enter(request["environment"], Path(request["log"]))
