@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torchmetrics import Metric
 
 from deepspeed_partition.engine import TiedModule
+from lightning_madpipe.finding.captured_call import CapturedCall
 
 PIPELINE = "pipeline_module"
 """The child of the LightningModule for layers that its user gave no name, such as those from a ``LayerSpec``."""
@@ -31,7 +33,13 @@ class PipelineCall:
     layers: tuple[Any, ...]
     """Modules, LayerSpecs, TiedLayerSpecs and functions, in the order in which they run."""
     attribute: str
-    """``forward``, or the name of the module's ``nn.Sequential``."""
+    """``forward``, or the name of the module's ``nn.Sequential``, or of the part that is captured."""
+    captured: CapturedCall | None = None
+    """The call that the layers were found in, where the module does not name them."""
+
+    def target(self, module: nn.Module) -> nn.Module:
+        """What is called: the LightningModule or a part of it."""
+        return module if self.attribute == "forward" else module.get_submodule(self.attribute)
 
     def existing_modules(self) -> Iterator[tuple[int | str, nn.Module]]:
         """The modules that need no building, each with its owner: the layer's index, or the key of a tie."""
@@ -42,14 +50,22 @@ class PipelineCall:
                 yield layer.key, layer.module
 
 
-def find_layers(module: nn.Module) -> PipelineCall:
+def find_layers(module: nn.Module, captured: Callable[[], PipelineCall] | None = None) -> PipelineCall:
     """Ask ``module.pipeline_layers()``, or else take the children of its only ``nn.Sequential``.
+
+    Args:
+        captured: Finds the layers of a module that has neither.
 
     Raises:
         ValueError: neither is there; parameters outside the layers; two layers that share parameters. Each of its
             ``args`` is a reason.
     """
-    call = _declared_layers(module) if hasattr(module, "pipeline_layers") else _sequential_layers(module)
+    if hasattr(module, "pipeline_layers"):
+        call = _declared_layers(module)
+    elif captured is not None and not _is_one_sequential(module):
+        return captured()
+    else:
+        call = _sequential_layers(module)
     _check_parameters(module, call)
     return call
 
@@ -86,7 +102,7 @@ def refuse_other_calls(
             "trainer.save_checkpoint(path, weights_only=True)"
         )
 
-    target = module if attribute == "forward" else getattr(module, attribute)
+    target = module if attribute == "forward" else module.get_submodule(attribute)
     # In the instance dictionary, where steps put theirs meanwhile. A Sequential stays readable, layer by layer.
     before = vars(target).get("forward")
     object.__setattr__(target, "forward", refuse)
@@ -98,6 +114,18 @@ def refuse_other_calls(
                 object.__setattr__(target, "forward", before)
 
     return allow
+
+
+@contextmanager
+def called_as_written(target: nn.Module) -> Iterator[None]:
+    """Let a call of a module run what its class says, which is refused or replaced otherwise."""
+    own = vars(target)
+    before = own.pop("forward", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            own["forward"] = before
 
 
 def outside_pipeline(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -121,6 +149,15 @@ def _declared_layers(module: Any) -> PipelineCall:
     if not layers:
         raise ValueError(f"{type(module).__name__}.pipeline_layers() is empty: {HOW_TO_SAY_IT}")
     return PipelineCall(layers=layers, attribute="forward")
+
+
+def _is_one_sequential(module: nn.Module) -> bool:
+    """Whether all weights are in the only ``nn.Sequential``, whose children run in order."""
+    try:
+        _check_parameters(module, _sequential_layers(module))
+    except ValueError:
+        return False
+    return True
 
 
 def _sequential_layers(module: nn.Module) -> PipelineCall:

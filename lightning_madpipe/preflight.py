@@ -17,7 +17,7 @@ from lightning_madpipe.compat.unsupported import (
     refusals_of_hooks,
     refusals_of_normalization,
 )
-from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.module import PipelineCall, pipeline_of
 from lightning_madpipe.spread_model import layers_of
 
 
@@ -34,13 +34,20 @@ def refuse_callbacks(trainer: Any, module: Any, lightning: Lightning) -> None:
 
 
 def refuse_what_cannot_run(
-    trainer: Any, module: Any, lightning: Lightning, *, num_stages: Callable[[], int], flattened: bool
+    trainer: Any,
+    module: Any,
+    lightning: Lightning,
+    *,
+    num_stages: Callable[[], int],
+    flattened: bool,
+    captured: Callable[[], PipelineCall],
 ) -> None:
     """Give all reasons against a run at once, before anything is built.
 
     Args:
         num_stages: Returns the stages of the pipeline, asked for when layers are looked at.
         flattened: Whether DeepSpeed puts an optimizer of its own around the user's.
+        captured: Finds the layers of a module that does not name them.
 
     Raises:
         MisconfigurationException: the reasons.
@@ -48,16 +55,16 @@ def refuse_what_cannot_run(
     fitting = trainer.state.fn == "fit"
     reasons = list(refusals_of(trainer, module, lightning.module_class, lightning.module("callbacks")))
     averages = list(refusals_of_averages(module, named_owners(module))) if fitting else []
-    reasons += averages or _refusals_of_layers(module, num_stages())
+    reasons += averages or _refusals_of_layers(module, num_stages(), captured)
     if reasons and fitting:
         reasons += _refusals_of_optimizer(module, lightning, flattened)
     if reasons:
         raise lightning.refusal(all_at_once(type(module).__name__, reasons))
 
 
-def _refusals_of_layers(module: Any, num_stages: int) -> list[str]:
+def _refusals_of_layers(module: Any, num_stages: int, captured: Callable[[], PipelineCall]) -> list[str]:
     try:
-        call = layers_of(module)
+        call = layers_of(module, captured)
     except ValueError as error:
         return list(error.args)
     num_layers = len(call.layers)

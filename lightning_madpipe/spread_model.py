@@ -25,21 +25,25 @@ from lightning_madpipe.module import (
     HOLDER,
     PipelineCall,
     PipelineHolder,
+    called_as_written,
     find_layers,
     pipeline_of,
     refuse_other_calls,
 )
 
 
-def layers_of(module: Any) -> PipelineCall:
+def layers_of(module: Any, captured: Callable[[], PipelineCall] | None = None) -> PipelineCall:
     """The layers of ``module``, also where they lie on several ranks.
+
+    Args:
+        captured: Finds the layers of a module that does not name them.
 
     Raises:
         ValueError: see :func:`find_layers`.
     """
     # Which layers a rank builds must not shift the random numbers that follow.
     with preserved_random_state(), in_reach(module):
-        return find_layers(module)
+        return find_layers(module, captured)
 
 
 @contextmanager
@@ -68,7 +72,15 @@ class SpreadModel:
         """DeepSpeed's module with this rank's layers; None before the first run."""
         return pipeline_of(self.module)
 
-    def spread(self, *, num_stages: int, base_seed: int, plan: str | None, end_engine: Callable[[], None]) -> None:
+    def spread(
+        self,
+        *,
+        num_stages: int,
+        base_seed: int,
+        plan: str | None,
+        end_engine: Callable[[], None],
+        captured: Callable[[], PipelineCall],
+    ) -> None:
         """Let each rank have its own layers only, where a run before had them, if there was one. Collective.
 
         Args:
@@ -76,11 +88,12 @@ class SpreadModel:
             base_seed: The seed of layers that are built; the same on every rank.
             plan: The path of the plan that is given.
             end_engine: Ends the engine of a run before, where the layers get another pipeline.
+            captured: Finds the layers of a module that does not name them.
 
         Raises:
             MisconfigurationException: the layers lie on the ranks of another pipeline.
         """
-        module, pipeline, call = self.module, self.pipeline, layers_of(self.module)
+        module, pipeline, call = self.module, self.pipeline, layers_of(self.module, captured)
         if pipeline is not None:
             if pipeline.num_stages == num_stages and has_layers(pipeline, call.layers):
                 exchange_layers(pipeline, call.layers)
@@ -106,6 +119,8 @@ class SpreadModel:
         if pipeline.num_stages > 1:
             pipeline.allow_calls()
             pipeline.allow_calls = refuse_other_calls(module, call.attribute, self._lightning.refusal)
+        if call.captured is not None:
+            call.captured.let_reach(self._all_can_run)
         # Not a child: the layers have the user's names, and no others.
         object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
         pipeline.elsewhere.hide()
@@ -117,6 +132,13 @@ class SpreadModel:
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         if module.example_input_array is not None:
             pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    @contextmanager
+    def _all_can_run(self) -> Iterator[None]:
+        """Let the whole module be run without data, where layers are on other ranks."""
+        target = self.pipeline.call_of_module.target(self.module)
+        with in_reach(self.module), called_as_written(target):
+            yield
 
     def _follow_layers(self) -> None:
         """Let what a rank has of its layers, or knows of them, be where they are now. Collective."""

@@ -36,6 +36,7 @@ from deepspeed_partition.engine.runtime.joining import watch_joining
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.plan import Plan
+from lightning_madpipe.captured_layers import captured_layers
 from lightning_madpipe.checkpoint.saving import Checkpointing
 from lightning_madpipe.checkpoint.whole_model import PLACES
 from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
@@ -323,12 +324,16 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         # Anew each time: the Trainer may have other settings than in the fit before.
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
+        captured = cache(
+            lambda: captured_layers(trainer, module, self._lightning, self._resolved_num_micro_batches())
+        )
         refuse_what_cannot_run(
             trainer,
             module,
             self._lightning,
             num_stages=self._resolved_num_stages,
             flattened=self.wraps_optimizer,
+            captured=captured,
         )
         self.accelerator.setup(trainer)  # type: ignore[union-attr]
         self.precision_plugin.convert_module(module)
@@ -339,6 +344,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             base_seed=self._base_seed,
             plan=self.options.plan,
             end_engine=self._stop_engine,
+            captured=captured,
         )
         # An RNN reads its own weights when it is moved, also one that another rank runs; these are on the CPU.
         with self.pipeline.elsewhere.lifted() if self.root_device.type == "cpu" else nullcontext():
@@ -591,6 +597,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             is_cut=self.pipeline.num_stages > 1,
             may_run_again=lambda: engine.may_run_again,
             traces=None if runs_whole else traces,
+            captured=call.captured,
         )
         self.pipeline.loss_fn = steps.loss
         comparison = LayerComparison(

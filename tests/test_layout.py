@@ -26,8 +26,8 @@ ROOMS = [
     "deepspeed_partition.cli", "deepspeed_partition.__main__", f"{ENGINE}.runtime", f"{ENGINE}.repairs",
     f"{ENGINE}.pipeline", f"{ENGINE}.repartition", f"{ENGINE}.checkpoint", f"{ENGINE}.warmup",
     f"{ENGINE}.engine", f"{ENGINE}.install", f"{ENGINE}.captured_model", ENGINE, f"{LIGHTNING}.settings",
-    f"{LIGHTNING}.module",
-    f"{LIGHTNING}.compat", f"{LIGHTNING}.steps", f"{LIGHTNING}.checkpoint", f"{LIGHTNING}.groups",
+    f"{LIGHTNING}.finding", f"{LIGHTNING}.module",
+    f"{LIGHTNING}.compat", f"{LIGHTNING}.steps", f"{LIGHTNING}.checkpoint", f"{LIGHTNING}.groups", f"{LIGHTNING}.captured_layers",
     f"{LIGHTNING}.planning", f"{LIGHTNING}.spread_model", f"{LIGHTNING}.preflight", f"{LIGHTNING}.strategy",
     LIGHTNING,
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,10 @@ class Captured:
     """What a user should be told once."""
     call: Callable[..., Any] | None = None
     """What was run in the place of the model."""
+    changed: Callable[[Graph, bool], None] = lambda graph, training: None
+    """Changes the graph of another state as this one's was changed before layers were made of it."""
+    reach: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """In which the model is captured in another state, with all of its weights."""
 
     @property
     def first_names(self) -> dict[str, str]:
@@ -372,13 +376,14 @@ class Recipe:
         try:
             if training != model.training:
                 model.train(training)
-            with _same_autocast(recording.device, autocast):
+            with self.captured.reach(), _same_autocast(recording.device, autocast):
                 graph = _graph_of(
                     model, *self.captured.arguments, self.captured.call, self.captured.graph.opened, state
                 )
         finally:
             for module, mode in modes:
                 module.training = mode
+        self.captured.changed(graph, training)
         return programs_like(self, graph)
 
 
@@ -464,6 +469,8 @@ class Layers(list[Any]):
     """The layers of a model, in order: a list for ``PipelineModule(layers=...)``."""
 
     captured: Any
+    recipe: Recipe
+    """What all of the layers run, in each state."""
     input_names: list[str]
     """The names of the tensors that the first layer takes, in order."""
     output_names: list[str]
@@ -519,7 +526,7 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
             layers.append(wrap(TiedLayer(recipe, number, key, shared[key])))
         else:
             layers.append(_named_after(_heaviest(flow.main, layout, number))(recipe, number))
-    layers.captured = captured
+    layers.captured, layers.recipe = captured, recipe
     layers.input_names, layers.output_names = captured.input_names, captured.output_names
     layers.boundary_bytes = [crossing.num_bytes for crossing in layout.crossings]
     values = captured.graph.values

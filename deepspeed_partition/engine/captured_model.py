@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_partition.capture import Layers, layers_as_they_are
+from deepspeed_partition.capture import Captured, Layers, layers_as_they_are, layers_from
 from deepspeed_partition.capture.model_layers import TiedLayer
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 from deepspeed_partition.engine.runtime.environment import announce
@@ -19,6 +19,11 @@ def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
     for note in layers.captured.notes:
         announce(note)
     return layers
+
+
+def layers_of_captured(captured: Captured) -> Layers:
+    """The layers of a model that was captured already."""
+    return layers_from(captured, wrap=_tied)
 
 
 def _tied(layer: TiedLayer) -> TiedModule:

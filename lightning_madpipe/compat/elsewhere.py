@@ -220,8 +220,13 @@ class Elsewhere:
         for part, was in self._modes_before.items():
             part.training = was
         self._modes_before = {}
+        call = getattr(self._pipeline, "call_of_module", None)
+        captured = None if call is None else call.captured
+        root = self._module if captured is None else captured.model
         for part in self.made_for_the_pipeline():
-            part.training = self._module.training
+            part.training = root.training
+        if captured is not None:
+            captured.follow_modes()
         if not mode and self._module.training:
             parts = {part for layer in held_modules(self._pipeline).values() for part in layer.modules()}
             self._modes_before = {part: part.training for part in parts}

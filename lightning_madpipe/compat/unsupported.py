@@ -163,7 +163,8 @@ def refusals_of_normalization(module: nn.Module, num_stages: int) -> Iterator[st
 def refusals_of_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
     """Yield why hooks that a user hung on modules cannot run, one sentence each."""
     inside = {part for _, layer in call.existing_modules() for part in layer.modules()}
-    runs = {module, getattr(module, call.attribute) if call.attribute != "forward" else module}
+    # What is captured runs its own hooks in its layers.
+    runs = {module, call.target(module)} if call.captured is None else set()
     for name, part in module.named_modules():
         kinds = hooks_of(part)
         around = part not in inside and not inside.isdisjoint(part.modules())

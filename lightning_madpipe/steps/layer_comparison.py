@@ -136,7 +136,7 @@ class LayerComparison:
     def _verdict(self, arguments: Sequence[Any]) -> Verdict:
         call, engine = self._pipeline.call_of_module, self._engine
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        if not self._is_wanted or call.attribute != "forward":
+        if not self._is_wanted or call.attribute != "forward" or call.captured is not None:
             return Verdict()  # one nn.Sequential is called as it is
         with self._pipeline.elsewhere.lifted():
             return check_layers(

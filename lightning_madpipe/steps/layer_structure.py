@@ -27,7 +27,10 @@ class Structure:
         self._wraps = wraps
         self._module, self._pipeline, self._engine, self._refusal = module, pipeline, engine, refusal
         names = {part: path for path, part in module.named_modules() if path}
-        layers = [layer for _, layer in pipeline.call_of_module.existing_modules()]
+        call = pipeline.call_of_module
+        layers = [layer for _, layer in call.existing_modules()]
+        if call.captured is not None:  # whose layers hold the user's modules, and are none
+            layers = [part for layer in layers for part in layer.modules()]
         self._places = [(names[layer], layer) for layer in layers if layer in names]
         self._own: tuple[str, ...] = ()
         self._weights: list[nn.Parameter] = []

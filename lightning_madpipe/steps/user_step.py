@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
+from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
@@ -68,6 +69,7 @@ class UserSteps:
         is_cut: Whether other ranks have some of the layers.
         may_run_again: Whether the engine may undo the batch that runs and run it again, for want of memory.
         traces: What layers set on themselves, which a step may not read; None: it may.
+        captured: The call that the layers were found in; None: the module names them.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class UserSteps:
         is_cut: bool = False,
         may_run_again: Callable[[], bool] = lambda: False,
         traces: LayerTraces | None = None,
+        captured: CapturedCall | None = None,
     ) -> None:
         self._module = module
+        self._captured = captured
         self._is_cut = is_cut
         self._may_run_again = may_run_again
         self._traces = traces
@@ -164,6 +168,9 @@ class UserSteps:
 
         def take(*arguments: Any, **keywords: Any) -> None:
             nonlocal taken
+            if self._captured is not None:
+                taken = self._inputs_of_call(arguments, keywords)
+                raise _InputTaken
             if keywords:
                 raise self._error(
                     f"{micro_batch.step} calls {self._called} with the keyword arguments "
@@ -331,9 +338,9 @@ class UserSteps:
         passed: list[tuple[Any, ...]] = []
         logged: list[LogCall] = []
 
-        def answer(*arguments: Any, **_: Any) -> Any:
-            passed.append(arguments)
-            return self._cut_off(given if is_tuple else given[0], arguments)
+        def answer(*arguments: Any, **keywords: Any) -> Any:
+            passed.append(self._inputs_of_call(arguments, keywords))
+            return self._answer(given if is_tuple else given[0], arguments, keywords)
 
         def log(*arguments: Any, **keywords: Any) -> None:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
@@ -377,7 +384,7 @@ class UserSteps:
             self._metrics.begin()
         num_calls = 0
 
-        def answer(*arguments: Any, **_: Any) -> Any:
+        def answer(*arguments: Any, **keywords: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
             if num_calls > 1:
@@ -386,7 +393,7 @@ class UserSteps:
                     "micro-batch; make one call, on inputs joined along dimension 0"
                 )
             self.draws.note_call()
-            return self._cut_off(outputs, arguments)
+            return self._answer(outputs, arguments, keywords)
 
         def log(*arguments: Any, **keywords: Any) -> None:
             bound = self._log_signature.bind(self._module, *arguments, **keywords)
@@ -418,6 +425,20 @@ class UserSteps:
 
     def _is_watched(self, micro_batch: MicroBatch) -> bool:
         return self.watches and not self.rehearsing and micro_batch.step == "training_step"
+
+    def _inputs_of_call(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the first layer is given, where a step calls the layers so."""
+        if self._captured is None:
+            return arguments
+        try:
+            return self._captured.inputs(arguments, keywords)
+        except OtherCallError as error:
+            raise self._error(f"{self.running} calls {self._called} {error}") from None
+
+    def _answer(self, outputs: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """What a step's call of the layers returns."""
+        outputs = self._cut_off(outputs, self._inputs_of_call(arguments, keywords))
+        return outputs if self._captured is None else self._captured.returned(outputs, arguments, keywords)
 
     def _cut_off(self, outputs: Any, arguments: Sequence[Any]) -> Any:
         """``outputs``, whose gradients by ``arguments`` a step may not ask for: it would find none."""
@@ -469,7 +490,7 @@ class UserSteps:
 
     @property
     def _called(self) -> str:
-        return f"self.{self._attribute}()"
+        return f"self.{self._attribute}()" if self._captured is None else self._captured.called
 
     def _run(
         self,
@@ -488,8 +509,10 @@ class UserSteps:
             only_inputs: It ends at its call of the layers.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
-        layers = call
-        if self._attribute != "forward":
+        owner, name, layers = self._module, self._attribute, call
+        if self._captured is not None:
+            owner, name = self._captured.model, "forward"
+        elif self._attribute != "forward":
             sequential = getattr(self._module, self._attribute)
             layers = _SequentialStandIn(sequential, call, self._called, self._error)
 
@@ -502,7 +525,7 @@ class UserSteps:
             _seeded(micro_batch),
             self.draws.of_step(what, micro_batch.batch_seed, self._note_end if self.rehearsing else None),
             self._as_running(micro_batch.step),
-            _replaced(self._module, self._attribute, layers),
+            _replaced(owner, name, layers),
             _replaced(self._module, "log", log),
             _replaced(self._module, "print", show),
             _recorded(self._module, record),

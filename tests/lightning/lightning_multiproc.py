@@ -32,6 +32,7 @@ from tests.engine.harness import forget_engines, share_groups  # noqa: E402
 from tests.lightning import (  # noqa: E402
     after_fit_cases,
     callback_cases,
+    captured_cases,
     epoch_cases,
     hook_cases,
     loss_cases,
@@ -334,6 +335,7 @@ KINDS: dict[str, list[Any]] = {
     "callbacks": [callback_cases],
     "names": [naming_cases, hook_cases],
     "after": [after_fit_cases],
+    "captured": [captured_cases],
 }
 """The modules with the cases of a kind, which a start of processes runs one after the other."""
 

@@ -1,0 +1,62 @@
+"""The layers of a LightningModule that does not name them: what its step calls, written down and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.finding.captured_call import CapturedCall
+from lightning_madpipe.finding.example_batch import STEPS, example_batch
+from lightning_madpipe.finding.step_call import StepCall, find_call
+from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
+from lightning_madpipe.steps.batches import split_batch
+from lightning_madpipe.steps.step_side_effects import Leftovers
+
+
+def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
+    """The layers of what the first step of a run calls. Collective.
+
+    Those of a run before are found again where the step calls the same.
+
+    Raises:
+        ValueError: there are none; the message says where that was seen and what to do.
+    """
+    name = type(module).__name__
+    try:
+        mine = example_batch(trainer, module)
+        batch = split_batch(from_rank_0(lambda: mine), num_micro_batches)[0]
+        step = STEPS[trainer.state.fn.value]
+        call = find_call(module, step, batch, lambda: _undone(module, lightning))
+        before = _call_before(module)
+        if before is not None and before.attribute == call.attribute:
+            assert before.captured is not None
+            if before.captured.holds_for(call.args, call.kwargs):
+                return before
+        return _captured(module, call)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} has no pipeline_layers(), and its layers cannot be found: {error}; or {HOW_TO_SAY_IT}"
+        ) from error
+
+
+def _call_before(module: Any) -> PipelineCall | None:
+    pipeline = pipeline_of(module)
+    call = None if pipeline is None else pipeline.call_of_module
+    return call if call is not None and call.captured is not None else None
+
+
+def _captured(module: Any, call: StepCall) -> PipelineCall:
+    captured = CapturedCall(module.get_submodule(call.path), call.in_words, call.args, call.kwargs)
+    return PipelineCall(layers=captured.layers, attribute=call.attribute, captured=captured)
+
+
+@contextmanager
+def _undone(module: Any, lightning: Lightning) -> Iterator[None]:
+    before = Leftovers(module, vars(lightning.module_class()), undoable=True)
+    try:
+        yield
+    finally:
+        before.undo()

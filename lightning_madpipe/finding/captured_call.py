@@ -1,0 +1,161 @@
+"""The call that a step makes of a model that is written down and cut into layers: what goes in and what comes out.
+
+The user's step calls its model with whatever the model takes, and gets what the model returns, while a pipeline
+takes and returns tensors. A loss that the model makes itself is computed from the outputs of the layers where the
+step runs (see ``capture/tail.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed_partition.capture import capture
+from deepspeed_partition.capture.graph import Graph
+from deepspeed_partition.capture.structure import flatten, names_of
+from deepspeed_partition.capture.tail import Tail, cut_tail
+from deepspeed_partition.engine.captured_model import layers_of_captured
+from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+
+
+class OtherCallError(ValueError):
+    """A call for which the layers do not hold; the message says what is different."""
+
+
+class CapturedCall:
+    """A call of a module in a step.
+
+    Args:
+        model: The module that is called: the LightningModule or a part of it.
+        called: How the step calls it, such as ``self.model()``.
+        args: What it is called with.
+        kwargs: What it is called with by name.
+
+    Raises:
+        CaptureError: its calls cannot be written down.
+    """
+
+    def __init__(self, model: nn.Module, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.called = model, called
+        self._signature = inspect.signature(model.forward)
+        args, kwargs = self._in_order(args, kwargs)
+        self._arguments = _named(self._signature, args, kwargs)
+        self._tails: dict[bool, Tail] = {}
+        with without_caches(model):
+            captured = capture(model, args, kwargs)
+        self.notes = captured.notes
+        self._cut(captured.graph, captured.training)
+        captured.changed = self._cut
+        layers = layers_of_captured(captured)
+        self._captured, self._programs = captured, layers.recipe.programs
+        self.layers = tuple(layers)
+        whole = {part for layer in self.layers for part in _module_of(layer).modules()}
+        self._opened = [part for part in model.modules() if part not in whole]
+        self._modes: dict[bool, list[bool]] = {}
+        self._weights = list(map(id, model.parameters()))
+        self.follow_modes()
+
+    def _cut(self, graph: Graph, training: bool) -> None:
+        self._tails[training] = cut_tail(graph)
+
+    def let_reach(self, reach: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Capture the model in another mode or type within ``reach``, in which all of its weights are there."""
+
+        @contextmanager
+        def reached() -> Iterator[None]:
+            with reach(), without_caches(self.model):
+                yield
+
+        self._captured.reach = reached
+
+    def holds_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the layers are those of another call, later."""
+        try:
+            self.inputs(args, kwargs)
+        except OtherCallError:
+            return False
+        return self._weights == list(map(id, self.model.parameters()))
+
+    def follow_modes(self) -> None:
+        """Capture the model again, when it runs, where parts of it train or are evaluated otherwise than before."""
+        training, modes = self.model.training, [part.training for part in self._opened]
+        if self._modes.setdefault(training, modes) != modes:
+            for state in [state for state in self._programs if state[0] == training]:
+                del self._programs[state]
+            self._modes[training] = modes
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The tensors that the first layer takes.
+
+        Raises:
+            OtherCallError: the layers hold for other arguments.
+        """
+        given = _named(self._signature, *self._in_order(args, kwargs))
+        known = self._arguments
+        for name in dict.fromkeys((*known, *given)):
+            before, now = known.get(name), given.get(name)
+            if not _alike(before, now):
+                raise OtherCallError(
+                    f"with {name}={_shown(now)}, and its layers were found for {name}={_shown(before)}: call it "
+                    "alike in all steps, in whose tensors alone batches differ"
+                )
+        return tuple(given[name] for name in known if isinstance(known[name], Tensor))
+
+    def returned(self, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns, made of what the last layer returns and of its arguments."""
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        return self._tails[self.model.training].run(self.model, tensors, self.inputs(args, kwargs))
+
+    def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments in the order of the model's signature, however they are given."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise OtherCallError(f"so that Python says: {error}") from None
+        return bound.args, bound.kwargs
+
+
+def _named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that a call is given, by name; what is None is as if it were left out."""
+    leaves, structure = flatten(dict(signature.bind(*args, **kwargs).arguments))
+    return {name: leaf for name, leaf in zip(names_of(structure), leaves, strict=True) if leaf is not None}
+
+
+def _alike(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return (before.ndim, before.is_floating_point()) == (now.ndim, now.is_floating_point())
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        return False
+    try:
+        return before is now or (type(before) is type(now) and bool(before == now))
+    except (TypeError, ValueError, RuntimeError):  # arrays, which have no single answer
+        return False
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = "floating" if value.is_floating_point() else "integer"
+        return f"<{kind} tensor of {value.ndim} dimensions>"
+    return repr(value)
+
+
+def _module_of(layer: Any) -> nn.Module:
+    found = layer.module if isinstance(layer, TiedModule) else layer
+    assert isinstance(found, nn.Module)
+    return found
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Let Hugging Face models make no cache for generation, which no step of training reads."""
+    configs = {id(config): config for config in (getattr(part, "config", None) for part in model.modules())}
+    with ExitStack() as stack:
+        for config in configs.values():
+            if getattr(config, "use_cache", None) is True:
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
+        yield

@@ -1,0 +1,129 @@
+"""What a step calls: found by running it on an example batch up to its first call of a module that trains."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_madpipe", "torchmetrics")
+SILENT = ("log", "log_dict", "print")
+
+
+class StepCall(NamedTuple):
+    """A call that a step makes."""
+
+    path: str
+    """The module that is called; empty for the LightningModule itself."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def attribute(self) -> str:
+        """What ``PipelineCall`` calls it."""
+        return self.path or "forward"
+
+    @property
+    def in_words(self) -> str:
+        """How a step writes it."""
+        return f"self.{self.path}()" if self.path else "self()"
+
+
+class _Called(BaseException):
+    """Ends a step at its call of a module; no ``except Exception`` of the user's may stop it."""
+
+
+def find_call(
+    module: Any, step: str, batch: Any, undone: Callable[[], AbstractContextManager[None]]
+) -> StepCall:
+    """The first call of a module with trained weights that a step makes for a batch.
+
+    Args:
+        undone: A context in which the step runs, and after which what it has set is undone.
+
+    Raises:
+        ValueError: it makes none, or one of a module that does not have all trained weights.
+    """
+    own = {weight for weight in module.parameters() if weight.requires_grad}
+    of_metrics = {part for metric in module.modules() if isinstance(metric, Metric) for part in metric.modules()}
+    own -= {weight for part in of_metrics for weight in part.parameters(recurse=False)}
+    found: list[tuple[StepCall, str]] = []
+    with ExitStack() as stack:
+        stack.enter_context(preserved_random_state())
+        stack.enter_context(undone())
+        stack.enter_context(torch.no_grad())
+        for path, part in module.named_modules():
+            if part not in of_metrics and not own.isdisjoint(part.parameters()):
+                stack.enter_context(_replaced(part, "forward", _ending(path, found)))
+        for name in SILENT:
+            stack.enter_context(_replaced(module, name, _nothing))
+        try:
+            getattr(module, step)(batch, *_rest_of_arguments(module, step))
+        except _Called:
+            pass
+    if not found:
+        raise ValueError(
+            f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so its "
+            "layers are unknown"
+        )
+    [(call, line)] = found
+    part = module.get_submodule(call.path)
+    missing = [name for name, weight in module.named_parameters() if weight in own - set(part.parameters())]
+    if missing:
+        raise ValueError(
+            f"{step} of {type(module).__name__} calls {call.in_words} at {line}, which has not all trained weights "
+            f"({', '.join(missing[:3])}{', ...' * (len(missing) > 3)} not), and a pipeline runs one call: put what "
+            "the step calls into forward(), and call self(...) there"
+        )
+    return call
+
+
+def _rest_of_arguments(module: Any, step: str) -> tuple[int, ...]:
+    """What a step is given after the batch: the batch's number, and the loader's where it asks for it."""
+    kinds = (each.kind for each in inspect.signature(getattr(module, step)).parameters.values())
+    return (0,) * (sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds) - 1)
+
+
+def _ending(path: str, found: list[tuple[StepCall, str]]) -> Callable[..., Any]:
+    def end(*args: Any, **kwargs: Any) -> None:
+        found.append((StepCall(path, args, kwargs), _line()))
+        raise _Called
+
+    return end
+
+
+def _line() -> str:
+    """The line of the user's code that runs."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, where a step logs."""
+
+
+@contextmanager
+def _replaced(part: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(part).get(name, missing)
+    object.__setattr__(part, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            object.__delattr__(part, name)
+        else:
+            object.__setattr__(part, name, before)

@@ -1,0 +1,210 @@
+"""Cases: modules that name no layers, as others write them; what their steps call is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.lightning import lightning_cases as cases
+
+WORDS = 17
+NUM_SAMPLES = 14  # a batch of eight and one of six, in two, two, one and one
+
+
+class Sgd(pl.LightningModule):
+    """What all of them have in common."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def padded(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of sentences as Hugging Face collates them: as long as the longest one, padded on the right."""
+    tokens = nn.utils.rnn.pad_sequence([sample["tokens"] for sample in samples], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(s["tokens"]) for s in samples], batch_first=True)
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    if "label" in samples[0]:
+        return {**batch, "labels": torch.stack([sample["label"] for sample in samples])}
+    return {**batch, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def sentences(*, labelled: bool = False) -> DataLoader:
+    generator = torch.Generator().manual_seed(7)
+    samples = []
+    for place in range(NUM_SAMPLES):
+        length = 3 + (5 * place) % 7 - (place > 7)
+        sample = {"tokens": torch.randint(1, WORDS, (length,), generator=generator)}
+        samples.append({**sample, "label": sample["tokens"].sum() % 3} if labelled else sample)
+    return DataLoader(samples, batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
+
+
+class CausalLanguageModel(Sgd):
+    """Calls a Hugging Face model with its labels: each micro-batch has another number of them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.model = GPT2LMHeadModel(GPT2Config(
+            vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=3, n_head=2, resid_pdrop=dropout,
+            embd_pdrop=dropout, attn_pdrop=dropout,
+        ))  # fmt: skip
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self.model(**batch)
+        self.log("train_loss", outputs.loss)
+        return outputs.loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        outputs = self.model(**batch)
+        self.log("val_loss", outputs.loss, batch_size=len(batch["labels"]))
+        self.log("perplexed", outputs.logits.square().mean(), batch_size=len(batch["labels"]))
+
+
+class SentenceClassifier(Sgd):
+    """Hands its batch to ``forward`` by keywords, and that to the model, whose output is read by its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        self.bert = BertForSequenceClassification(BertConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+            max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        ))  # fmt: skip
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.bert(**inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(**batch)
+        self.log("right", (outputs[1].argmax(-1) == batch["labels"]).float().mean())
+        return outputs[0]
+
+
+class UNet(Sgd):
+    """The first layers' outputs are read again by the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ModuleList([nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for layer in self.down:
+            x = F.relu(layer(x))
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = F.relu(self.middle(x))
+        for layer, skip in zip(self.up, reversed(skips), strict=True):
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2.0), skip], dim=1))
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch["image"]), batch["segments"])
+
+
+def images() -> DataLoader:
+    generator = torch.Generator().manual_seed(7)
+    samples = [
+        {"image": image, "segments": (image[0] > 0).long()}
+        for image in torch.randn(NUM_SAMPLES, 1, 8, 8, generator=generator)
+    ]
+    return DataLoader(samples, batch_size=8)  # type: ignore[arg-type]
+
+
+class Translator(Sgd):
+    """An encoder and a decoder with masks, one of which is of the length alone; an argument that is a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 16)
+        self.transformer = nn.Transformer(16, 2, 2, 2, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor, *, padding: Any = None, scale: Any = 1.0) -> Any:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
+        x = self.transformer(
+            self.embed(source) * scale, self.embed(target), tgt_mask=mask, src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )  # fmt: skip
+        return {"logits": self.head(x)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, padding = batch["input_ids"], batch["attention_mask"] == 0
+        logits = self(tokens, tokens[:, :-1], padding=padding, scale=0.5)["logits"]
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], ignore_index=-100)
+
+
+class Recurrent(Sgd):
+    """Calls one part with all weights, which returns a tensor and a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = RecurrentNet()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits, (hidden, _) = self.net(batch["input_ids"][:, :-1])
+        self.log("hidden", hidden.square().mean())
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
+class RecurrentNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 12)
+        self.lstm = nn.LSTM(12, 12, num_layers=2, batch_first=True)
+        self.head = nn.Linear(12, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x, (hidden, cell) = self.lstm(self.embed(tokens))
+        return self.head(x), (hidden.transpose(0, 1), cell.transpose(0, 1))
+
+
+def trained(
+    host: cases.Host, build: Callable[[], pl.LightningModule], data: DataLoader, **arguments: Any
+) -> dict[str, Any]:
+    """Losses, logs and what the module is after a fit."""
+    pl.seed_everything(0, verbose=False)
+    module, recorder = build(), cases.Recorder()
+    trainer = host.trainer(recorder, **{"max_epochs": 2, **arguments})
+    trainer.fit(module, data, data if "validation_step" in vars(type(module)) else None)
+    return {
+        **cases.fit_record(trainer, module, recorder.rows),
+        "weights": {name: float(value.double().sum()) for name, value in module.state_dict().items()},
+    }
+
+
+def causal_language_model(host: cases.Host) -> dict[str, Any]:
+    return trained(host, CausalLanguageModel, sentences())
+
+
+def sentence_classifier(host: cases.Host) -> dict[str, Any]:
+    return trained(host, SentenceClassifier, sentences(labelled=True))
+
+
+def u_net(host: cases.Host) -> dict[str, Any]:
+    return trained(host, UNet, images())
+
+
+def translator(host: cases.Host) -> dict[str, Any]:
+    return trained(host, Translator, sentences())
+
+
+def recurrent(host: cases.Host) -> dict[str, Any]:
+    return trained(host, Recurrent, sentences())
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [causal_language_model, sentence_classifier, u_net, translator, recurrent],
+    4: [],
+}
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}
