@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,11 @@ class CausalLanguageModel(Sgd):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         outputs = self.model(**batch)
         self.log("val_loss", outputs.loss, batch_size=len(batch["labels"]))
-        self.log("perplexed", outputs.logits.square().mean(), batch_size=len(batch["labels"]))
+        self.log("squares", outputs.logits.square().mean(), batch_size=len(batch["labels"]))
+
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
 class SentenceClassifier(Sgd):
@@ -169,6 +174,20 @@ class RecurrentNet(nn.Module):
         return self.head(x), (hidden.transpose(0, 1), cell.transpose(0, 1))
 
 
+class Tripled(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+class Unnamed(cases.SequentialClassifier):
+    """Has a Sequential whose children alone would be another model, and weights that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Tripled(*self.net)
+        self.spare = nn.Sequential(nn.Linear(4, 4))
+
+
 def trained(
     host: cases.Host, build: Callable[[], pl.LightningModule], data: DataLoader, **arguments: Any
 ) -> dict[str, Any]:
@@ -180,6 +199,35 @@ def trained(
     return {
         **cases.fit_record(trainer, module, recorder.rows),
         "weights": {name: float(value.double().sum()) for name, value in module.state_dict().items()},
+    }
+
+
+def unnamed(host: cases.Host) -> dict[str, Any]:
+    return trained(host, Unnamed, cases.loader(NUM_SAMPLES))
+
+
+def runs(host: cases.Host) -> dict[str, Any]:
+    """What one module goes through: fits, checkpoints, evaluation, predictions, copies."""
+    pl.seed_everything(0, verbose=False)
+    module, recorder, data = CausalLanguageModel(), cases.Recorder(), sentences()
+    trainer = host.trainer(recorder, max_epochs=1, strategy={"warmup_epochs": 0})
+    trainer.fit(module, data)
+    path = host.folder / "captured.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(host.folder / "weights.ckpt", weights_only=True)
+    copied = copy.deepcopy(module)
+    [tested] = trainer.validate(module, data, verbose=False)
+    later = host.trainer(recorder, max_epochs=3)
+    later.fit(CausalLanguageModel(), data, ckpt_path=str(path))
+    predicted = host.trainer().predict(copied, data)
+    loaded = CausalLanguageModel.load_from_checkpoint(host.folder / "weights.ckpt", map_location="cpu")
+    return {
+        "rows": recorder.rows,
+        "tested": tested,
+        "predicted": [float(each.double().sum()) for each in predicted],
+        "names": list(copied.state_dict()),
+        "loaded": {name: float(value.double().sum()) for name, value in loaded.state_dict().items()},
+        "alone": float(loaded.model(**next(iter(data))).loss),
     }
 
 
@@ -204,7 +252,7 @@ def recurrent(host: cases.Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [causal_language_model, sentence_classifier, u_net, translator, recurrent],
+    2: [causal_language_model, sentence_classifier, u_net, translator, recurrent, unnamed, runs],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}

@@ -73,12 +73,6 @@ class Manual(cases.Classifier):
         self.automatic_optimization = False
 
 
-class NoLayers(cases.SequentialClassifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.Sequential(nn.Linear(4, 4))
-
-
 class OwnBackward(cases.Classifier):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -137,26 +131,12 @@ class SamplingSequential(cases.SequentialClassifier):
         self.log("sample", self(torch.ones(1, cases.NUM_FEATURES)).sum())
 
 
-class Tripled(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 3 * super().forward(x)
-
-
-class OwnSequential(cases.SequentialClassifier):
-    """Its children alone would be another model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Tripled(*self.net)
-
-
 def refusals(host: cases.Host) -> dict[str, Any]:
     lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
     return {
         "outside": refused(lambda: fit_changed(host, OutsideParameter())),
         "optimizers": refused(lambda: fit_changed(host, TwoOptimizers())),
         "manual": refused(lambda: fit_changed(host, Manual())),
-        "no layers": refused(lambda: fit_changed(host, NoLayers())),
         "backward": refused(lambda: fit_changed(host, OwnBackward())),
         "shared": refused(lambda: fit_changed(host, Shared())),
         "keywords": refused(lambda: fit_changed(host, Keywords())),
@@ -167,7 +147,6 @@ def refusals(host: cases.Host) -> dict[str, Any]:
         "penalty on parts": refused(lambda: fit_changed(host, PenalizedSequential())),
         "forward in a hook": refused(lambda: fit_changed(host, Sampling())),
         "net in a hook": refused(lambda: fit_changed(host, SamplingSequential())),
-        "own Sequential": refused(lambda: fit_changed(host, OwnSequential())),
         "value clipping": refused(
             lambda: fit_changed(
                 host,
