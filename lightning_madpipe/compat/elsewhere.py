@@ -176,6 +176,7 @@ class Elsewhere:
     def __init__(self, module: nn.Module, pipeline: nn.Module) -> None:
         self._module, self._pipeline = module, pipeline
         self._modes_before: dict[nn.Module, bool] = {}
+        self._is_lifted = False
         self._names = {part: name for name, part in module.named_modules()}
         self._owners: dict[nn.Module, set[str]] = {}
         self._paths: dict[nn.Module, str] = {}
@@ -278,10 +279,15 @@ class Elsewhere:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Show everything meanwhile, and hide afterwards what this rank does not run then."""
+        if self._is_lifted:
+            yield
+            return
         self.show()
+        self._is_lifted = True
         try:
             yield
         finally:
+            self._is_lifted = False
             self.hide()
 
     def _refusal(self, path: str, name: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture import capture
 from deepspeed_partition.capture.graph import Graph
-from deepspeed_partition.capture.structure import flatten, names_of
+from deepspeed_partition.capture.structure import build, flatten, names_of
 from deepspeed_partition.capture.tail import Tail, cut_tail
 from deepspeed_partition.engine.captured_model import layers_of_captured
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
@@ -107,8 +107,20 @@ class CapturedCall:
 
     def returned(self, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns, made of what the last layer returns and of its arguments."""
+        return self.returned_for(outputs, self.inputs(args, kwargs))
+
+    def returned_for(self, outputs: Any, inputs: Sequence[Tensor]) -> Any:
+        """What the model returns, made of what the last layer returns and of the tensors among its arguments."""
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-        return self._tails[self.model.training].run(self.model, tensors, self.inputs(args, kwargs))
+        return self._tails[self.model.training].run(self.model, tensors, inputs)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the model's own code with other tensors among its arguments."""
+        leaves, structure = flatten(self._captured.arguments)
+        given = iter(inputs)
+        args, kwargs = build(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        with without_caches(self.model):
+            return self.model(*args, **kwargs)
 
     def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments in the order of the model's signature, however they are given."""

@@ -113,7 +113,7 @@ def check_layers(
             "pipeline_layers() has a LayerSpec, which is built where it runs: it is not compared with forward()"
         )
         return Verdict(notes=(sentence,))
-    check = _Check(module, call, tuple(arguments), device, dtype, context, traces)
+    check = LayerCheck(module, call, tuple(arguments), device, dtype, context, traces)
     restore = random_state()
     try:
         return check.verdict()
@@ -123,7 +123,7 @@ def check_layers(
         restore()
 
 
-class _Check:
+class LayerCheck:
     """One comparison. See the module's docstring."""
 
     def __init__(
@@ -140,6 +140,7 @@ class _Check:
         self._device, self._dtype, self._context, self._traces = device, dtype, context, traces
         self._forward = type(module).forward
         self._name = type(module).__name__
+        self._mode = module.training
         self._with_gradients = module.training and torch.is_grad_enabled()
         # What the engine calls. Before hooks are silenced, which tell whether a layer unpacks by itself.
         self._functions = [unpacking(layer) for layer in self._layers]
@@ -154,7 +155,7 @@ class _Check:
     def verdict(self) -> Verdict:
         known = set(self._module.modules())
         strange = [part for layer in self._existing for part in layer.modules() if part not in known]
-        with silenced([self._module, *self._existing]), modes(dict.fromkeys(strange, self._module.training)):
+        with silenced([self._module, *self._existing]), modes(dict.fromkeys(strange, self._mode)):
             whole = self._fits()
             if whole:
                 try:

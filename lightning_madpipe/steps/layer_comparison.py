@@ -17,6 +17,7 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_parts, notes_on_statistics
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import first_of
+from lightning_madpipe.steps.captured_check import check_captured
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import Verdict, check_layers
 from lightning_madpipe.steps.layers_on_parts import FEW, FewSamples, OnParts, few_samples, layers_on_parts
@@ -136,10 +137,11 @@ class LayerComparison:
     def _verdict(self, arguments: Sequence[Any]) -> Verdict:
         call, engine = self._pipeline.call_of_module, self._engine
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        if not self._is_wanted or call.attribute != "forward" or call.captured is not None:
+        if not self._is_wanted or (call.attribute != "forward" and call.captured is None):
             return Verdict()  # one nn.Sequential is called as it is
+        check = check_layers if call.captured is None else check_captured
         with self._pipeline.elsewhere.lifted():
-            return check_layers(
+            return check(
                 self._module,
                 call,
                 arguments,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
 from lightning_madpipe.steps.forward_reads import Read
-from lightning_madpipe.steps.layer_check import Verdict, _Check, check_layers
+from lightning_madpipe.steps.layer_check import LayerCheck, Verdict, check_layers
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces, Left, left_by_code
 from tests.lightning.test_lightning_parts import HalfAPipeline
@@ -284,7 +284,7 @@ def compare(module: Any, *inputs: torch.Tensor) -> Verdict:
 
 @pytest.fixture(params=["whole", "layer by layer"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(_Check, "_fits", lambda self: request.param == "whole")
+    monkeypatch.setattr(LayerCheck, "_fits", lambda self: request.param == "whole")
     return request.param
 
 

@@ -1,0 +1,96 @@
+"""Whether captured layers compute what the module's own code does, found out on one micro-batch.
+
+The model is called as the step calls it, and the layers run one after the other, on copies of all weights. What
+both return and the gradients of all weights and inputs are compared. Where the model does not fit three times, it
+is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_partition.capture.structure import flatten
+from deepspeed_partition.engine.runtime.random_state import random_state
+from lightning_madpipe.module import PipelineCall, called_as_written
+from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, Verdict
+
+
+def check_captured(
+    module: Any,
+    call: PipelineCall,
+    inputs: Sequence[Tensor],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    context: Callable[[], AbstractContextManager[Any]],
+    traces: Callable[[], Any],
+) -> Verdict:
+    """Compare captured layers with the model's own code, in the module's mode.
+
+    Args:
+        call: The layers, all of which this process can run.
+        inputs: The tensors that the first layer takes, for one micro-batch.
+        dtype: What the engine trains in; None for the parameters' own type.
+        context: In which steps run.
+        traces: Gives the module as it is now, to be compared and put back.
+    """
+    check = _CapturedCheck(module, call, tuple(inputs), device, dtype, context, traces)
+    restore = random_state()
+    try:
+        with called_as_written(call.target(module)):
+            return check.verdict()
+    except LayersDifferError as difference:
+        return Verdict(difference=str(difference))
+    finally:
+        restore()
+
+
+class _CapturedCheck(LayerCheck):
+    """One comparison of all layers at once."""
+
+    def __init__(self, module: Any, call: PipelineCall, *settings: Any) -> None:
+        super().__init__(module, call, *settings)
+        assert call.captured is not None
+        self._call = call.captured
+        self._mode = self._call.model.training
+        self._with_gradients = self._mode and torch.is_grad_enabled()
+
+        def forward(_: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return _tensors_of(self._call.run(inputs))
+
+        self._forward = forward
+
+    def _run_layers(self, first: int, last: int, passed: Any) -> Any:
+        inputs = passed if isinstance(passed, tuple) else (passed,)
+        outputs = super()._run_layers(first, last, passed)
+        return _tensors_of(self._call.returned_for(outputs, inputs))
+
+    def _compare(self, *, whole: bool) -> None:
+        if whole:
+            super()._compare(whole=True)
+        else:
+            self._notes.append(f"the layers of {self._name} are trained as they were found, without a comparison")
+
+    def _compare_calls(self, *_: Any, **__: Any) -> None:
+        """Compare nothing in between, where both call the same modules."""
+
+    def _anchors(self) -> dict[nn.Module, None]:
+        return {}
+
+    def _foreign(self) -> dict[nn.Module, str]:
+        return {}
+
+    def _differs(self, what: str, advice: str) -> LayersDifferError:
+        return LayersDifferError(
+            f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, which "
+            f"{what}: write pipeline_layers(), or train what was found with MadPipeStrategy(check_layers=False)"
+        )
+
+
+def _tensors_of(returned: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in flatten(returned)[0] if isinstance(leaf, Tensor))
