@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.capture import capture
@@ -57,6 +58,7 @@ class CapturedCall:
         self._opened = [part for part in model.modules() if part not in whole]
         self._modes: dict[bool, list[bool]] = {}
         self._weights = list(map(id, model.parameters()))
+        self._forms = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in _tensors(model)}
         self.follow_modes()
 
     def _cut(self, graph: Graph, training: bool) -> None:
@@ -67,7 +69,7 @@ class CapturedCall:
 
         @contextmanager
         def reached() -> Iterator[None]:
-            with reach(), without_caches(self.model):
+            with reach(), without_caches(self.model), _in_form(self.model, self._forms):
                 yield
 
         self._captured.reach = reached
@@ -159,6 +161,30 @@ def _module_of(layer: Any) -> nn.Module:
     found = layer.module if isinstance(layer, TiedModule) else layer
     assert isinstance(found, nn.Module)
     return found
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@contextmanager
+def _in_form(model: nn.Module, forms: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let weights that are on other ranks, of which nothing may be left here, have the sizes that they had."""
+    stand_ins: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for part in model.modules():
+            for table in (part._parameters, part._buffers):
+                for name, tensor in table.items():
+                    form = None if tensor is None else forms.get(id(tensor))
+                    if tensor is None or form is None or form.shape == tensor.shape:
+                        continue
+                    if id(tensor) not in stand_ins:
+                        trained = isinstance(tensor, nn.Parameter)
+                        stand_ins[id(tensor)] = nn.Parameter(form, tensor.requires_grad) if trained else form
+                    stack.callback(table.__setitem__, name, tensor)
+                    table[name] = stand_ins[id(tensor)]
+        yield
 
 
 @contextmanager

@@ -79,6 +79,14 @@ class _CapturedCheck(LayerCheck):
     def _compare_calls(self, *_: Any, **__: Any) -> None:
         """Compare nothing in between, where both call the same modules."""
 
+    def _note_reads(self, of_values: Sequence[str]) -> None:
+        asked = [str(read) for read in self._reads if read.is_of_the_trainer]
+        if asked:
+            self._notes.append(
+                f"{self._call.called} of {self._name} reads {', '.join(asked[:3])}, which its layers have as it was "
+                "when they were found: they are compared with it again at the start of each epoch"
+            )
+
     def _anchors(self) -> dict[nn.Module, None]:
         return {}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -251,8 +252,74 @@ def recurrent(host: cases.Host) -> dict[str, Any]:
     return trained(host, Recurrent, sentences())
 
 
+class SeveralCalls(Sgd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 3), nn.Linear(3, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.encoder(batch[0])
+        return F.mse_loss(self.decoder(hidden), batch[0])
+
+
+class NoCall(SeveralCalls):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.linear(batch[0], self.encoder.weight).square().mean()
+
+
+class OtherCall(SeveralCalls):
+    def forward(self, x: torch.Tensor, noise: Any = None, scale: float = 1.0) -> torch.Tensor:
+        x = self.decoder(self.encoder(x))
+        return scale * (x if noise is None else x + noise)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0], noise=torch.zeros_like(batch[0]))
+
+
+class ChangingCall(OtherCall):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0], scale=1.0 + self.global_step).square().mean()
+
+
+class Branching(SeveralCalls):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        return self.decoder(x if x.sum() > 0 else -x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+
+class Unequal(OtherCall):
+    """Its layers hold what its code read when they were found."""
+
+    def on_train_epoch_start(self) -> None:
+        self.factor = 1.0 + self.current_epoch
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.factor * super().forward(x)
+
+
+def refused_modules(host: cases.Host) -> dict[str, Any]:
+    found = {}
+    for build in (SeveralCalls, NoCall, OtherCall, ChangingCall, Branching, Unequal):
+        data = cases.loader(NUM_SAMPLES)
+        validates = data if build is OtherCall else None
+        try:
+            host.trainer().fit(build(), data, validates)
+            found[build.__name__] = "not refused"
+        except MisconfigurationException as refusal:
+            found[build.__name__] = str(refusal)
+    return found
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [causal_language_model, sentence_classifier, u_net, translator, recurrent, unnamed, runs],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [refused_modules], 4: []}

@@ -16,3 +16,19 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("case", [case.__name__ for case in captured_cases.SAME_AS_SINGLE[2]])
 def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
+
+
+@pytest.mark.parametrize(
+    "module, sentence",
+    [
+        ("SeveralCalls", "calls self.encoder() at captured_cases.py:"),
+        ("SeveralCalls", "put what the step calls into forward(), and call self(...) there"),
+        ("NoCall", "calls neither self() nor a module whose weights are trained"),
+        ("OtherCall", "validation_step calls self() with noise=<floating tensor of 2 dimensions>"),
+        ("ChangingCall", "training_step calls self() with scale=2.0, and its layers were found for scale=1.0"),
+        ("Branching", "captured_cases.py:"),
+        ("Unequal", "since self.factor has changed, the layers that were found of self()"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_with_its_line(two: Records, module: str, sentence: str) -> None:
+    assert sentence in two.of("refused_modules")[module]
