@@ -56,7 +56,7 @@ def cut_tail(graph: Graph) -> Tail:
     """
     returned = graph.returned
     if any(isinstance(leaf, SizeOf | Attribute) for leaf in returned.leaves):
-        raise CaptureError("the model returns a size of a tensor, or a weight: let it return tensors that it computes")
+        raise CaptureError("the model returns a size of a tensor, or a weight: let it return what it computes")
     cut = _Cut(graph)
     outputs = cut.outputs()
     tail = Tail(cut.program(outputs), len(outputs), returned)
@@ -77,9 +77,8 @@ class _Cut:
         """The nodes that run in the tail, too: they make masks and the like from the arguments."""
         made = {value for number in self.numbers for value in graph.nodes[number].makes}
         self.conditions = [
-            condition for condition in graph.conditions
-            if any(isinstance(each, Dimension) and each.value in made for each in dimensions_in(condition.expression))
-        ]  # fmt: skip
+            condition for condition in graph.conditions if not made.isdisjoint(_in_condition(condition))
+        ]
         """What the model's code asked of sizes in the tail."""
 
     def _tail(self) -> set[int]:

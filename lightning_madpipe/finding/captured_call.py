@@ -83,7 +83,7 @@ class CapturedCall:
         return self._weights == list(map(id, self.model.parameters()))
 
     def follow_modes(self) -> None:
-        """Capture the model again, when it runs, where parts of it train or are evaluated otherwise than before."""
+        """Capture the model again, when it runs, where parts of it are in other modes than before."""
         training, modes = self.model.training, [part.training for part in self._opened]
         if self._modes.setdefault(training, modes) != modes:
             for state in [state for state in self._programs if state[0] == training]:
@@ -174,7 +174,8 @@ def _in_form(model: nn.Module, forms: Mapping[int, Tensor]) -> Iterator[None]:
     stand_ins: dict[int, Tensor] = {}
     with ExitStack() as stack:
         for part in model.modules():
-            for table in (part._parameters, part._buffers):
+            tables: tuple[Any, Any] = (part._parameters, part._buffers)
+            for table in tables:
                 for name, tensor in table.items():
                     form = None if tensor is None else forms.get(id(tensor))
                     if tensor is None or form is None or form.shape == tensor.shape:
@@ -193,7 +194,7 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     configs = {id(config): config for config in (getattr(part, "config", None) for part in model.modules())}
     with ExitStack() as stack:
         for config in configs.values():
-            if getattr(config, "use_cache", None) is True:
+            if config is not None and getattr(config, "use_cache", None) is True:
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
         yield

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
-from torch.utils._pytree import tree_map
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 
@@ -58,7 +58,7 @@ def _first_of(loader: Any) -> tuple[Any, Any]:
         return batch, _Again(batch, iterator) if iterator is loader else None
     collates = loader._auto_collation
     if isinstance(loader.dataset, IterableDataset):
-        if iter(loader.dataset) is loader.dataset:  # type: ignore[comparison-overlap]
+        if iter(loader.dataset) is loader.dataset:
             raise ValueError("the data is a stream that can be read once, and an example of it is needed")
         fetcher = _IterableDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
         return fetcher.fetch(range(loader.batch_size or 1) if collates else None), None

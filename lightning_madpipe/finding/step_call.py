@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torchmetrics import Metric
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
@@ -42,9 +41,7 @@ class _Called(BaseException):
     """Ends a step at its call of a module; no ``except Exception`` of the user's may stop it."""
 
 
-def find_call(
-    module: Any, step: str, batch: Any, undone: Callable[[], AbstractContextManager[None]]
-) -> StepCall:
+def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractContextManager[None]]) -> StepCall:
     """The first call of a module with trained weights that a step makes for a batch.
 
     Args:
@@ -66,23 +63,21 @@ def find_call(
                 stack.enter_context(_replaced(part, "forward", _ending(path, found)))
         for name in SILENT:
             stack.enter_context(_replaced(module, name, _nothing))
-        try:
+        with suppress(_Called):
             getattr(module, step)(batch, *_rest_of_arguments(module, step))
-        except _Called:
-            pass
     if not found:
         raise ValueError(
-            f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so its "
-            "layers are unknown"
+            f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so "
+            "its layers are unknown"
         )
     [(call, line)] = found
     part = module.get_submodule(call.path)
     missing = [name for name, weight in module.named_parameters() if weight in own - set(part.parameters())]
     if missing:
         raise ValueError(
-            f"{step} of {type(module).__name__} calls {call.in_words} at {line}, which has not all trained weights "
-            f"({', '.join(missing[:3])}{', ...' * (len(missing) > 3)} not), and a pipeline runs one call: put what "
-            "the step calls into forward(), and call self(...) there"
+            f"{step} of {type(module).__name__} calls {call.in_words} at {line}, which has not all trained "
+            f"weights ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)} not), and a pipeline runs one call: "
+            "put what the step calls into forward(), and call self(...) there"
         )
     return call
 

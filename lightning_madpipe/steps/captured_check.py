@@ -83,8 +83,8 @@ class _CapturedCheck(LayerCheck):
         asked = [str(read) for read in self._reads if read.is_of_the_trainer]
         if asked:
             self._notes.append(
-                f"{self._call.called} of {self._name} reads {', '.join(asked[:3])}, which its layers have as it was "
-                "when they were found: they are compared with it again at the start of each epoch"
+                f"{self._call.called} of {self._name} reads {', '.join(asked[:3])}, which its layers have as "
+                "it was when they were found: they are compared with it again at the start of each epoch"
             )
 
     def _anchors(self) -> dict[nn.Module, None]:
@@ -95,8 +95,9 @@ class _CapturedCheck(LayerCheck):
 
     def _differs(self, what: str, advice: str) -> LayersDifferError:
         return LayersDifferError(
-            f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, which "
-            f"{what}: write pipeline_layers(), or train what was found with MadPipeStrategy(check_layers=False)"
+            f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "
+            f"which {what}: write pipeline_layers(), or train what was found with "
+            "MadPipeStrategy(check_layers=False)"
         )
 
 

@@ -68,7 +68,6 @@ class CausalLanguageModel(Sgd):
         self.log("val_loss", outputs.loss, batch_size=len(batch["labels"]))
         self.log("squares", outputs.logits.square().mean(), batch_size=len(batch["labels"]))
 
-
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
