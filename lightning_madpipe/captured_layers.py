@@ -9,8 +9,9 @@ from typing import Any
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall
+from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.example_batch import STEPS, example_batch
-from lightning_madpipe.finding.step_call import StepCall, find_call
+from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call, trained
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
 from lightning_madpipe.steps.batches import split_batch
 from lightning_madpipe.steps.step_side_effects import Leftovers
@@ -29,8 +30,11 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
         mine = example_batch(trainer, module)
         batch = split_batch(from_rank_0(lambda: mine), num_micro_batches)[0]
         step = STEPS[trainer.state.fn.value]
-        call = find_call(module, step, batch, lambda: _undone(module, lightning))
         before = _call_before(module)
+        try:
+            call = find_call(module, step, batch, lambda: _undone(module, lightning))
+        except SeveralCallsError as error:
+            return _several_calls(module, step, batch, before, error, lightning)
         if before is not None and before.attribute == call.attribute:
             assert before.captured is not None
             if before.captured.holds_for(call.args, call.kwargs):
@@ -51,6 +55,19 @@ def _call_before(module: Any) -> PipelineCall | None:
 def _captured(module: Any, call: StepCall) -> PipelineCall:
     captured = CapturedCall(module.get_submodule(call.path), call.in_words, call.args, call.kwargs)
     return PipelineCall(layers=captured.layers, attribute=call.attribute, captured=captured)
+
+
+def _several_calls(
+    module: Any, step: str, batch: Any, before: PipelineCall | None, reason: Exception, lightning: Lightning
+) -> PipelineCall:
+    if before is not None and isinstance(before.captured, CapturedCalls) and before.captured.holds_for((batch,), {}):
+        return before
+    try:
+        with _undone(module, lightning):
+            captured = CapturedCalls(module, step, batch, [path for path in trained(module)[1] if path])
+    except ValueError as error:
+        raise ValueError(f"{reason}, for its calls cannot be followed ({error})") from error
+    return PipelineCall(layers=captured.layers, attribute="forward", captured=captured)
 
 
 @contextmanager

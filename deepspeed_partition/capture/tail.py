@@ -60,7 +60,10 @@ def cut_tail(graph: Graph) -> Tail:
     cut = _Cut(graph)
     outputs = cut.outputs()
     tail = Tail(cut.program(outputs), len(outputs), returned)
-    _leave_out(graph, cut.numbers, outputs, cut.conditions)
+    leave_out(graph, cut.numbers)
+    graph.conditions = [condition for condition in graph.conditions if condition not in cut.conditions]
+    values = tuple(Ref(value) for value in outputs)
+    graph.returned = Template(flatten(values)[1], values)
     return tail
 
 
@@ -169,10 +172,8 @@ def _in_condition(condition: Condition) -> Iterator[int]:
     yield from (each.value for each in dimensions_in(condition.expression) if isinstance(each, Dimension))
 
 
-def _leave_out(
-    graph: Graph, numbers: Collection[int], outputs: Sequence[int], conditions: Collection[Condition]
-) -> None:
-    """Let a graph be without some nodes, and return other values."""
+def leave_out(graph: Graph, numbers: Collection[int]) -> None:
+    """Let a graph be without some nodes, on which no other one depends."""
     kept = [node for node in graph.nodes if node.number not in numbers]
     renumbered = {node.number: place for place, node in enumerate(kept)}
     for node in kept:
@@ -181,6 +182,3 @@ def _leave_out(
     graph.nodes = kept
     graph.producer = {value: node.number for node in kept for value in node.makes}
     graph.numbers = {number: renumbered[node] for number, node in graph.numbers.items() if node in renumbered}
-    graph.conditions = [condition for condition in graph.conditions if condition not in conditions]
-    values = tuple(Ref(value) for value in outputs)
-    graph.returned = Template(flatten(values)[1], values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CapturedCall:
         self.model, self.called = model, called
         self._signature = inspect.signature(model.forward)
         args, kwargs = self._in_order(args, kwargs)
-        self._arguments = _named(self._signature, args, kwargs)
+        self._arguments = self._named(args, kwargs)
         self._tails: dict[bool, Tail] = {}
         with without_caches(model):
             captured = capture(model, args, kwargs)
@@ -96,8 +96,11 @@ class CapturedCall:
         Raises:
             OtherCallError: the layers hold for other arguments.
         """
-        given = _named(self._signature, *self._in_order(args, kwargs))
-        known = self._arguments
+        given, known = self._named(args, kwargs), self._arguments
+        self._verify(known, given)
+        return tuple(given[name] for name in known if isinstance(known[name], Tensor))
+
+    def _verify(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         for name in dict.fromkeys((*known, *given)):
             before, now = known.get(name), given.get(name)
             if not _alike(before, now):
@@ -105,7 +108,16 @@ class CapturedCall:
                     f"with {name}={_shown(now)}, and its layers were found for {name}={_shown(before)}: call it "
                     "alike in all steps, in whose tensors alone batches differ"
                 )
-        return tuple(given[name] for name in known if isinstance(known[name], Tensor))
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that a call is given, by name; what is None is as if it were left out."""
+        args, kwargs = self._in_order(args, kwargs)
+        leaves, structure = flatten(dict(self._signature.bind(*args, **kwargs).arguments))
+        return {name: leaf for name, leaf in zip(names_of(structure), leaves, strict=True) if leaf is not None}
+
+    def as_called(self) -> AbstractContextManager[None]:
+        """A context in which a call of the model is what the step calls."""
+        return nullcontext()
 
     def returned(self, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns, made of what the last layer returns and of its arguments."""
@@ -121,7 +133,7 @@ class CapturedCall:
         leaves, structure = flatten(self._captured.arguments)
         given = iter(inputs)
         args, kwargs = build(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        with without_caches(self.model):
+        with self.as_called(), without_caches(self.model):
             return self.model(*args, **kwargs)
 
     def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,12 +143,6 @@ class CapturedCall:
         except TypeError as error:
             raise OtherCallError(f"so that Python says: {error}") from None
         return bound.args, bound.kwargs
-
-
-def _named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that a call is given, by name; what is None is as if it were left out."""
-    leaves, structure = flatten(dict(signature.bind(*args, **kwargs).arguments))
-    return {name: leaf for name, leaf in zip(names_of(structure), leaves, strict=True) if leaf is not None}
 
 
 def _alike(before: Any, now: Any) -> bool:

@@ -37,6 +37,10 @@ class StepCall(NamedTuple):
         return f"self.{self.path}()" if self.path else "self()"
 
 
+class SeveralCallsError(ValueError):
+    """A step calls a module that does not have all trained weights."""
+
+
 class _Called(BaseException):
     """Ends a step at its call of a module; no ``except Exception`` of the user's may stop it."""
 
@@ -50,21 +54,18 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
     Raises:
         ValueError: it makes none, or one of a module that does not have all trained weights.
     """
-    own = {weight for weight in module.parameters() if weight.requires_grad}
-    of_metrics = {part for metric in module.modules() if isinstance(metric, Metric) for part in metric.modules()}
-    own -= {weight for part in of_metrics for weight in part.parameters(recurse=False)}
+    own, paths = trained(module)
     found: list[tuple[StepCall, str]] = []
     with ExitStack() as stack:
         stack.enter_context(preserved_random_state())
         stack.enter_context(undone())
         stack.enter_context(torch.no_grad())
-        for path, part in module.named_modules():
-            if part not in of_metrics and not own.isdisjoint(part.parameters()):
-                stack.enter_context(_replaced(part, "forward", _ending(path, found)))
+        for path in paths:
+            stack.enter_context(replaced(module.get_submodule(path), "forward", _ending(path, found)))
         for name in SILENT:
-            stack.enter_context(_replaced(module, name, _nothing))
+            stack.enter_context(replaced(module, name, do_nothing))
         with suppress(_Called):
-            getattr(module, step)(batch, *_rest_of_arguments(module, step))
+            getattr(module, step)(batch, *rest_of_arguments(module, step))
     if not found:
         raise ValueError(
             f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so "
@@ -74,7 +75,7 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
     part = module.get_submodule(call.path)
     missing = [name for name, weight in module.named_parameters() if weight in own - set(part.parameters())]
     if missing:
-        raise ValueError(
+        raise SeveralCallsError(
             f"{step} of {type(module).__name__} calls {call.in_words} at {line}, which has not all trained "
             f"weights ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)} not), and a pipeline runs one call: "
             "put what the step calls into forward(), and call self(...) there"
@@ -82,7 +83,23 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
     return call
 
 
-def _rest_of_arguments(module: Any, step: str) -> tuple[int, ...]:
+def trained(module: Any) -> tuple[set[Any], list[str]]:
+    """The trained weights of a module, and the paths of the modules that have some, the module itself among them.
+
+    A metric may compute with a network of its own, which nobody trains.
+    """
+    own = {weight for weight in module.parameters() if weight.requires_grad}
+    of_metrics = {part for metric in module.modules() if isinstance(metric, Metric) for part in metric.modules()}
+    own -= {weight for part in of_metrics for weight in part.parameters(recurse=False)}
+    paths = [
+        path
+        for path, part in module.named_modules()
+        if part not in of_metrics and not own.isdisjoint(part.parameters())
+    ]
+    return own, paths
+
+
+def rest_of_arguments(module: Any, step: str) -> tuple[int, ...]:
     """What a step is given after the batch: the batch's number, and the loader's where it asks for it."""
     kinds = (each.kind for each in inspect.signature(getattr(module, step)).parameters.values())
     return (0,) * (sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds) - 1)
@@ -106,12 +123,12 @@ def _line() -> str:
     return "an unknown line"
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, where a step logs."""
 
 
 @contextmanager
-def _replaced(part: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(part: Any, name: str, value: Any) -> Iterator[None]:
     missing = object()
     before = vars(part).get(name, missing)
     object.__setattr__(part, name, value)

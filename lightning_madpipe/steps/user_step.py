@@ -9,7 +9,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
+from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
@@ -86,6 +87,8 @@ class UserSteps:
     ) -> None:
         self._module = module
         self._captured = captured
+        self._data: Any = None
+        """What the step that runs is given."""
         self._is_cut = is_cut
         self._may_run_again = may_run_again
         self._traces = traces
@@ -179,6 +182,9 @@ class UserSteps:
             taken = arguments
             raise _InputTaken
 
+        if isinstance(self._captured, CapturedCalls):
+            with self._as_running(micro_batch.step):
+                return self._inputs_of_call((micro_batch.data,), {})
         before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad():
@@ -339,6 +345,9 @@ class UserSteps:
         logged: list[LogCall] = []
 
         def answer(*arguments: Any, **keywords: Any) -> Any:
+            if isinstance(self._captured, CapturedCalls):
+                passed.append(self._inputs_of_call((self._data,), {}))
+                return self._answers(given if is_tuple else given[0])
             passed.append(self._inputs_of_call(arguments, keywords))
             return self._answer(given if is_tuple else given[0], arguments, keywords)
 
@@ -386,6 +395,8 @@ class UserSteps:
 
         def answer(*arguments: Any, **keywords: Any) -> Any:
             nonlocal num_calls
+            if isinstance(self._captured, CapturedCalls):
+                return self._answers(outputs)
             num_calls += 1
             if num_calls > 1:
                 raise self._error(
@@ -439,6 +450,21 @@ class UserSteps:
         """What a step's call of the layers returns."""
         outputs = self._cut_off(outputs, self._inputs_of_call(arguments, keywords))
         return outputs if self._captured is None else self._captured.returned(outputs, arguments, keywords)
+
+    def _answers(self, outputs: Any) -> Callable[..., Any]:
+        """What stands for each of several modules that a step calls."""
+        assert isinstance(self._captured, CapturedCalls)
+        inputs = self._inputs_of_call((self._data,), {})
+        answer = self._captured.answers(self._cut_off(outputs, inputs), self._data)
+
+        def call(path: str, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return answer(path, arguments, keywords)
+            except OtherCallError as error:
+                called = f"self.{path}()" if path else "self()"
+                raise self._error(f"{self.running} calls {called} {error}") from None
+
+        return call
 
     def _cut_off(self, outputs: Any, arguments: Sequence[Any]) -> Any:
         """``outputs``, whose gradients by ``arguments`` a step may not ask for: it would find none."""
@@ -509,12 +535,16 @@ class UserSteps:
             only_inputs: It ends at its call of the layers.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
-        owner, name, layers = self._module, self._attribute, call
-        if self._captured is not None:
-            owner, name = self._captured.model, "forward"
+        self._data = data
+        replaced = [(self._module, self._attribute, call)]
+        if isinstance(self._captured, CapturedCalls):
+            replaced = self._captured_calls(call)
+        elif self._captured is not None:
+            replaced = [(self._captured.model, "forward", call)]
         elif self._attribute != "forward":
             sequential = getattr(self._module, self._attribute)
-            layers = _SequentialStandIn(sequential, call, self._called, self._error)
+            stand_in = _SequentialStandIn(sequential, call, self._called, self._error)
+            replaced = [(self._module, self._attribute, stand_in)]
 
         def show(*values: Any, **keywords: Any) -> None:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
@@ -525,7 +555,7 @@ class UserSteps:
             _seeded(micro_batch),
             self.draws.of_step(what, micro_batch.batch_seed, self._note_end if self.rehearsing else None),
             self._as_running(micro_batch.step),
-            _replaced(owner, name, layers),
+            _all_replaced(replaced),
             _replaced(self._module, "log", log),
             _replaced(self._module, "print", show),
             _recorded(self._module, record),
@@ -537,6 +567,19 @@ class UserSteps:
     def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
         self._ended = ended
         self.drawn_from.update(common)
+
+    def _captured_calls(self, call: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+        """The forwards of all modules that a step calls; ``call()`` gives what stands for them."""
+        assert isinstance(self._captured, CapturedCalls)
+        answer: Callable[..., Any] | None = None
+
+        def stand_in(path: str, *arguments: Any, **keywords: Any) -> Any:
+            nonlocal answer
+            answer = answer or call()
+            return answer(path, *arguments, **keywords)
+
+        modules = self._captured.modules.items()
+        return [(module, "forward", functools.partial(stand_in, path)) for path, module in modules]
 
     @contextmanager
     def _as_running(self, step: str) -> Iterator[None]:
@@ -672,6 +715,14 @@ def _replaced(module: Any, attribute: str, value: Any) -> Iterator[None]:
             object.__delattr__(module, attribute)
         else:
             object.__setattr__(module, attribute, before)
+
+
+@contextmanager
+def _all_replaced(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, value in values:
+            stack.enter_context(_replaced(owner, name, value))
+        yield
 
 
 @contextmanager

@@ -21,8 +21,8 @@ def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> N
 @pytest.mark.parametrize(
     "module, sentence",
     [
-        ("SeveralCalls", "calls self.encoder() at captured_cases.py:"),
-        ("SeveralCalls", "put what the step calls into forward(), and call self(...) there"),
+        ("Noisy", "training_step calls self.decoder() with something else than when its layers were found"),
+        ("Noisy", "put what the step calls into forward(), and call self(...) there"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
         ("OtherCall", "validation_step calls self() with noise=<floating tensor of 2 dimensions>"),
         ("ChangingCall", "training_step calls self() with scale=2.0, and its layers were found for scale=1.0"),

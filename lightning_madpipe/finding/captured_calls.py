@@ -1,0 +1,170 @@
+"""Several calls that a step makes, such as of an encoder and a decoder, as one pipeline.
+
+The step itself is run without data, up to what its last call returns. What each call was given and returned comes
+out of the layers. Where the step runs, its calls return that, one after the other, and what it gives them must be
+what they were computed from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from deepspeed_partition.capture.graph import Graph
+from deepspeed_partition.capture.structure import flatten
+from deepspeed_partition.capture.tail import leave_out
+from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
+from lightning_madpipe.finding.step_call import SILENT, do_nothing, replaced, rest_of_arguments
+
+_SIGNATURE = inspect.signature(lambda batch: None)
+WAY_OUT = "put what the step calls into forward(), and call self(...) there"
+
+
+class CapturedCalls(CapturedCall):
+    """The calls of modules with trained weights in a step.
+
+    Args:
+        module: The LightningModule.
+        step: The name of its step.
+        batch: What the step is given.
+        paths: The modules with trained weights, whichever the step calls.
+
+    Raises:
+        CaptureError: they cannot be written down.
+        OtherCallError: the step raises something without data.
+    """
+
+    def __init__(self, module: Any, step: str, batch: Any, paths: Sequence[str]) -> None:
+        self._step, self._paths = step, paths
+        self.made: tuple[str, ...] = ()
+        """The modules that are called, in order."""
+        self._error: Exception | None = None
+        with self._as_forward(module):
+            super().__init__(module, f"the modules of {step}()", (batch,), {})
+        if not self.made:
+            raise OtherCallError(f"no call of {step} can be followed") from self._error
+
+    @contextmanager
+    def _as_forward(self, module: Any) -> Iterator[None]:
+        """Let a call of the module be its step, which returns what its calls were given and returned."""
+        calls: list[tuple[str, Any, Any]] = []
+        inside = False
+
+        def called(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                if inside:
+                    return run(*args, **kwargs)
+                inside = True
+                try:
+                    returned = run(*args, **kwargs)
+                finally:
+                    inside = False
+                calls.append((path, (args, kwargs), returned))
+                return returned
+
+            return call
+
+        forward = called("", module.forward)
+        is_running = False
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_running
+            if is_running:
+                return forward(*args, **kwargs)
+            is_running = True
+            calls.clear()
+            try:
+                getattr(module, self._step)(*args, *rest_of_arguments(module, self._step))
+            except Exception as error:  # of what comes after the last call, such as a loss that asks for data
+                self._error = error
+            finally:
+                is_running = False
+            self.made = tuple(path for path, *_ in calls)
+            return [(given, returned) for _, given, returned in calls]
+
+        step.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for path in self._paths:
+                part = module.get_submodule(path)
+                stack.enter_context(replaced(part, "forward", called(path, part.forward)))
+            for part in module.modules():
+                if isinstance(part, Metric):
+                    stack.enter_context(replaced(part, "forward", _zero))
+            for name in SILENT:
+                stack.enter_context(replaced(module, name, do_nothing))
+            stack.enter_context(replaced(module, "forward", step))
+            yield
+
+    def _cut(self, graph: Graph, training: bool) -> None:
+        needed: set[int] = set()
+        waiting = [graph.producer[value] for value in graph.returned.refs() if value in graph.producer]
+        while waiting:
+            number = waiting.pop()
+            if number not in needed:
+                needed.add(number)
+                waiting += graph.nodes[number].after
+        leave_out(graph, {node.number for node in graph.nodes} - needed)
+        super()._cut(graph, training)
+
+    def let_reach(self, reach: Callable[[], AbstractContextManager[Any]]) -> None:
+        @contextmanager
+        def reached() -> Iterator[None]:
+            with reach(), self._as_forward(self.model):
+                yield
+
+        super().let_reach(reached)
+
+    def as_called(self) -> AbstractContextManager[None]:
+        return self._as_forward(self.model)
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        given = {name: leaf for name, leaf in self._named(args, kwargs).items() if isinstance(leaf, Tensor)}
+        known = {name: leaf for name, leaf in self._arguments.items() if isinstance(leaf, Tensor)}
+        self._verify(known, given)
+        return tuple(given[name] for name in known)
+
+    def answers(self, outputs: Any, batch: Any) -> Callable[[str, Any, Any], Any]:
+        """What stands for the modules in a step: it returns what they did, for the outputs of the layers."""
+        calls = iter(zip(self.made, self.returned(outputs, (batch,), {}), strict=True))
+
+        def answer(path: str, args: Any, kwargs: Any) -> Any:
+            found, (given, returned) = next(calls, ("", (None, None)))
+            if given is None or found != path or not _same(given, (args, kwargs)):
+                raise OtherCallError(
+                    f"with something else than when its layers were found from the calls of {self._step}, or in "
+                    f"another order: {WAY_OUT}"
+                )
+            return returned
+
+        return answer
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that are called."""
+        return {path: self.model.get_submodule(path) for path in self.made}
+
+
+def _zero(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _same(before: Any, now: Any) -> bool:
+    left, right = flatten(before)[0], flatten(now)[0]
+    return len(left) == len(right) and all(map(_is_same, left, right))
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        # A batch of all micro-batches is multiplied in another order than each of them.
+        same = before.shape == now.shape and before.dtype == now.dtype
+        return same and torch.allclose(before.detach(), now.detach(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    return type(before) is type(now) and bool(before == now)
