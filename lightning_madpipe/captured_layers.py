@@ -25,7 +25,6 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
     Raises:
         ValueError: there are none; the message says where that was seen and what to do.
     """
-    name = type(module).__name__
     try:
         mine = example_batch(trainer, module)
         batch = split_batch(from_rank_0(lambda: mine), num_micro_batches)[0]
@@ -41,9 +40,15 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
                 return before
         return _captured(module, call)
     except ValueError as error:
-        raise ValueError(
-            f"{name} has no pipeline_layers(), and its layers cannot be found: {error}; or {HOW_TO_SAY_IT}"
-        ) from error
+        raise unknown_layers(module, error) from error
+
+
+def unknown_layers(module: Any, reason: Exception) -> ValueError:
+    """The error of a module that names no layers, and whose layers cannot be found."""
+    return ValueError(
+        f"{type(module).__name__} has no pipeline_layers(), and its layers cannot be found: {reason}; or "
+        f"{HOW_TO_SAY_IT}"
+    )
 
 
 def _call_before(module: Any) -> PipelineCall | None:
@@ -60,7 +65,11 @@ def _captured(module: Any, call: StepCall) -> PipelineCall:
 def _several_calls(
     module: Any, step: str, batch: Any, before: PipelineCall | None, reason: Exception, lightning: Lightning
 ) -> PipelineCall:
-    if before is not None and isinstance(before.captured, CapturedCalls) and before.captured.holds_for((batch,), {}):
+    if (
+        before is not None
+        and isinstance(before.captured, CapturedCalls)
+        and before.captured.holds_for((batch,), {})
+    ):
         return before
     try:
         with _undone(module, lightning):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from deepspeed_partition.cli import cli
 from deepspeed_partition.engine.pipeline.module import check_boundaries, check_same_model
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.solvers import interface
+from lightning_madpipe.captured_layers import unknown_layers
+from lightning_madpipe.finding.step_call import find_call
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.settings import resolved_num_stages
 
@@ -37,7 +40,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in
 
 
 class Bare(pytorch_lightning.LightningModule):
-    pass
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
 
 
 class OutsideParameter(pytorch_lightning.LightningModule):
@@ -67,8 +71,15 @@ def another_model() -> None:
     check_same_model(plan, [1232] * 8)
 
 
+def no_call() -> None:
+    try:
+        find_call(Bare(), "training_step", None, nullcontext)
+    except ValueError as error:
+        raise unknown_layers(Bare(), error) from None
+
+
 TOLD: dict[str, Callable[[], object]] = {
-    "a module without": lambda: find_layers(Bare()),
+    "a step without a call": no_call,
     "num_stages=3": lambda: resolved_num_stages(3, 2),
     "a parameter that no layer has": lambda: find_layers(OutsideParameter()),
     "memori": lambda: Options.from_mapping({"memori": "16GB"}),

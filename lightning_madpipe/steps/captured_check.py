@@ -82,7 +82,8 @@ class _CapturedCheck(LayerCheck):
     def _all_gradients(self, end: Any, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """What a backward leaves in the weights; inputs get no gradient from layers that are captured."""
         found, num_inputs = super()._all_gradients(end, leaves), len(self._arguments)
-        return [None] * num_inputs + found[num_inputs:] if found else found
+        without: list[Tensor | None] = [None] * num_inputs
+        return without + found[num_inputs:] if found else found
 
     def _note_reads(self, of_values: Sequence[str]) -> None:
         asked = [str(read) for read in self._reads if read.is_of_the_trainer]

@@ -22,8 +22,8 @@ from torchmetrics import Metric
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
-from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
+from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
@@ -396,6 +396,7 @@ class UserSteps:
         def answer(*arguments: Any, **keywords: Any) -> Any:
             nonlocal num_calls
             if isinstance(self._captured, CapturedCalls):
+                self.draws.note_call()
                 return self._answers(outputs)
             num_calls += 1
             if num_calls > 1:

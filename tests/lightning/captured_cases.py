@@ -210,12 +210,12 @@ class Unnamed(cases.SequentialClassifier):
 
 
 def trained(
-    host: cases.Host, build: Callable[[], pl.LightningModule], data: DataLoader, **arguments: Any
+    host: cases.Host, build: Callable[[], pl.LightningModule], data: DataLoader, strategy: Any = None
 ) -> dict[str, Any]:
     """Losses, logs and what the module is after a fit."""
     pl.seed_everything(0, verbose=False)
     module, recorder = build(), cases.Recorder()
-    trainer = host.trainer(recorder, **{"max_epochs": 2, **arguments})
+    trainer = host.trainer(recorder, max_epochs=2, strategy={"time_limit_seconds": 1, **(strategy or {})})
     trainer.fit(module, data, data if "validation_step" in vars(type(module)) else None)
     return {
         **cases.fit_record(trainer, module, recorder.rows),
@@ -235,14 +235,14 @@ def runs(host: cases.Host) -> dict[str, Any]:
     """What one module goes through: fits, checkpoints, evaluation, predictions, copies."""
     pl.seed_everything(0, verbose=False)
     module, recorder, data = CausalLanguageModel(), cases.Recorder(), sentences()
-    trainer = host.trainer(recorder, max_epochs=1, strategy={"warmup_epochs": 0})
+    trainer = host.trainer(recorder, max_epochs=1, strategy={"warmup_epochs": 0, "time_limit_seconds": 1})
     trainer.fit(module, data)
     path = host.folder / "captured.ckpt"
     trainer.save_checkpoint(path)
     trainer.save_checkpoint(host.folder / "weights.ckpt", weights_only=True)
     copied = copy.deepcopy(module)
     [tested] = trainer.validate(module, data, verbose=False)
-    later = host.trainer(recorder, max_epochs=3)
+    later = host.trainer(recorder, max_epochs=3, strategy={"time_limit_seconds": 1})
     later.fit(CausalLanguageModel(), data, ckpt_path=str(path))
     predicted = host.trainer().predict(copied, data)
     loaded = CausalLanguageModel.load_from_checkpoint(host.folder / "weights.ckpt", map_location="cpu")
