@@ -1,0 +1,179 @@
+"""The example batch that layers are found with, and the loss that a model makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
+from lightning_madpipe.finding.example_batch import example_batch
+
+
+def trainer_with(loaders: Any) -> Any:
+    source = SimpleNamespace(instance=loaders, dataloader=lambda: source.instance)
+    return SimpleNamespace(
+        state=SimpleNamespace(fn=SimpleNamespace(value="fit")),
+        fit_loop=SimpleNamespace(_data_source=source),
+        precision_plugin=SimpleNamespace(convert_input=lambda batch: batch),
+    )
+
+
+MODULE: Any = SimpleNamespace(
+    device=torch.device("cpu"),
+    _on_before_batch_transfer=lambda batch, dataloader_idx: batch,
+    _apply_batch_transfer_handler=lambda batch, device, dataloader_idx: batch,
+)
+
+
+class Squares(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return (number * number for number in range(5))
+
+
+class OneWay(Squares):
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        return 1
+
+
+def numbers(**settings: Any) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(10)), **{"batch_size": 4, **settings})
+
+
+def test_the_first_samples_are_read_without_a_draw() -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = numbers(shuffle=True, generator=generator)
+    own, common = generator.get_state(), torch.get_rng_state()
+    [batch] = example_batch(trainer_with(loader), MODULE)
+    assert batch.tolist() == [0, 1, 2, 3]
+    assert torch.equal(own, generator.get_state()) and torch.equal(common, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "loaders, expected",
+    [
+        (numbers(batch_size=None, sampler=range(4, 8)), [0]),
+        (numbers(batch_size=1, sampler=None, batch_sampler=None), [0]),
+        (DataLoader(TensorDataset(torch.arange(9)), batch_sampler=[[5, 7], [1]]), [5, 7]),
+        (DataLoader(Squares(), batch_size=3), [0, 1, 4]),
+        ([[torch.tensor([6])], [torch.tensor([7])]], None),
+    ],
+)
+def test_every_kind_of_loader_has_a_first_batch(loaders: Any, expected: Any) -> None:
+    batch = example_batch(trainer_with(loaders), MODULE)
+    tensors = batch if isinstance(batch, list | tuple) else [batch]
+    assert expected is None or tensors[0].reshape(-1).tolist() == expected
+
+
+def test_several_loaders_give_a_batch_each() -> None:
+    batch = example_batch(trainer_with({"one": numbers(), "two": numbers(batch_size=2)}), MODULE)
+    assert [each[0].tolist() for each in (batch["one"], batch["two"])] == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_a_stream_gets_its_first_batch_back() -> None:
+    trainer = trainer_with(iter([1, 2, 3]))
+    assert example_batch(trainer, MODULE) == 1
+    assert list(trainer.fit_loop._data_source.instance) == [1, 2, 3]
+
+
+def test_a_data_set_that_can_be_read_once_is_refused() -> None:
+    with pytest.raises(ValueError, match="can be read once"):
+        example_batch(trainer_with(DataLoader(OneWay(), batch_size=2)), MODULE)
+
+
+class WithLoss(nn.Module):
+    """Returns a loss of as many labels as there are, logits, and what its labels alone give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, *, labels: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale
+        kept = labels != -100
+        return {"loss": F.cross_entropy(x[:, :5].flatten(0, -2), labels), "logits": x, "kept": kept}
+
+
+def found() -> tuple[WithLoss, CapturedCall, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, inputs = WithLoss(), {"x": torch.randn(4, 6), "labels": torch.tensor([1, -100, 0, -100])}
+    return model, CapturedCall(model, "self.model()", (inputs["x"],), {"labels": inputs["labels"]}), inputs
+
+
+def outputs_of(call: CapturedCall, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    passed: Any = call.inputs((), {"labels": labels, "x": x})
+    for layer in call.layers:
+        passed = layer(passed)
+    return passed
+
+
+def test_a_loss_of_the_model_is_that_of_the_batch() -> None:
+    """Micro-batches of two samples have one label each in the first pair, and none would weigh as much."""
+    model, call, inputs = found()
+    pieces = [outputs_of(call, inputs["x"][i : i + 2], inputs["labels"][i : i + 2]) for i in (0, 2)]
+    joined = torch.cat(pieces)
+    returned = call.returned(joined, (inputs["x"],), {"labels": inputs["labels"]})
+    expected = model(**inputs)
+    assert returned.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(returned[name], value)
+    returned["loss"].backward()
+    own = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    expected["loss"].backward()
+    for gradient, weight in zip(own, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, weight.grad)
+
+
+@pytest.mark.parametrize(
+    "changed, sentence",
+    [
+        ({"scale": 0.5}, "scale=0.5, and its layers were found for scale=None"),
+        ({"labels": None}, "labels=None"),
+        ({"x": torch.zeros(2, 3, 6)}, "<floating tensor of 3 dimensions>"),
+    ],
+)
+def test_another_call_is_refused(changed: dict[str, Any], sentence: str) -> None:
+    _, call, inputs = found()
+    with pytest.raises(OtherCallError, match=sentence):
+        call.inputs((), {**inputs, **changed})
+
+
+def test_parts_that_change_their_mode_are_captured_again() -> None:
+    """Dropout is no module here: the layer that is captured has what the code did in the mode of its part."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(F.dropout(self.first(x), 0.5, self.training))
+
+    model = nn.Sequential(Part(), Part())
+    model[0].eval()
+    call = CapturedCall(model, "self.model()", (torch.randn(4, 6),), {})
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(1)
+        call.follow_modes()
+        passed = torch.ones(4, 6)
+        for layer in call.layers:
+            passed = layer(passed)
+        return passed
+
+    for training in (False, True):
+        model[0].train(training)
+        found = run()
+        torch.manual_seed(1)
+        torch.testing.assert_close(found, model(torch.ones(4, 6)))
