@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.finding.captured_calls import CapturedCalls
@@ -38,7 +39,11 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
             assert before.captured is not None
             if before.captured.holds_for(call.args, call.kwargs):
                 return before
-        return _captured(module, call)
+        found = _captured(module, call)
+        assert found.captured is not None
+        for note in found.captured.notes:
+            announce(note)
+        return found
     except ValueError as error:
         raise unknown_layers(module, error) from error
 

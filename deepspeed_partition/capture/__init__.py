@@ -1,8 +1,8 @@
 """From a model as it is to layers of a pipeline: its ``forward`` is run once without data, and cut.
 
 ``recorder`` writes down the calls, ``graph`` chooses the modules that are run whole, ``partition`` cuts,
-``program`` runs a layer, ``model_layers`` makes modules of them; open that one first. Torch alone is imported, no
-host.
+``program`` runs a layer, ``model_layers`` makes modules of them; open that one first. ``tail`` takes the calls
+that make a loss out of the layers, for a host that has a whole batch's outputs. Torch alone is imported, no host.
 """
 
 from __future__ import annotations

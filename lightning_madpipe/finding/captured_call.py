@@ -22,6 +22,8 @@ from deepspeed_partition.capture.tail import Tail, cut_tail
 from deepspeed_partition.engine.captured_model import layers_of_captured
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 
+NO_CACHE = "a pipeline has no cache of keys and values"
+
 
 class OtherCallError(ValueError):
     """A call for which the layers do not hold; the message says what is different."""
@@ -46,9 +48,10 @@ class CapturedCall:
         args, kwargs = self._in_order(args, kwargs)
         self._arguments = self._named(args, kwargs)
         self._tails: dict[bool, Tail] = {}
-        with without_caches(model):
+        with without_caches(model) as kinds:
             captured = capture(model, args, kwargs)
-        self.notes = captured.notes
+        self.notes = [*captured.notes, *(f"{kind} runs with use_cache=False: {NO_CACHE}" for kind in kinds)]
+        """What a user should be told once."""
         self._cut(captured.graph, captured.training)
         captured.changed = self._cut
         layers = layers_of_captured(captured)
@@ -195,12 +198,14 @@ def _in_form(model: nn.Module, forms: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """Let Hugging Face models make no cache for generation, which no step of training reads."""
-    configs = {id(config): config for config in (getattr(part, "config", None) for part in model.modules())}
+def without_caches(model: nn.Module) -> Iterator[list[str]]:
+    """Let Hugging Face models make no cache for generation, and give the classes of those that would."""
+    kinds = []
     with ExitStack() as stack:
-        for config in configs.values():
+        for part in model.modules():
+            config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", None) is True:
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
-        yield
+                kinds.append(type(part).__name__)
+        yield kinds

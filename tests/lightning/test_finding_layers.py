@@ -149,6 +149,14 @@ def test_another_call_is_refused(changed: dict[str, Any], sentence: str) -> None
         call.inputs((), {**inputs, **changed})
 
 
+def test_a_cache_for_generation_is_left_out_and_said() -> None:
+    model = WithLoss()
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    call = CapturedCall(model, "self.model()", (torch.randn(4, 6),), {"labels": torch.zeros(4, dtype=torch.long)})
+    assert call.notes == ["WithLoss runs with use_cache=False: a pipeline has no cache of keys and values"]
+    assert model.config.use_cache
+
+
 def test_parts_that_change_their_mode_are_captured_again() -> None:
     """Dropout is no module here: the layer that is captured has what the code did in the mode of its part."""
 
