@@ -516,9 +516,12 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
     state = captured.training, (), captured.autocast
     recipe = Recipe(captured, layout, names, {state: programs})
     shared: dict[str, TiedWeights] = {}
+    names_by_key: dict[str, set[str]] = {}
     for key in dict.fromkeys(layout.ties.values()):
         places = [layer for layer, own in layout.ties.items() if own == key]
-        shared[key] = TiedWeights(captured, {name for place in places for name in names[place]})
+        names_by_key[key] = {name for place in places for name in names[place]}
+        shared[key] = TiedWeights(captured, names_by_key[key])
+    _refuse_statistics_in_shared_layers(captured, names_by_key)
     layers = Layers()
     for number in range(layout.num_layers):
         if number in layout.ties:
@@ -532,6 +535,23 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
     values = captured.graph.values
     layers.boundary_shapes = [[values[each].shape for each in crossing.values] for crossing in layout.crossings]
     return layers
+
+
+def _refuse_statistics_in_shared_layers(captured: Captured, shared: Mapping[str, Iterable[str]]) -> None:
+    """Refuse running statistics in layers that share weights: each rank has a copy, and one of them runs."""
+    modules = captured.graph.recording.modules
+    for names in shared.values():
+        for name in sorted(set(names) & modules.keys()):
+            for path, part in modules[name].named_modules():
+                if getattr(part, "running_mean", None) is not None:
+                    place = ".".join(filter(None, (name, path)))
+                    raise CaptureError(
+                        f"{place} ({type(part).__name__}) keeps running statistics, and stands in layers that "
+                        f"share "
+                        "weights, of which several ranks may have a copy: their statistics would differ. Call "
+                        "what the layers share once, on the joined inputs (torch.cat), or use nn.GroupNorm or "
+                        "nn.LayerNorm there"
+                    )
 
 
 @functools.cache

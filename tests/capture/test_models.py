@@ -299,3 +299,25 @@ def test_a_layer_says_how_many_tensors_it_takes():
     layers = layers_from(capture(networks.MinimalGPT(), (words(3, 9), words(3, 9))))
     with pytest.raises(ValueError, match="takes 2: tokens, targets"):
         layers[0](words(3, 9))
+
+
+class TwoViews(nn.Module):
+    """Both views go through one head with running statistics, as in Barlow twins."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+        self.head = nn.Sequential(nn.Linear(16, 16), norm(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(first)) - self.head(self.encoder(second))
+
+
+def test_statistics_in_layers_that_share_weights_are_refused() -> None:
+    """The ranks had other statistics in the end, and nothing was said."""
+    views = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(
+        CaptureError, match=r"head.1 \(BatchNorm1d\) keeps running statistics, and stands in layers"
+    ):
+        layers_from(capture(TwoViews(nn.BatchNorm1d), views))
+    assert len(layers_from(capture(TwoViews(nn.LayerNorm), views))) > 1
