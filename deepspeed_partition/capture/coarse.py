@@ -49,7 +49,7 @@ class Element:
     leaves: list[Any]
     structure: Structure
     returned: list[Any]
-    """Its leaves; None in the place of tensors."""
+    """The leaves of what the call returned; None in the place of tensors."""
     returned_structure: Structure
 
     @property

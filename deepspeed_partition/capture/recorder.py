@@ -171,7 +171,7 @@ class Recording:
     modules: dict[str, nn.Module]
     device: torch.device
     dtypes: dict[str, torch.dtype]
-    """Of parameters and buffers, by all of their names."""
+    """The types of parameters and buffers, by all of their names."""
     first_names: dict[str, str]
     """What a parameter or buffer is called here, by all of its names."""
 
@@ -191,7 +191,7 @@ class State:
     """What a recording depends on besides the arguments: the types of weights, and autocast."""
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """Of weights, where they are not to be asked, for some of them may have changed."""
+    """The types of weights, by name, where weights are not to be asked, for some may have changed."""
     changed: dict[torch.dtype, torch.dtype] = field(default_factory=dict)
     """What was made of a type, for example bfloat16 of float32."""
     device: torch.device | None = None

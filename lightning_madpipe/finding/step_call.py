@@ -129,6 +129,7 @@ def do_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def replaced(part: Any, name: str, value: Any) -> Iterator[None]:
+    """Put ``value`` in the instance dictionary, where it is found before methods and child modules."""
     missing = object()
     before = vars(part).get(name, missing)
     object.__setattr__(part, name, value)

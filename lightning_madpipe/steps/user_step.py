@@ -24,6 +24,7 @@ from deepspeed_partition.engine.runtime.random_state import preserved_random_sta
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.captured_calls import CapturedCalls
+from lightning_madpipe.finding.step_call import replaced
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
@@ -537,15 +538,15 @@ class UserSteps:
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
         self._data = data
-        replaced = [(self._module, self._attribute, call)]
+        stand_ins = [(self._module, self._attribute, call)]
         if isinstance(self._captured, CapturedCalls):
-            replaced = self._captured_calls(call)
+            stand_ins = self._captured_calls(call)
         elif self._captured is not None:
-            replaced = [(self._captured.model, "forward", call)]
+            stand_ins = [(self._captured.model, "forward", call)]
         elif self._attribute != "forward":
             sequential = getattr(self._module, self._attribute)
             stand_in = _SequentialStandIn(sequential, call, self._called, self._error)
-            replaced = [(self._module, self._attribute, stand_in)]
+            stand_ins = [(self._module, self._attribute, stand_in)]
 
         def show(*values: Any, **keywords: Any) -> None:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
@@ -556,9 +557,9 @@ class UserSteps:
             _seeded(micro_batch),
             self.draws.of_step(what, micro_batch.batch_seed, self._note_end if self.rehearsing else None),
             self._as_running(micro_batch.step),
-            _all_replaced(replaced),
-            _replaced(self._module, "log", log),
-            _replaced(self._module, "print", show),
+            _all_replaced(stand_ins),
+            replaced(self._module, "log", log),
+            replaced(self._module, "print", show),
             _recorded(self._module, record),
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
             left_untouched(self._module, micro_batch.step, self._error) if self._is_cut else nullcontext(),
@@ -648,7 +649,7 @@ class _SequentialStandIn:
         )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        with _replaced(self._sequential, "forward", self._call):
+        with replaced(self._sequential, "forward", self._call):
             return self._sequential(*arguments, **keywords)  # with its hooks
 
     def __getattr__(self, name: str) -> Any:
@@ -704,25 +705,10 @@ def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Put ``value`` in the instance dictionary, where it is found before methods and child modules."""
-    missing = object()
-    before = vars(module).get(attribute, missing)
-    object.__setattr__(module, attribute, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            object.__delattr__(module, attribute)
-        else:
-            object.__setattr__(module, attribute, before)
-
-
-@contextmanager
 def _all_replaced(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in values:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         yield
 
 
