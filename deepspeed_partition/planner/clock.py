@@ -37,6 +37,11 @@ class Clock:
         """Make a clock on which one micro-batch, with all transfers, takes ``DIGITS`` digits of ticks."""
         total = sum((Fraction(layer.compute_seconds) for layer in chain.layers), Fraction(0))
         total += 2 * sum((Fraction(seconds) for seconds in one_way_seconds(chain, platform)), Fraction(0))
+        return cls.resolving(total)
+
+    @classmethod
+    def resolving(cls, total: Fraction) -> Clock:
+        """Make a clock on which ``total`` seconds take ``DIGITS`` digits of ticks."""
         if not total:
             return cls(0)
         digits = math.floor(math.log10(total))

@@ -1,22 +1,23 @@
 """Timetables: one run of a whole pipeline on paper, with the begin and end of each computation and transfer.
 
 The lists of instructions are written from it (``emit.py``). It is in whole ticks, since events at the same
-instant must be found equal.
+instant must be found equal: what ends there makes room for what begins there. Ticks are decimal, as the planner's
+are, so that a plan's times are whole ticks and what is at one instant in the planner's run of the plan is so here.
+Were they rounded, a plan would need more memory here than it says.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
+from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Message, input_of
-
-TICKS = 10**12
-"""Number of ticks in the longest time that is given: finer than the rounding of those times."""
 
 Operation = tuple[str, int]
 """Computation or transfer, and its micro-batch: ``("F0", 3)``, ``("SF0", 3)``."""
@@ -67,10 +68,11 @@ class _PatternRun:
                 "every cut between two devices its transfers"
             )
         operations = [placed[name] for name in self.road]
-        ticks_of = _ticks({"period": plan.period_seconds})
-        self.begins = [each.shift * TICKS + ticks_of(each.start_seconds) for each in operations]
+        clock = _clock({each.operation: each.duration_seconds for each in operations})
+        self.period = clock.ticks(plan.period_seconds)
+        self.begins = [each.shift * self.period + clock.ticks(each.start_seconds) for each in operations]
         """Ticks at which each operation of the road begins on micro-batch 0, by the pattern."""
-        self.lasts = [ticks_of(each.duration_seconds) for each in operations]
+        self.lasts = [clock.ticks(each.duration_seconds) for each in operations]
         self.places: list[object] = [
             each.device if each.link is None else frozenset(each.link) for each in operations
         ]
@@ -121,7 +123,7 @@ class _PatternRun:
                 earliest[after] = max(earliest[after], end)
                 self.num_before[after] -= 1
                 if not self.num_before[after]:
-                    planned = after[1] * TICKS + self.begins[after[0]]
+                    planned = after[1] * self.period + self.begins[after[0]]
                     heapq.heappush(ready, (max(planned, earliest[after]), *after))
         return Timetable(self.devices, tuple(tuple(order) for order in orders), tuple(messages), instants)
 
@@ -138,9 +140,17 @@ def _road(devices: Sequence[int], kinds: str) -> list[str]:
     return road
 
 
-def _ticks(seconds: Mapping[str, float]) -> Callable[[float], int]:
-    longest = max(seconds.values(), default=0.0) or 1.0
-    return lambda each: round(each / longest * TICKS)
+def _clock(seconds: Mapping[str, float]) -> Clock:
+    """Return a clock on which all times of a plan are whole ticks, as on the one that the plan was made with.
+
+    That one resolves the sum of all layers and transfers, which is this one's total at the least. The time of a
+    backward may include a forward that is run again.
+    """
+    transfers = (Fraction(lasts) for name, lasts in seconds.items() if name[0] == "S")
+    stages = {name[1:] for name in seconds if name[0] != "S"}
+    longer = (max(seconds.get(f"{kind}{stage}", 0.0) for kind in "FB") for stage in stages)
+    total = sum(transfers, Fraction(0)) + sum(map(Fraction, longer), Fraction(0))
+    return Clock.resolving(total)
 
 
 def of_orders(
@@ -166,7 +176,9 @@ class _VirtualRun:
         self, orders: Sequence[Order], devices: tuple[int, ...], seconds: Mapping[str, float], receive_slots: int
     ) -> None:
         self.orders, self.devices = orders, devices
-        self.seconds, self.ticks_of = seconds, _ticks(seconds)
+        clock = _clock(seconds)
+        self.ticks = {name: clock.ticks(lasts) for name, lasts in seconds.items()}
+        self.unknown = clock.ticks(1.0)
         self.position = [0] * len(orders)
         self.device_free = [0] * len(orders)
         self.link_free: dict[frozenset[int], int] = defaultdict(int)
@@ -206,7 +218,7 @@ class _VirtualRun:
         return message if message is not None and len(set(message.ends(self.devices))) == 2 else None
 
     def _lasts(self, name: str) -> int:
-        return self.ticks_of(self.seconds.get(name, 1.0))
+        return self.ticks.get(name, self.unknown)
 
     def _ended(self, operation: Operation) -> int | None:
         return self.instants[operation][1] if operation in self.instants else None
