@@ -11,6 +11,13 @@ more than it does at that place of the timetable. ``D`` waits for the oldest ten
 no room otherwise; in a run that is on time it has left already, or leaves while the next computation runs on
 paper. A receive is posted at the latest before the computation beside which its transfer begins, and as much
 earlier as the room allows (not before its message can come: ``postponing.py``).
+
+While a device computes nothing, the receives whose transfers begin then, and the waits that make room for them,
+stand in the order of the timetable. Else two devices that were idle would come to wait in a circle, each for a
+receive that the other one posts behind its own wait:
+
+    device 0   ... SB1.0 WF1.1 F2.1 DB1.0 RF1.3 B2.1 ...          SB1.0 begins before SF1.3
+    device 1   ... SF1.3 F1.4 RB1.0 DF1.3 WB1.0 B1.0 ...          so RB1.0 stands before DF1.3
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from itertools import accumulate
 
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Transfer, input_of, output_of
 from deepspeed_partition.schedule.timetable import Timetable
@@ -34,8 +42,8 @@ def lists_of(
         comm_buffers: tensors for which there is room at each end of a boundary, whatever the timetable has there.
         strict: the ends of boundaries, as (device, boundary), at which the bound is kept even where the device
             must wait, before a computation, for a transfer that begins while the computation runs on paper. Then
-            devices may come to wait in a circle; otherwise never, since the order of the timetable is one in
-            which everything can be done.
+            devices may come to wait in a circle; otherwise never: what stands before a send or a receive waits
+            only for transfers that begin before its own in the timetable.
     """
     devices = range(len(timetable.orders))
     return tuple(tuple(_Device(timetable, device, comm_buffers).instructions(strict)) for device in devices)
@@ -89,6 +97,8 @@ class _Device:
                 self.to_send[destination].append(message)
             elif destination == device:
                 self.to_post[source].append(message)
+        received = (message for messages in self.to_post.values() for message in messages)
+        self.arrivals = sorted(self.instants[message.transfer][0] for message in received)
         mine = {message.boundary for message in timetable.messages if device in message.ends(self.devices)}
         self.ends = {boundary: _End(timetable, device, boundary) for boundary in sorted(mine)}
         self.room = {boundary: self._room(boundary) for boundary in self.ends}
@@ -112,14 +122,28 @@ class _Device:
             max(room, running), max(room, done) - int(made is not None and made.boundary == boundary)
         )
 
+    def _at(self, instant: int, boundary: int) -> int:
+        """Return the tensors at an end at an instant of the timetable."""
+        end = self.ends[boundary]
+        return end.departing.at(instant) + end.arriving.at(instant)
+
     def _room(self, boundary: int) -> list[int]:
         """Return, for each place, how many receives may be posted early without a wait for later departures."""
-        end, room = self.ends[boundary], []
+        end, room, free = self.ends[boundary], [], 0
         for index, (begin, over) in enumerate(self.spans):
             waiting, running = self._most(index, boundary)
             kept = end.departing.at(begin)
-            room += [waiting - kept - end.arriving.until(begin), running - kept - end.arriving.until(over)]
+            # What is posted before an idle time is open when the receives of that time are posted.
+            idle = (self._at(instant, boundary) for instant in self._idle_arrivals(free, begin))
+            left = (max(0, self.comm_buffers - there) for there in idle)
+            room.append(min([waiting - kept - end.arriving.until(begin), *left]))
+            room.append(running - kept - end.arriving.until(over))
+            free = over
         return room
+
+    def _idle_arrivals(self, free: int, begin: int) -> list[int]:
+        """Return the instants at which transfers to this device begin while it computes nothing."""
+        return self.arrivals[bisect_left(self.arrivals, free) : bisect_left(self.arrivals, begin)]
 
     def _places_of_posts(self) -> dict[int, list[tuple[int, Message]]]:
         """Return, by place, the receives posted there and the devices that they come from."""
@@ -129,10 +153,13 @@ class _Device:
         for source, messages in self.to_post.items():
             place = 0
             consumers: dict[str, list[int]] = defaultdict(list)
-            for message in messages:
+            needed = [2 * self.index[message.consumer] for message in messages]
+            # Receives are posted in turn: one is posted before whatever needs a message behind it.
+            needed = list(accumulate(reversed(needed), min))[::-1]
+            for message, before_needed in zip(messages, needed, strict=True):
                 start, consumer = self.instants[message.transfer][0], self.index[message.consumer]
                 index = min(bisect_right(overs, start), consumer)
-                latest = 2 * index + int(index < consumer and start >= self.spans[index][0])
+                latest = min(2 * index + int(start >= self.spans[index][0]), before_needed)
                 if message.direction == "B":  # a gradient has the shape of its output
                     place = max(place, 2 * self.index[f"F{message.boundary}", message.micro_batch] + 2)
                 earliest = place
@@ -155,7 +182,11 @@ class _Device:
                 boundary: self.spans[index][int((self.device, boundary) in strict)] for boundary in self.ends
             }
             needed = input_of(name, micro_batch, len(self.devices))
-            early, late = self.posts.get(2 * index, []), self.posts.get(2 * index + 1, [])
+            begin = self.spans[index][0]
+            posts, late = self.posts.get(2 * index, []), self.posts.get(2 * index + 1, [])
+            idle = [post for post in posts if self.instants[post[1].transfer][0] < begin]
+            yield from self._post_in_turn(idle)
+            early = [post for post in posts if self.instants[post[1].transfer][0] >= begin]
             self._count(early)
             most = {boundary: self._most(index, boundary) for boundary in self.ends}
             for boundary, (waiting, _) in most.items():
@@ -179,6 +210,21 @@ class _Device:
             if made is not None and made.boundary in self.ends:
                 self.unsent[made.boundary].append(made)
             yield from self._send(index)
+
+    def _post_in_turn(self, posts: list[tuple[int, Message]]) -> Iterator[Instruction]:
+        """Yield receives whose transfers begin while nothing is computed, and the waits that make room for them.
+
+        Before each of them, each end of a boundary comes to what it has in the timetable when that transfer
+        begins; nothing is waited for that begins later, since the other device may post its receive only after it
+        has got rid of that tensor.
+        """
+        for source, message in sorted(posts, key=lambda post: self.instants[post[1].transfer]):
+            instant, _ = self.instants[message.transfer]
+            for boundary in self.ends:
+                most = max(self.comm_buffers, self._at(instant, boundary)) - int(boundary == message.boundary)
+                yield from self._leave(boundary, most, instant)
+            self._count([(source, message)])
+            yield Transfer("R", message, source)
 
     def _count(self, posts: list[tuple[int, Message]]) -> None:
         self.open.update(message.boundary for _, message in posts)

@@ -24,13 +24,18 @@ how much room there is for tensors that wait, and so where ``D`` and ``R`` stand
 
 Nothing waits forever, for this reason. Between two devices, messages of one direction are matched in the order in
 which they were sent and posted (as NCCL does, and gloo without tags), whatever boundaries they belong to, so a
-message may be held up by one in front of it that has no room. The beginnings of a timetable are an order of all
-instructions of all devices in which none comes before what ``W`` waits for, so whatever the real times are, some
-device can always go on. A timetable itself can only stop if the orders of forwards and backwards wait for each
-other in a circle, which is refused with the circle. What ``D`` waits for may come a little later than that:
-``dry_run.py``, which checks all finished lists without any of this reasoning, then finds a circle in few of them
-(1 in 100 random orders), and there devices wait for less, at those ends of boundaries where they must (tried one
-after the other).
+message may be held up by one in front of it that has no room. Take the transfers in the order in which they begin
+in the timetable. Whatever stands before a send or a receive in its list waits only for transfers that begin
+earlier than its own: ``W`` for the input of a computation that has begun by then, ``D`` for a tensor that is on
+its way by then (``emit.py``). So where all earlier transfers have ended, both ends of the next one are come to,
+and it ends, too, whatever the real times are. This holds for every timetable, of a pattern or of an order, with
+any number of stages on a device. A timetable itself can only stop if the orders of forwards and backwards wait for
+each other in a circle, which is refused with the circle.
+
+There is one exception, which keeps devices within the planned memory: before a computation ``D`` may also wait for
+a tensor whose transfer begins while that computation runs on paper. ``dry_run.py``, which checks all finished
+lists without any of this reasoning, then finds a circle in few of them (1 in 100 random orders), and there
+devices wait for less, at those ends of boundaries where they must (tried one after the other).
 """
 
 from __future__ import annotations

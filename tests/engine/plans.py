@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -39,8 +39,12 @@ def pattern(
     devices: Sequence[int],
     period: float,
     recomputed: Mapping[int, Rematerialize] = MappingProxyType({}),
+    waits: Callable[[], float] = lambda: 0.0,
 ) -> list[PlacedOperation]:
     """Each operation of the chain's road at the first instant at which its device or link is free in every period.
+
+    Args:
+        waits: tells how long each operation waits beyond what it must.
 
     Raises:
         ValueError: there is no such instant for one of them.
@@ -92,7 +96,7 @@ def pattern(
                 operation=name, start_seconds=at, duration_seconds=seconds, shift=int(shift), **where
             )
         )  # fmt: skip
-        earliest = begin + seconds
+        earliest = begin + seconds + waits()
     return placed
 
 
@@ -109,6 +113,7 @@ def plan_of(
     period: float | None = None,
     orders: Sequence[Order] | None = None,
     recomputed: Mapping[int, Rematerialize] = MappingProxyType({}),
+    waits: Callable[[], float] = lambda: 0.0,
 ) -> Plan:
     """A plan whose micro-batches in flight the replay counted; ``orders`` are those of one step.
 
@@ -138,7 +143,7 @@ def plan_of(
             PlannedStage(layers=layers, device=device, in_flight=1, rematerialize=recomputed.get(index, False))
             for index, (layers, device) in enumerate(zip(itertools.pairwise(cuts), devices, strict=True))
         ),
-        operations=tuple(pattern(chain, platform, cuts, devices, period, recomputed)),
+        operations=tuple(pattern(chain, platform, cuts, devices, period, recomputed, waits)),
         memory=(nothing,) * platform.num_devices,
         peak_memory_bytes=(0,) * platform.num_devices,
         step=step,
@@ -159,6 +164,7 @@ def packed(
     cuts: Sequence[int],
     devices: Sequence[int],
     orders: Sequence[Order] | None = None,
+    waits: Callable[[], float] = lambda: 0.0,
 ) -> Plan:
     """A plan of a short period: the first, from the busiest device's up, at which each operation finds a place."""
     stages = list(zip(itertools.pairwise(cuts), devices, strict=True))
@@ -168,7 +174,7 @@ def packed(
     )
     for stretch in (1.0, 1.2, 1.5, 2.0, 3.0):
         try:
-            return plan_of(chain, platform, cuts, devices, busiest * stretch, orders)
+            return plan_of(chain, platform, cuts, devices, busiest * stretch, orders, waits=waits)
         except ValueError:
             continue
     return plan_of(chain, platform, cuts, devices, orders=orders)

@@ -87,7 +87,10 @@ def test_gpipe_and_looped_orders(devices, slots):
 
 @st.composite
 def any_plans(draw):
-    """Chains, maps, patterns and orders of all kinds; the replay has counted what is in flight."""
+    """Chains, maps, patterns and orders of all kinds; the replay has counted what is in flight.
+
+    In half of the patterns operations wait longer than they must, so that devices are idle and tensors pile up.
+    """
     pick = random.Random(draw(st.integers(0, 2**32)))
     num_stages = pick.randint(1, 6)
     num_devices = pick.randint(1, min(4, num_stages))
@@ -108,7 +111,12 @@ def any_plans(draw):
         orders = plans.depth_first(devices, num_micro_batches, pick.randint(1, 4))
         if pick.random() < 0.3:
             orders = plans.gpipe(devices, num_micro_batches)
-    return (plans.packed(chain, platform, cuts, devices, orders), chain), num_micro_batches
+    longest = pick.choice([0, 0, 1, 5, 20])
+
+    def waits():
+        return pick.choice([0, pick.randint(0, 4 * longest) / 4])
+
+    return (plans.packed(chain, platform, cuts, devices, orders, waits), chain), num_micro_batches
 
 
 @settings(max_examples=200, deadline=None)
@@ -211,6 +219,31 @@ def test_no_device_holds_more_than_planned_however_late_the_others_are(plan_and_
         may_hold_more = any(each == device for each, _ in program.beyond_room)
         more = 2 * max(each.output_bytes for each in chain.layers) if may_hold_more else 0
         assert most_bytes(plan, chain, program, device) <= use.total - use.weights + more
+
+
+@pytest.mark.parametrize(
+    ("devices", "seconds", "waits", "period", "number"),
+    [
+        ((0, 1), [(1, 4), (1, 2)], [8, 0, 0, 10, 0, 0], 5, 5),
+        ((0, 1, 0), [(1, 1), (1, 4), (3, 4)], [0, 0, 8, 0, 0, 6, 11, 0, 0, 0], 10, 3),
+    ],
+)
+def test_devices_that_are_idle_between_receives_that_they_make_room_for(devices, seconds, waits, period, number):
+    """Informer on 2 ranks, "waits at DB5.0 for device 1, ... waits at DF5.2 for device 0", from a plan of MadPipe.
+
+    While a device was idle in the pattern, it waited for its tensors to leave before it posted any receive, also
+    for a tensor that leaves after one has come; the other device waited so for that one.
+    """
+    chain = plans.chain_of(len(devices), seconds, 4)
+    late = iter(waits)
+    plan = plans.plan_of(
+        chain, plans.platform_of(2), range(len(devices) + 1), devices, period, waits=late.__next__
+    )
+    program = lower(plan, number)
+    assert dry_run(program).in_flight == tuple(min(number, stage.in_flight) for stage in plan.stages)
+    assert program.within_room
+    for device, use in enumerate(replay(plan, chain).memory):
+        assert most_bytes(plan, chain, program, device) <= use.total - use.weights
 
 
 def test_orders_whose_devices_would_wait_in_a_circle_for_room():
