@@ -824,6 +824,7 @@ def _holds_fakes(value: Any) -> bool:
 
 
 _OURS = str(Path(__file__).parent)
+_HOST = str(Path(__file__).parents[2] / "lightning_madpipe")
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -832,7 +833,7 @@ def model_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCH)) and not file.startswith("<"):
+        if not file.startswith((_OURS, _HOST, _TORCH)) and not file.startswith("<"):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -842,7 +843,7 @@ def line_of(error: BaseException) -> str:
     """The innermost line of the model's source in a traceback."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OURS, _TORCH)) and not frame.filename.startswith("<")
+        if not frame.filename.startswith((_OURS, _HOST, _TORCH)) and not frame.filename.startswith("<")
     ]  # fmt: skip
     if not frames:
         return ""

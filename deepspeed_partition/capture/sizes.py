@@ -8,11 +8,16 @@ for this size alone or for a range: it is noted as a condition, which the layers
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+KNOW_SYMBOLS = frozenset({"einops"})
+"""Libraries that keep what they found for a shape, and find it anew where torch's symbolic numbers, which have no
+hash, stand in it. What was kept would be for this shape alone, or for another capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,8 @@ class Size:
         return bool(self != 0)
 
     def __hash__(self) -> int:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in KNOW_SYMBOLS:
+            raise TypeError("unhashable type: a number that stands for a size")
         return hash(self._asked())
 
     def __repr__(self) -> str:

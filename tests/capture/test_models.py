@@ -199,6 +199,26 @@ def test_a_length_that_the_capture_does_not_hold_for_is_refused():
         run_in_order(layers, torch.randn(2, 3, 18, 16))
 
 
+def test_shapes_that_a_library_keeps_are_those_of_each_capture():
+    """``einops`` gave the second capture what it had kept of the first one: it was refused, in evaluation."""
+    einops = pytest.importorskip("einops")
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = einops.rearrange(layer(x), "b t (h c) -> b h t c", h=2)
+                x = einops.rearrange(x.softmax(-1), "b h t c -> b t (h c)")
+            return einops.rearrange(x, "b t c -> (b t) c")
+
+    model = Heads()
+    layers = captured_layers(model, torch.randn(3, 4, 8))
+    assert_same(model, layers, [one(torch.randn(3, 4, 8)), one(torch.randn(2, 5, 8))])
+
+
 def test_a_size_that_was_another_one_by_chance_is_refused():
     """Length and width are both 8 in the capture; where they differ, nothing is computed with the wrong one."""
 
