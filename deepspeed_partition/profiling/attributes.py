@@ -156,5 +156,15 @@ def _refill_queue(queue: deque[Any], items: list[Any]) -> None:
 
 
 def _refill(container: Any, contents: Any) -> None:
+    if _has_same(container, contents):  # it may refuse to be written to
+        return
     container.clear()
     container.update(contents)
+
+
+def _has_same(container: Any, contents: Any) -> bool:
+    """Whether a container has these objects already, in this order."""
+    if not isinstance(container, dict):
+        return bool(container == contents)
+    pairs = zip(container.items(), contents.items(), strict=False)
+    return len(container) == len(contents) and all(key == old and now is was for (key, now), (old, was) in pairs)

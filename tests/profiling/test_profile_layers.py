@@ -19,6 +19,7 @@ from deepspeed_partition.profiling import (
     profile_chain,
     profile_stage,
 )
+from deepspeed_partition.profiling.attributes import attributes_kept
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
 X = torch.zeros(5, 8)
@@ -409,3 +410,20 @@ def test_suspicious_readings_are_logged(caplog):
     with caplog.at_level(logging.WARNING, logger="deepspeed_partition"):
         profile_chain([Cut(8, 8)], X, **QUICK)
     assert "layer '0.Cut': its backward took 0 s, although it has 72 trainable parameters" in caplog.text
+
+
+def test_a_table_that_cannot_be_written_to_is_left_as_it_is():
+    """A model of diffusers was refused: its configuration is a dictionary that lets nobody update it."""
+
+    class Frozen(dict):
+        def update(self, *_, **__):
+            raise RuntimeError("frozen")
+
+        clear = update
+
+    layer = nn.Linear(8, 8)
+    layer.config, layer.seen = Frozen(width=8, places=[1, 2]), {}
+    with attributes_kept([layer]):
+        layer.config["places"].append(3)
+        layer.seen["forward"] = 1
+    assert layer.config == {"width": 8, "places": [1, 2]} and layer.seen == {}
