@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.abc
@@ -27,17 +28,19 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import numpy
 import torch
+from script import BATCH_SIZE, NUM_EPOCHS, Samples, Script, images, numbers, tokens
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 try:
     import pytorch_lightning as pl
@@ -45,7 +48,8 @@ try:
 except ImportError as missing:
     raise SystemExit("some scripts import lightning, others pytorch_lightning: install both") from missing
 
-NUM_BATCHES, BATCH_SIZE, NUM_EPOCHS = 3, 16, 2
+from as_they_are import AS_THEY_ARE
+
 LIMIT_SECONDS, SECONDS_EACH = 120, 30
 """The seconds for the start of a job, and for each script in it, when the machine is busy."""
 
@@ -61,72 +65,6 @@ INFORMER_FILES = ("masking", "attention", "embedding", "encoder", "decoder", "mo
 
 
 # What the scripts are, and what a user would write for each
-
-
-@dataclass(frozen=True)
-class Script:
-    files: Sequence[str]
-    """The files within FOLDER; the last one has the module, which may use the others' names."""
-    build: Callable[[Any], Any]
-    """The LightningModule, from the names in the files."""
-    data: Callable[[], Dataset]
-    layers: Callable[[Any, Any], list[Any]] | None = None
-    """What ``pipeline_layers()`` would return, from the module and the names."""
-    callbacks: Callable[[Any], list[Any]] = lambda names: []
-    trainer: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of the Trainer."""
-    today: Mapping[str, str] = field(default_factory=dict)
-    """Text of the files that Lightning 2 does not take, and what stands there today instead."""
-    edits: Mapping[str, str] = field(default_factory=dict)
-    """Text that the user changes with ``pipeline_layers()``, as a refusal asks."""
-    num_micro_batches: int = 4
-
-
-def images(*shape: int, classes: int = 10) -> Callable[[], TensorDataset]:
-    """Random images with labels."""
-
-    def draw() -> TensorDataset:
-        num_samples = NUM_BATCHES * BATCH_SIZE
-        generator = torch.Generator().manual_seed(3)
-        x = torch.randn(num_samples, *shape, generator=generator)
-        return TensorDataset(x, torch.randint(classes, (num_samples,), generator=generator))
-
-    return draw
-
-
-def numbers(*shapes: Sequence[int]) -> Callable[[], TensorDataset]:
-    """Random numbers, and others to be found from them."""
-
-    def draw() -> TensorDataset:
-        num_samples = NUM_BATCHES * BATCH_SIZE
-        generator = torch.Generator().manual_seed(3)
-        return TensorDataset(*(torch.randn(num_samples, *shape, generator=generator) for shape in shapes))
-
-    return draw
-
-
-def tokens(length: int, vocabulary: int, *, pairs: bool = True) -> Callable[[], TensorDataset]:
-    def draw() -> TensorDataset:
-        text = torch.randint(
-            vocabulary, (NUM_BATCHES * BATCH_SIZE, length + 1), generator=torch.Generator().manual_seed(3)
-        )
-        return TensorDataset(text[:, :-1], text[:, 1:]) if pairs else TensorDataset(text)
-
-    return draw
-
-
-class Samples(Dataset):
-    """A data set of anything that a batch is collated from."""
-
-    def __init__(self, sample: Callable[[], Any]) -> None:
-        torch.manual_seed(3)
-        self._samples = [sample() for _ in range(NUM_BATCHES * BATCH_SIZE)]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
 
 
 class WithTokens(nn.Module):
@@ -416,6 +354,12 @@ SCRIPTS: dict[str, Script] = {
         [f"{EXAMPLES}/basics/transformer.py"],
         lambda names: names.LanguageModel(vocab_size=20),
         tokens(7, 20),
+        trainer={"gradient_clip_val": 0.25},
+    ),
+    "Lightning: transformer language model, without its clipping": Script(
+        [f"{EXAMPLES}/basics/transformer.py"],
+        lambda names: names.LanguageModel(vocab_size=20),
+        tokens(7, 20),
     ),
     "Lightning: bug report": Script(
         [f"{EXAMPLES}/bug_report/bug_report_model.py"],
@@ -532,6 +476,9 @@ SCRIPTS: dict[str, Script] = {
         lambda module, names: [*module.model],
     ),
 }  # fmt: skip
+
+
+SCRIPTS |= AS_THEY_ARE
 
 
 def _uva_resnet(names: Any) -> Any:
@@ -676,6 +623,11 @@ def definitions_of(folder: Path, files: Sequence[str], changes: Mapping[str, str
                 continue
             try:
                 exec(compile(ast.Module([node], []), file, "exec"), names)
+            except ImportError:
+                for alias in node.names:  # such as of a library that has one of them no longer
+                    with contextlib.suppress(ImportError):
+                        each = type(node)(**{**vars(node), "names": [alias]})
+                        exec(compile(ast.Module([each], []), file, "exec"), names)
             except Exception:
                 if isinstance(node, ast.ClassDef):
                     raise
@@ -717,7 +669,7 @@ def train(folder: Path, name: str, mode: str) -> dict[str, Any]:
     base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
     namespace = "lightning.pytorch" if base.__module__.startswith("lightning.") else "pytorch_lightning"
     host = importlib.import_module(namespace)
-    for hook in OF_DATA:  # they would download
+    for hook in set(OF_DATA) - set(script.keeps):  # they would download
         setattr(type(module), hook, getattr(base, hook))
     for part in module.modules():
         if isinstance(part, nn.Dropout | nn.Dropout2d):
@@ -738,24 +690,28 @@ def train(folder: Path, name: str, mode: str) -> dict[str, Any]:
     if mode != "one process":
         import lightning_madpipe
 
-        settings: dict[str, Any] = {"bandwidth": 1e9, "latency_seconds": 0.0, "memory": "1GB"}
-        settings["num_micro_batches"] = script.num_micro_batches
-        strategy = lightning_madpipe.strategy_class(namespace)(**settings)
+        options: dict[str, Any] = {"bandwidth": 1e9, "latency_seconds": 0.0, "memory": "1GB"}
+        options["num_micro_batches"] = script.num_micro_batches
+        strategy = lightning_madpipe.strategy_class(namespace)(**options)
         arguments = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
     loggers = importlib.import_module(f"{namespace}.loggers.logger")
+    settings = {"logger": loggers.DummyLogger(), **script.trainer, **arguments}
     trainer = host.Trainer(
-        accelerator="cpu", max_epochs=NUM_EPOCHS, logger=loggers.DummyLogger(), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[Losses(), *script.callbacks(names)],
-        **script.trainer, **arguments,
+        accelerator="cpu", max_epochs=NUM_EPOCHS, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Losses(), *script.callbacks(names)], **settings,
     )  # fmt: skip
     said = _Said()
     logging.getLogger("deepspeed_partition").addHandler(said)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            loader = DataLoader(script.data(), batch_size=BATCH_SIZE)
+            loader = DataLoader(script.data(), batch_size=BATCH_SIZE, collate_fn=script.collate)
+            validation = loader
+            if script.validation is not None:
+                validation = DataLoader(script.validation(), batch_size=BATCH_SIZE, collate_fn=script.collate)
             _seed(2)
-            trainer.fit(module, loader, loader if hasattr(module, "validation_step") else None)
+            validates = type(module).validation_step is not base.validation_step
+            trainer.fit(module, loader, validation if validates else None)
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {error}"}
         finally:
