@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
@@ -12,10 +10,10 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.example_batch import STEPS, example_batch
-from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call, trained
+from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
 from lightning_madpipe.steps.batches import split_batch
-from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.followed_calls import trained_parts, undone
 
 
 def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
@@ -32,7 +30,7 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
         step = STEPS[trainer.state.fn.value]
         before = _call_before(module)
         try:
-            call = find_call(module, step, batch, lambda: _undone(module, lightning))
+            call = find_call(module, step, batch, lambda: undone(module, lightning))
         except SeveralCallsError as error:
             return _several_calls(module, step, batch, before, error, lightning)
         if before is not None and before.attribute == call.attribute:
@@ -41,6 +39,7 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
                 return before
         found = _captured(module, call)
         assert found.captured is not None
+        found.captured.know(step, found.captured)
         for note in found.captured.notes:
             announce(note)
         return found
@@ -77,17 +76,9 @@ def _several_calls(
     ):
         return before
     try:
-        with _undone(module, lightning):
-            captured = CapturedCalls(module, step, batch, [path for path in trained(module)[1] if path])
+        with undone(module, lightning):
+            captured = CapturedCalls(module, step, batch, trained_parts(module))
     except ValueError as error:
         raise ValueError(f"{reason}, for its calls cannot be followed ({error})") from error
+    captured.know(step, captured)
     return PipelineCall(layers=captured.layers, attribute="forward", captured=captured)
-
-
-@contextmanager
-def _undone(module: Any, lightning: Lightning) -> Iterator[None]:
-    before = Leftovers(module, vars(lightning.module_class()), undoable=True)
-    try:
-        yield
-    finally:
-        before.undo()

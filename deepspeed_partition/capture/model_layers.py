@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -318,6 +318,15 @@ def fill(
 
 
 @dataclass(slots=True, eq=False)
+class OtherCall:
+    """A call of a captured model's modules other than the one that its layers were made of."""
+
+    captured: Captured
+    """With the graph of the first call, whose names and layers are meant."""
+    programs: dict[Any, list[Program]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class Recipe:
     """What all layers of a model need to know: the programs for each state in which they may be run."""
 
@@ -327,16 +336,50 @@ class Recipe:
     """The modules and weights of each layer, by the user's names."""
     programs: dict[Any, list[Program]] = field(default_factory=dict)
     dtypes: dict[int, torch.dtype | None] = field(default_factory=dict)
+    running: OtherCall | None = None
+    """What the layers run; None: the call that they were made of."""
 
     def __deepcopy__(self, _: Any) -> Recipe:
         return self
 
+    def other_call(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Callable[..., Any] | None,
+        changed: Callable[[Graph, bool], None],
+        reach: Callable[[], AbstractContextManager[Any]],
+    ) -> OtherCall:
+        """Another call of the model's modules, which the same layers can run.
+
+        Args:
+            call: What is run in the place of the model.
+            changed: Changes the graph before layers run it.
+            reach: In which the model is captured, with all of its weights.
+
+        Raises:
+            CaptureError: it cannot be captured, or runs modules in another order.
+        """
+        model = self.captured.model
+        shells = tuple(_without_data(part) for part in (tuple(args), kwargs))
+        names = input_names_of(call or model, args, kwargs)
+        other = OtherCall(
+            replace(
+                self.captured, arguments=(shells[0], shells[1]), input_names=names, call=call, changed=changed,
+                reach=reach,
+            )
+        )  # fmt: skip
+        state = model.training, (), _autocast(self.captured.graph.recording.device)
+        other.programs[state] = self._captured_again(other.captured, *state)
+        return other
+
     def program(self, number: int, module: nn.Module) -> Program:
         """What a layer runs, in the state in which its modules are."""
+        running = self.running or self
         state = self._state(number, module)
-        if state not in self.programs:
-            self.programs[state] = self._captured_again(*state)
-        return self.programs[state][number]
+        if state not in running.programs:
+            running.programs[state] = self._captured_again(running.captured, *state)
+        return running.programs[state][number]
 
     def _state(self, number: int, module: nn.Module) -> tuple[Any, ...]:
         """Training or evaluation, what weights were changed to, and autocast."""
@@ -365,9 +408,9 @@ class Recipe:
         return self.dtypes[number]
 
     def _captured_again(
-        self, training: bool, changed: tuple[Any, ...], autocast: tuple[Any, ...]
+        self, captured: Captured, training: bool, changed: tuple[Any, ...], autocast: tuple[Any, ...]
     ) -> list[Program]:
-        """The programs for another state than the one in which the model was captured."""
+        """The programs for another state than the one in which the model was captured, or for another call."""
         model, recording = self.captured.model, self.captured.graph.recording
         modes = [(module, module.training) for module in model.modules()]
         state = State(
@@ -376,15 +419,13 @@ class Recipe:
         try:
             if training != model.training:
                 model.train(training)
-            with self.captured.reach(), _same_autocast(recording.device, autocast):
-                graph = _graph_of(
-                    model, *self.captured.arguments, self.captured.call, self.captured.graph.opened, state
-                )
+            with captured.reach(), _same_autocast(recording.device, autocast):
+                graph = _graph_of(model, *captured.arguments, captured.call, captured.graph.opened, state)
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.captured.changed(graph, training)
-        return programs_like(self, graph)
+        captured.changed(graph, training)
+        return programs_like(self, graph, captured.input_names)
 
 
 @contextmanager
@@ -397,7 +438,7 @@ def _same_autocast(device: torch.device, autocast: tuple[Any, ...]) -> Iterator[
         yield
 
 
-def programs_like(recipe: Recipe, graph: Graph) -> list[Program]:
+def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[Program]:
     """The programs of another graph of the same model, each of whose weights stays in its layer."""
     before, flow = recipe.captured.graph, flow_of(graph)
     layer_of_call = {
@@ -425,10 +466,12 @@ def programs_like(recipe: Recipe, graph: Graph) -> list[Program]:
                 "pipeline layers by hand, or run both in one mode"
             )
         if any(name not in layers_of_name for name in names):
-            raise CaptureError(f"a module runs in one mode alone, near {node.call.where}: {', '.join(names)}")
+            raise CaptureError(
+                f"a module runs in one mode or one step alone, near {node.call.where}: {', '.join(names)}"
+            )
         layer_of[node.number] = layer
         made_in.update(dict.fromkeys(node.makes, layer))
-    return programs_of(flow, layer_of, recipe.layout.num_layers, recipe.captured.input_names)
+    return programs_of(flow, layer_of, recipe.layout.num_layers, input_names)
 
 
 def need_sources(flow: Any, node: Any) -> list[int]:

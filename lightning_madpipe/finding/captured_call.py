@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture import capture
 from deepspeed_partition.capture.graph import Graph
+from deepspeed_partition.capture.model_layers import OtherCall
 from deepspeed_partition.capture.structure import build, flatten, names_of
 from deepspeed_partition.capture.tail import Tail, cut_tail
 from deepspeed_partition.engine.captured_model import layers_of_captured
@@ -37,17 +38,43 @@ class CapturedCall:
         called: How the step calls it, such as ``self.model()``.
         args: What it is called with.
         kwargs: What it is called with by name.
+        first: The call that layers were made of, if these are to run this one, too.
 
     Raises:
         CaptureError: its calls cannot be written down.
     """
 
-    def __init__(self, model: nn.Module, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        called: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        first: CapturedCall | None = None,
+    ) -> None:
         self.model, self.called = model, called
-        self._signature = inspect.signature(model.forward)
+        self._signature = self._signature_of(model)
         args, kwargs = self._in_order(args, kwargs)
         self._arguments = self._named(args, kwargs)
         self._tails: dict[bool, Tail] = {}
+        self.now: CapturedCall = self
+        """The call that the layers run."""
+        self._of_steps: dict[str, CapturedCall] = {}
+        """What steps call, by their names."""
+        self._other: OtherCall | None = None
+        self.root: nn.Module = model if first is None else first.root
+        """The module whose layers these are."""
+        self._reach: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if first is None:
+            self._be_first(args, kwargs)
+        else:
+            self._be_another(first, args, kwargs)
+
+    def _signature_of(self, model: Any) -> inspect.Signature:
+        return inspect.signature(model.forward)
+
+    def _be_first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        model = self.model
         with without_caches(model) as kinds:
             captured = capture(model, args, kwargs)
         self.notes = [*captured.notes, *(f"{kind} runs with use_cache=False: {NO_CACHE}" for kind in kinds)]
@@ -55,7 +82,7 @@ class CapturedCall:
         self._cut(captured.graph, captured.training)
         captured.changed = self._cut
         layers = layers_of_captured(captured)
-        self._captured, self._programs = captured, layers.recipe.programs
+        self._captured, self._recipe = captured, layers.recipe
         self.layers = tuple(layers)
         whole = {part for layer in self.layers for part in _module_of(layer).modules()}
         self._opened = [part for part in model.modules() if part not in whole]
@@ -64,18 +91,40 @@ class CapturedCall:
         self._forms = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in _tensors(model)}
         self.follow_modes()
 
+    def _be_another(self, first: CapturedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.notes, self.layers, self._recipe = [], first.layers, first._recipe
+        self._opened, self._modes, self._weights, self._forms = first._opened, {}, first._weights, first._forms
+        self._reach = first._reach
+        # Not the root itself: a captured model is told by that from what is called in its place.
+        called = None if self.model is self.root else self.model
+        self._other = self._recipe.other_call(args, kwargs, called, self._cut, self._in_reach)
+        self._captured = self._other.captured
+
+    def follow(self, step: str) -> bool:
+        """Let the layers run what a step calls; return whether that is known."""
+        if step not in self._of_steps:
+            return False
+        self.now = self._of_steps[step]
+        self._recipe.running = self.now._other
+        return True
+
+    def know(self, step: str, call: CapturedCall) -> None:
+        """Know what a step calls: this call, or another one of the same layers."""
+        self._of_steps[step] = call
+
     def _cut(self, graph: Graph, training: bool) -> None:
         self._tails[training] = cut_tail(graph)
 
     def let_reach(self, reach: Callable[[], AbstractContextManager[Any]]) -> None:
         """Capture the model in another mode or type within ``reach``, in which all of its weights are there."""
+        for call in {self, *self._of_steps.values()}:
+            call._reach = reach
+            call._captured.reach = call._in_reach
 
-        @contextmanager
-        def reached() -> Iterator[None]:
-            with reach(), without_caches(self.model), _in_form(self.model, self._forms):
-                yield
-
-        self._captured.reach = reached
+    @contextmanager
+    def _in_reach(self) -> Iterator[None]:
+        with self._reach(), without_caches(self.root), _in_form(self.root, self._forms):
+            yield
 
     def holds_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the layers are those of another call, later."""
@@ -87,10 +136,12 @@ class CapturedCall:
 
     def follow_modes(self) -> None:
         """Capture the model again, when it runs, where parts of it are in other modes than before."""
-        training, modes = self.model.training, [part.training for part in self._opened]
+        training, modes = self.root.training, [part.training for part in self._opened]
         if self._modes.setdefault(training, modes) != modes:
-            for state in [state for state in self._programs if state[0] == training]:
-                del self._programs[state]
+            others = [call._other for call in self._of_steps.values() if call._other is not None]
+            for programs in (self._recipe.programs, *(other.programs for other in others)):
+                for state in [state for state in programs if state[0] == training]:
+                    del programs[state]
             self._modes[training] = modes
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -129,14 +180,14 @@ class CapturedCall:
     def returned_for(self, outputs: Any, inputs: Sequence[Tensor]) -> Any:
         """What the model returns, made of what the last layer returns and of the tensors among its arguments."""
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-        return self._tails[self.model.training].run(self.model, tensors, inputs)
+        return self._tails[self.root.training].run(self.root, tensors, inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run the model's own code with other tensors among its arguments."""
         leaves, structure = flatten(self._captured.arguments)
         given = iter(inputs)
         args, kwargs = build(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        with self.as_called(), without_caches(self.model):
+        with self.as_called(), without_caches(self.root):
             return self.model(*args, **kwargs)
 
     def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

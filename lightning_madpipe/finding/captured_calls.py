@@ -34,21 +34,30 @@ class CapturedCalls(CapturedCall):
         step: The name of its step.
         batch: What the step is given.
         paths: The modules with trained weights, whichever the step calls.
+        first: The call that layers were made of, if these are to run these calls, too.
 
     Raises:
         CaptureError: they cannot be written down.
         OtherCallError: the step raises something without data.
     """
 
-    def __init__(self, module: Any, step: str, batch: Any, paths: Sequence[str]) -> None:
+    def __init__(
+        self, module: Any, step: str, batch: Any, paths: Sequence[str], first: CapturedCall | None = None
+    ) -> None:
         self._step, self._paths = step, paths
         self.made: tuple[str, ...] = ()
         """The modules that are called, in order."""
         self._error: Exception | None = None
-        with self._as_forward(module):
-            super().__init__(module, f"the modules of {step}()", (batch,), {})
+        super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         if not self.made:
             raise OtherCallError(f"no call of {step} can be followed") from self._error
+
+    def _signature_of(self, model: Any) -> inspect.Signature:
+        return _SIGNATURE
+
+    def _be_first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        with self._as_forward(self.model):
+            super()._be_first(args, kwargs)
 
     @contextmanager
     def _as_forward(self, module: Any) -> Iterator[None]:
@@ -113,13 +122,10 @@ class CapturedCalls(CapturedCall):
         leave_out(graph, {node.number for node in graph.nodes} - needed)
         super()._cut(graph, training)
 
-    def let_reach(self, reach: Callable[[], AbstractContextManager[Any]]) -> None:
-        @contextmanager
-        def reached() -> Iterator[None]:
-            with reach(), self._as_forward(self.model):
-                yield
-
-        super().let_reach(reached)
+    @contextmanager
+    def _in_reach(self) -> Iterator[None]:
+        with super()._in_reach(), self._as_forward(self.model):
+            yield
 
     def as_called(self) -> AbstractContextManager[None]:
         return self._as_forward(self.model)

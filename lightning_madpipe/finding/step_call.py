@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,11 @@ from torchmetrics import Metric
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_madpipe", "torchmetrics")
+LIBRARIES = (
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_madpipe", "torchmetrics",
+    "transformers", "diffusers", "accelerate", "peft",
+)  # fmt: skip
+"""What is no code of the user's."""
 SILENT = ("log", "log_dict", "print")
 
 
@@ -55,6 +59,28 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
         ValueError: it makes none, or one of a module that does not have all trained weights.
     """
     own, paths = trained(module)
+    made = call_among(module, step, batch, undone, paths)
+    if made is None:
+        raise ValueError(
+            f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so "
+            "its layers are unknown"
+        )
+    call, line = made
+    part = module.get_submodule(call.path)
+    missing = [name for name, weight in module.named_parameters() if weight in own - set(part.parameters())]
+    if missing:
+        raise SeveralCallsError(
+            f"{step} of {type(module).__name__} calls {call.in_words} at {line}, which has not all trained "
+            f"weights ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)} not), and a pipeline runs one call: "
+            "put what the step calls into forward(), and call self(...) there"
+        )
+    return call
+
+
+def call_among(
+    module: Any, step: str, batch: Any, undone: Callable[[], AbstractContextManager[None]], paths: Sequence[str]
+) -> tuple[StepCall, str] | None:
+    """The first call of some modules that a step makes for a batch, and its line; None if it makes none."""
     found: list[tuple[StepCall, str]] = []
     with ExitStack() as stack:
         stack.enter_context(preserved_random_state())
@@ -66,21 +92,7 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
             stack.enter_context(replaced(module, name, do_nothing))
         with suppress(_Called):
             getattr(module, step)(batch, *rest_of_arguments(module, step))
-    if not found:
-        raise ValueError(
-            f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so "
-            "its layers are unknown"
-        )
-    [(call, line)] = found
-    part = module.get_submodule(call.path)
-    missing = [name for name, weight in module.named_parameters() if weight in own - set(part.parameters())]
-    if missing:
-        raise SeveralCallsError(
-            f"{step} of {type(module).__name__} calls {call.in_words} at {line}, which has not all trained "
-            f"weights ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)} not), and a pipeline runs one call: "
-            "put what the step calls into forward(), and call self(...) there"
-        )
-    return call
+    return found[0] if found else None
 
 
 def trained(module: Any) -> tuple[set[Any], list[str]]:

@@ -56,8 +56,8 @@ class _CapturedCheck(LayerCheck):
     def __init__(self, module: Any, call: PipelineCall, *settings: Any) -> None:
         super().__init__(module, call, *settings)
         assert call.captured is not None
-        self._call = call.captured
-        self._mode = self._call.model.training
+        self._call = call.captured.now
+        self._mode = self._call.root.training
         self._with_gradients = self._mode and torch.is_grad_enabled()
 
         def forward(_: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -59,22 +59,27 @@ class LayerComparison:
         self._noted: set[str] = set()
         self._named: set[str] = set()
         """Layers, and what they keep, that were told of."""
-        self._watches: dict[bool, ForwardWatch] = {}
-        """What ``forward`` reads, by the mode of the module."""
+        self._watches: dict[Any, ForwardWatch] = {}
+        """What ``forward`` reads, by the mode of the module and the call that the layers run."""
 
     @property
     def is_due(self) -> bool:
         """Whether the layers have not been compared in the mode that the module has now."""
-        return self._module.training not in self._watches
+        return self._state not in self._watches
+
+    @property
+    def _state(self) -> Any:
+        captured = self._pipeline.call_of_module.captured
+        return self._module.training, None if captured is None else captured.now
 
     def changed(self) -> Sequence[str]:
         """What ``forward`` reads, and is another thing than when the layers were compared."""
-        watch = self._watches.get(self._module.training)
+        watch = self._watches.get(self._state)
         return [] if watch is None else watch.changed()
 
     def compare_if_changed(self, run: BatchRun) -> None:
         """Compare the layers again if what ``forward`` reads has changed. Collective over the job."""
-        watch = self._watches.get(self._module.training)
+        watch = self._watches.get(self._state)
         if watch is not None and watch.is_needed:
             changed = watch.changed()
             if any(reduced([bool(changed)], dist.ReduceOp.MAX)):
@@ -101,10 +106,10 @@ class LayerComparison:
         with self._steps.rehearsal():
             sizes = [micro_batch.size for micro_batch in run.micro_batches]
             reads = self._agreed_reads(as_tuple(inputs), sizes, changed, few)
-        mode = self._module.training
-        if mode not in self._watches:
-            self._watches[mode] = ForwardWatch(self._module, lambda: self._trainer.current_epoch, announce)
-        self._watches[mode].begin(reads)
+        state = self._state
+        if state not in self._watches:
+            self._watches[state] = ForwardWatch(self._module, lambda: self._trainer.current_epoch, announce)
+        self._watches[state].begin(reads)
 
     def _agreed_reads(
         self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str], few: FewSamples | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -34,6 +35,7 @@ class Structure:
         self._places = [(names[layer], layer) for layer in layers if layer in names]
         self._own: tuple[str, ...] = ()
         self._weights: list[nn.Parameter] = []
+        self._shapes: list[torch.Size] = []
         self._trains: list[bool] = []
         self._remember_weights()
 
@@ -52,6 +54,13 @@ class Structure:
                 )
         if tuple(self._pipeline._modules) != self._own:  # layers have moved
             self._remember_weights()
+        for weight, shape in zip(self._weights, self._shapes, strict=True):
+            if weight.shape != shape:
+                raise self._refusal(
+                    f"{self._named(weight)} has the shape {tuple(weight.shape)} now and had {tuple(shape)} when "
+                    "this run began, for which the pipeline and the optimizer were made: give it that in "
+                    "__init__(), setup() or configure_model()"
+                )
         if [weight.requires_grad for weight in self._weights] != self._trains:
             self._refuse_untrained()
             self._remember_weights()
@@ -59,6 +68,7 @@ class Structure:
     def _remember_weights(self) -> None:
         self._own = tuple(self._pipeline._modules)
         self._weights = list(self._pipeline.parameters())
+        self._shapes = [weight.shape for weight in self._weights]
         self._trains = [weight.requires_grad for weight in self._weights]
 
     def _refuse_untrained(self) -> None:

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.runtime.collectives import raised_together
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch
+from lightning_madpipe.steps.followed_calls import follow_step
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.layer_structure import Structure
 from lightning_madpipe.steps.loss_mode import LossOfBatches
@@ -66,7 +68,7 @@ class BatchRunner:
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
-        self._call_hooks, self._refusal = call_hooks, lightning.refusal
+        self._call_hooks, self._lightning, self._refusal = call_hooks, lightning, lightning.refusal
         self._comparison = comparison
         self._reading = SameBatches(trainer, module, pipeline, lightning)
         self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, self._refusal)
@@ -249,6 +251,9 @@ class BatchRunner:
         if run.runs_once:
             self._evaluated.add(step)
         if step not in self._rehearsed:
+            raised_together(self._structure.check)  # before ranks work together on the step's first batch
+        self._follow(step, run)
+        if step not in self._rehearsed:
             self._random_numbers.share(self.steps.draws)
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
@@ -258,6 +263,18 @@ class BatchRunner:
                 self._comparison.compare(inputs, run, [])
             self._rehearsed.add(step)
         return run
+
+    def _follow(self, step: str, run: BatchRun) -> None:
+        """Let the layers run what the step calls."""
+        call = self._pipeline.call_of_module
+        captured = call.captured
+        if captured is None or captured.follow(step):
+            return
+        try:
+            with self._pipeline.elsewhere.lifted(), self._trainer.precision_plugin.forward_context():
+                follow_step(self._module, call, step, run.micro_batches[0].data, self._lightning)
+        except ValueError as error:
+            raise self._refusal(f"{step} calls {error}") from error
 
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
         try:

@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deepspeed_partition.capture.recorder import line_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
@@ -55,6 +56,10 @@ class NoLossError(Exception):
     """A training step that is tried returns no loss that depends on the outputs."""
 
 
+class _RanOutError(ElsewhereError):
+    """A step raises StopIteration, as ``next(self.parameters())`` does where other ranks have them."""
+
+
 class _InputTaken(BaseException):
     """Ends a step at the pipeline's call; no ``except Exception`` of the user's may stop it."""
 
@@ -87,7 +92,7 @@ class UserSteps:
         captured: CapturedCall | None = None,
     ) -> None:
         self._module = module
-        self._captured = captured
+        self._found = captured
         self._data: Any = None
         """What the step that runs is given."""
         self._is_cut = is_cut
@@ -118,6 +123,11 @@ class UserSteps:
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
         """The common generators that steps which were rehearsed have drawn from."""
+
+    @property
+    def _captured(self) -> CapturedCall | None:
+        """The call that the layers run now."""
+        return None if self._found is None else self._found.now
 
     def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
         """The module as it is now, to tell later what a step left behind."""
@@ -151,7 +161,7 @@ class UserSteps:
         except ElsewhereError as error:
             with pipeline_of(self._module).elsewhere.lifted():
                 taken = self._taken(micro_batch, is_last_stage)
-            if taken is not None:
+            if taken is not None and not isinstance(error, _RanOutError):
                 raise self._error(
                     f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {error}"
                 ) from None
@@ -490,6 +500,8 @@ class UserSteps:
         return tuple(cut) if isinstance(outputs, tuple) else cut[0]
 
     def _other_weights(self, micro_batch: MicroBatch, error: Exception | None = None) -> Exception:
+        if isinstance(error, _RanOutError):
+            return self._error(str(error))
         return self._error(
             f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
             "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
@@ -564,7 +576,14 @@ class UserSteps:
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
             left_untouched(self._module, micro_batch.step, self._error) if self._is_cut else nullcontext(),
         ):
-            return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+            try:
+                return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+            except StopIteration as error:  # by which Lightning would end the epoch
+                raise _RanOutError(
+                    f"{micro_batch.step} raises StopIteration at {line_of(error)}: where it takes the first "
+                    "weight of a part, such as next(self.parameters()), other ranks may have all of them; "
+                    "self.device and self.dtype are known on all"
+                ) from error
 
     def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
         self._ended = ended

@@ -54,7 +54,7 @@ class CausalLanguageModel(Sgd):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         self.model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=3, n_head=2, resid_pdrop=dropout,
+            vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=3, n_head=2, resid_pdrop=dropout,
             embd_pdrop=dropout, attn_pdrop=dropout,
         ))  # fmt: skip
 
@@ -70,6 +70,18 @@ class CausalLanguageModel(Sgd):
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+
+class OtherSignatures(CausalLanguageModel):
+    """Trains with labels, by the model's own loss, and validates without them, through its own ``forward``."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, attention_mask=mask).logits
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens = torch.cat([batch["input_ids"], batch["input_ids"]], dim=1)  # longer than any that is trained
+        logits = self(tokens, torch.cat([batch["attention_mask"]] * 2, dim=1))
+        self.log("val_loss", F.cross_entropy(logits.transpose(1, 2), tokens), batch_size=len(tokens))
 
 
 class SentenceClassifier(Sgd):
@@ -101,6 +113,7 @@ class UNet(Sgd):
         self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
         self.middle = nn.Conv2d(8, 8, 3, padding=1)
         self.up = nn.ModuleList([nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)])
+        self.register_buffer("weights", torch.tensor([0.25, 1.5]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         skips = []
@@ -114,7 +127,7 @@ class UNet(Sgd):
         return x
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self(batch["image"]), batch["segments"])
+        return F.cross_entropy(self(batch["image"]), batch["segments"], weight=self.weights)
 
 
 def images() -> DataLoader:
@@ -174,6 +187,28 @@ class RecurrentNet(nn.Module):
         return self.head(x), (hidden.transpose(0, 1), cell.transpose(0, 1))
 
 
+class Stateful(Sgd):
+    """Carries what its layers returned into the next step, and begins with zeros like its first weight."""
+
+    state: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = RecurrentNet()
+
+    def forward(self, tokens: torch.Tensor, state: Any) -> Any:
+        x, state = self.net.lstm(self.net.embed(tokens), state)
+        return self.net.head(x), state
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens = batch["input_ids"]
+        if self.state is None:
+            self.state = (next(self.net.parameters()).new_zeros(2, len(tokens), 12),) * 2
+        self.state = tuple(each.detach() for each in self.state)
+        logits, self.state = self(tokens[:, :-1], self.state)
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
 class SeveralCalls(Sgd):
     """Calls one module after the other, with something in between that is no module; and one of them twice."""
 
@@ -193,6 +228,23 @@ class SeveralCalls(Sgd):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         hidden = self.encoder(batch[0])
         self.log("val_loss", F.mse_loss(self.decoder(2.0 * hidden), batch[0]))
+
+
+class PartsAlone(SeveralCalls):
+    """Trains through one call; its validation calls one part alone, and its test another call."""
+
+    def forward(self, x: torch.Tensor, noise: Any = None) -> torch.Tensor:
+        x = self.decoder(self.encoder(x))
+        return x if noise is None else x + noise
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self(batch[0]), batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("size", self.encoder(batch[0]).square().mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("noisy", self(batch[0], noise=torch.ones_like(batch[0])).square().mean())
 
 
 class Tripled(nn.Sequential):
@@ -225,6 +277,27 @@ def trained(
 
 def several_calls(host: cases.Host) -> dict[str, Any]:
     return trained(host, SeveralCalls, cases.loader(NUM_SAMPLES))
+
+
+def other_signatures(host: cases.Host) -> dict[str, Any]:
+    """A validation that left out the labels, or called another part, was refused."""
+    return trained(host, OtherSignatures, sentences())
+
+
+def parts_alone(host: cases.Host) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    module, recorder, data = PartsAlone(), cases.Recorder(), cases.loader(NUM_SAMPLES)
+    trainer = host.trainer(recorder, max_epochs=2, strategy={"time_limit_seconds": 1})
+    trainer.fit(module, data, data)
+    record = cases.fit_record(trainer, module, recorder.rows)
+    return {**record, "tested": trainer.test(module, data, verbose=False)}
+
+
+def stateful(host: cases.Host) -> dict[str, Any]:
+    """``next(self.parameters())`` ended the fit without a word, before its first step."""
+    generator = torch.Generator().manual_seed(7)
+    samples = [{"tokens": torch.randint(1, WORDS, (5,), generator=generator)} for _ in range(24)]
+    return trained(host, Stateful, DataLoader(samples, batch_size=8, collate_fn=padded))  # type: ignore[arg-type]
 
 
 def unnamed(host: cases.Host) -> dict[str, Any]:
@@ -289,19 +362,20 @@ class NoCall(SeveralCalls):
         return F.linear(batch[0], self.encoder[0].weight).square().mean()
 
 
-class OtherCall(SeveralCalls):
-    def forward(self, x: torch.Tensor, noise: Any = None, scale: float = 1.0) -> torch.Tensor:
-        x = self.decoder(self.encoder(x))
-        return scale * (x if noise is None else x + noise)
+class OtherOrder(SeveralCalls):
+    """Validates with its parts in another order, in which no pipeline can run them."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return scale * self.decoder(self.encoder(x))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0]).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch[0], noise=torch.zeros_like(batch[0]))
+        self.log("val_loss", self.encoder(self.decoder(batch[0][:, :3])).square().mean())
 
 
-class ChangingCall(OtherCall):
+class ChangingCall(OtherOrder):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0], scale=1.0 + self.global_step).square().mean()
 
@@ -315,7 +389,19 @@ class Branching(SeveralCalls):
         return self(batch[0]).square().mean()
 
 
-class Unequal(OtherCall):
+class Resized(CausalLanguageModel):
+    """Hugging Face gives its embeddings more rows in place, when the pipeline is there."""
+
+    def on_fit_start(self) -> None:
+        self.model.resize_token_embeddings(WORDS + 3)
+
+
+class Generating(CausalLanguageModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.model.generate(batch["input_ids"], max_new_tokens=2)
+
+
+class Unequal(OtherOrder):
     """Its layers hold what its code read when they were found."""
 
     def on_train_epoch_start(self) -> None:
@@ -329,9 +415,9 @@ class Unequal(OtherCall):
 
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
-    for build in (Noisy, NoCall, OtherCall, ChangingCall, Branching, Unequal):
-        data = cases.loader(NUM_SAMPLES)
-        validates = data if build is OtherCall else None
+    for build in (Noisy, NoCall, OtherOrder, ChangingCall, Branching, Resized, Generating, Unequal):
+        data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
+        validates = data if build in (OtherOrder, Generating) else None
         try:
             host.trainer().fit(build(), data, validates)
             found[build.__name__] = "not refused"
@@ -341,7 +427,19 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [causal_language_model, sentence_classifier, u_net, translator, recurrent, several_calls, unnamed, runs],
+    2: [
+        causal_language_model,
+        sentence_classifier,
+        u_net,
+        translator,
+        recurrent,
+        several_calls,
+        unnamed,
+        runs,
+        other_signatures,
+        parts_alone,
+        stateful,
+    ],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [refused_modules], 4: []}

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.capture.structure import flatten
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.example_batch import example_batch
 
@@ -185,3 +187,46 @@ def test_parts_that_change_their_mode_are_captured_again() -> None:
         found = run()
         torch.manual_seed(1)
         torch.testing.assert_close(found, model(torch.ones(4, 6)))
+
+
+@pytest.mark.parametrize(
+    "called, args, kwargs",
+    [
+        ("", ("x",), {"labels": "labels", "scale": 0.5}),
+        ("layers.0", ("x",), {}),
+        ("layers.3", ("x",), {}),
+    ],
+)
+def test_layers_run_another_call_of_their_modules(called: str, args: Any, kwargs: Any) -> None:
+    """A validation that calls the model otherwise than the training was refused."""
+    model, first, inputs = found()
+    for part in (model, *first.layers):
+        part.eval()
+    longer = {name: torch.cat([value, value]) for name, value in inputs.items()}
+
+    def of(tensors: Any) -> Any:
+        return [tensors[name] for name in args], {key: tensors.get(name, name) for key, name in kwargs.items()}
+
+    part = model.get_submodule(called)
+    other = CapturedCall(part, "self.part()", *of(inputs), first)
+    first.know("training_step", first)
+    first.know("validation_step", other)
+    for step, call, given, run in (
+        ("validation_step", other, of(longer), part),
+        ("training_step", first, ([], inputs), model),
+    ):
+        assert first.follow(step) and first.now is call
+        passed: Any = call.inputs(*given)
+        for layer in first.layers:
+            passed = layer(passed)
+        returned, expected = call.returned(passed, *given), run(*given[0], **given[1])
+        for one, wanted in zip(flatten(returned)[0], flatten(expected)[0], strict=True):
+            torch.testing.assert_close(one, wanted)
+    assert not first.follow("test_step")
+
+
+def test_modules_in_another_order_are_refused() -> None:
+    model, first, inputs = found()
+    turned = nn.Sequential(model.layers[2], model.layers[0])
+    with pytest.raises(CaptureError, match="another order"):
+        CapturedCall(turned, "self.turned()", (inputs["x"],), {}, first)

@@ -24,9 +24,11 @@ def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> N
         ("Noisy", "training_step calls self.decoder() with something else than when its layers were found"),
         ("Noisy", "put what the step calls into forward(), and call self(...) there"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
-        ("OtherCall", "validation_step calls self() with noise=<floating tensor of 2 dimensions>"),
+        ("OtherOrder", "runs its modules in another order in evaluation, near "),
         ("ChangingCall", "training_step calls self() with scale=2.0, and its layers were found for scale=1.0"),
         ("Branching", "captured_cases.py:"),
+        ("Resized", "self.model.transformer.wte.weight has the shape (20, 16) now and had (17, 16)"),
+        ("Generating", "captured_cases.py:"),
         ("Unequal", "since self.factor has changed, the layers that were found of self()"),
     ],
 )

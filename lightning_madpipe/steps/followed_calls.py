@@ -1,0 +1,81 @@
+"""What each step calls of a module whose layers were found: they run it, too, where steps call otherwise.
+
+A ``validation_step`` may leave out the labels, or call ``self(x)`` where ``training_step`` calls
+``self.model(**batch)``. Its call is captured when it is first made. Each module stays in the layer that it is in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed_partition.capture import CaptureError
+from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.finding.captured_call import CapturedCall
+from lightning_madpipe.finding.captured_calls import CapturedCalls
+from lightning_madpipe.finding.step_call import call_among, trained
+from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.steps.step_side_effects import Leftovers
+
+
+def follow_step(module: Any, call: PipelineCall, step: str, batch: Any, lightning: Lightning) -> None:
+    """Let captured layers run what a step calls, which may be another call than the one that they were found in.
+
+    Args:
+        batch: A micro-batch, for which the step runs up to its call where what it calls is not known yet.
+
+    Raises:
+        ValueError: the layers cannot run it.
+    """
+    first = call.captured
+    if first is None or first.follow(step):
+        return
+    first.know(step, _call_of_step(module, first, step, batch, lightning))
+    first.follow(step)
+
+
+def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, lightning: Lightning) -> CapturedCall:
+    back = functools.partial(undone, module, lightning)
+    if not isinstance(first, CapturedCalls):
+        own, paths = trained(module)
+        made = call_among(module, step, batch, back, paths)
+        if made is None:
+            return first  # the step is told of that where it runs
+        part = module.get_submodule(made[0].path)
+        if part is not first.model and first.model in set(part.modules()):
+            inner = [path for path in paths if module.get_submodule(path) is first.model]
+            made = call_among(module, step, batch, back, inner) or made
+        call, line = made
+        part = module.get_submodule(call.path)
+        if part is first.model and first.holds_for(call.args, call.kwargs):
+            return first
+        if own <= set(part.parameters()):
+            try:
+                return CapturedCall(part, call.in_words, call.args, call.kwargs, first)
+            except CaptureError as error:
+                raise ValueError(
+                    f"{call.in_words} at {line}, and the layers that were found of {first.called} cannot run "
+                    f"that: {error}"
+                ) from error
+    try:
+        with back():
+            return CapturedCalls(module, step, batch, trained_parts(module), first)
+    except ValueError as error:
+        raise ValueError(f"what the layers that were found of {first.called} cannot run: {error}") from error
+
+
+def trained_parts(module: Any) -> list[str]:
+    """The parts of a module with trained weights."""
+    return [path for path in trained(module)[1] if path]
+
+
+@contextmanager
+def undone(module: Any, lightning: Lightning) -> Iterator[None]:
+    """A context after which a module has the attributes that it had before."""
+    before = Leftovers(module, vars(lightning.module_class()), undoable=True)
+    try:
+        yield
+    finally:
+        before.undo()
