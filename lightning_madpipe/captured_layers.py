@@ -13,7 +13,7 @@ from lightning_madpipe.finding.example_batch import STEPS, example_batch
 from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
 from lightning_madpipe.steps.batches import split_batch
-from lightning_madpipe.steps.followed_calls import trained_parts, undone
+from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone
 
 
 def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
@@ -26,7 +26,7 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
     """
     try:
         mine = example_batch(trainer, module)
-        batch = split_batch(from_rank_0(lambda: mine), num_micro_batches)[0]
+        batch = split_batch(from_rank_0(lambda: mine), num_micro_batches, ones_apart=True)[0]
         step = STEPS[trainer.state.fn.value]
         before = _call_before(module)
         try:
@@ -39,7 +39,7 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
                 return before
         found = _captured(module, call)
         assert found.captured is not None
-        found.captured.know(step, found.captured)
+        found.captured.know(key_of(step, batch), found.captured)
         for note in found.captured.notes:
             announce(note)
         return found
@@ -80,5 +80,5 @@ def _several_calls(
             captured = CapturedCalls(module, step, batch, trained_parts(module))
     except ValueError as error:
         raise ValueError(f"{reason}, for its calls cannot be followed ({error})") from error
-    captured.know(step, captured)
+    captured.know(key_of(step, batch), captured)
     return PipelineCall(layers=captured.layers, attribute="forward", captured=captured)

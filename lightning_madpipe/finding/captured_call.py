@@ -8,7 +8,7 @@ step runs (see ``capture/tail.py``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -56,11 +56,14 @@ class CapturedCall:
         self._signature = self._signature_of(model)
         args, kwargs = self._in_order(args, kwargs)
         self._arguments = self._named(args, kwargs)
+        self._kind = kind_of_sizes(leaf for leaf in self._arguments.values() if isinstance(leaf, Tensor))
+        self._first = first or self
         self._tails: dict[bool, Tail] = {}
+        self._tails_of_kinds: dict[Hashable, Tail] = {}
         self.now: CapturedCall = self
         """The call that the layers run."""
-        self._of_steps: dict[str, CapturedCall] = {}
-        """What steps call, by their names."""
+        self._of_steps: dict[Hashable, CapturedCall] = {}
+        """What steps call, by their names and the kind of sizes that they are given."""
         self._other: OtherCall | None = None
         self.root: nn.Module = model if first is None else first.root
         """The module whose layers these are."""
@@ -100,7 +103,7 @@ class CapturedCall:
         self._other = self._recipe.other_call(args, kwargs, called, self._cut, self._in_reach)
         self._captured = self._other.captured
 
-    def follow(self, step: str) -> bool:
+    def follow(self, step: Hashable) -> bool:
         """Let the layers run what a step calls; return whether that is known."""
         if step not in self._of_steps:
             return False
@@ -108,7 +111,7 @@ class CapturedCall:
         self._recipe.running = self.now._other
         return True
 
-    def know(self, step: str, call: CapturedCall) -> None:
+    def know(self, step: Hashable, call: CapturedCall) -> None:
         """Know what a step calls: this call, or another one of the same layers."""
         self._of_steps[step] = call
 
@@ -129,8 +132,10 @@ class CapturedCall:
     def holds_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the layers are those of another call, later."""
         try:
-            self.inputs(args, kwargs)
+            inputs = self.inputs(args, kwargs)
         except OtherCallError:
+            return False
+        if kind_of_sizes(inputs) != self._kind:
             return False
         return self._weights == list(map(id, self.model.parameters()))
 
@@ -175,7 +180,24 @@ class CapturedCall:
 
     def returned(self, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns, made of what the last layer returns and of its arguments."""
-        return self.returned_for(outputs, self.inputs(args, kwargs))
+        inputs = self.inputs(args, kwargs)
+        tail = self._tail_for(inputs, args, kwargs)
+        return tail.run(self.root, outputs if isinstance(outputs, tuple) else (outputs,), inputs)
+
+    def _tail_for(self, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tail:
+        """The end of the model for a whole batch, where its micro-batches have one sample each."""
+        own, kind = self._tails[self.root.training], kind_of_sizes(inputs)
+        if kind == self._kind:
+            return own
+        key = kind, self.root.training
+        if key not in self._tails_of_kinds:
+            self._tails_of_kinds[key] = self._again(args, kwargs)._tails[self.root.training]
+        found = self._tails_of_kinds[key]
+        return found if found.num_outputs == own.num_outputs else own
+
+    def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedCall:
+        """The same call for arguments of another kind of sizes."""
+        return CapturedCall(self.model, self.called, args, kwargs, self._first)
 
     def returned_for(self, outputs: Any, inputs: Sequence[Tensor]) -> Any:
         """What the model returns, made of what the last layer returns and of the tensors among its arguments."""
@@ -197,6 +219,11 @@ class CapturedCall:
         except TypeError as error:
             raise OtherCallError(f"so that Python says: {error}") from None
         return bound.args, bound.kwargs
+
+
+def kind_of_sizes(tensors: Iterable[Tensor]) -> Hashable:
+    """Which sizes are 1: for one sample, or one word, a model's code often goes another way."""
+    return tuple(tuple(size == 1 for size in tensor.shape) for tensor in tensors)
 
 
 def _alike(before: Any, now: Any) -> bool:

@@ -57,7 +57,9 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def split_batch(batch: Any, num_micro_batches: int, *, uneven: bool = False) -> list[Any]:
+def split_batch(
+    batch: Any, num_micro_batches: int, *, uneven: bool = False, ones_apart: bool = False
+) -> list[Any]:
     """Cut ``batch`` into at most ``num_micro_batches`` pieces whose sizes differ by one sample at most.
 
     A batch of fewer samples gives a piece per sample. Tensors are cut along dimension 0 (views, not
@@ -66,20 +68,29 @@ def split_batch(batch: Any, num_micro_batches: int, *, uneven: bool = False) -> 
 
     Args:
         uneven: The pieces are not all of one size, so that what depends on the number of samples shows it.
+        ones_apart: No piece has one sample where another one has more, for which code may go another way.
 
     Raises:
         ValueError: no tensor to count samples by, or one whose dimension 0 has another length.
     """
     size = batch_size_of(batch)
-    num_pieces = min(num_micro_batches, size)
+    bounds = _bounds(size, min(num_micro_batches, size), uneven=uneven, ones_apart=ones_apart)
+    return [_slice(batch, size, start, stop) for start, stop in pairwise(bounds)]
+
+
+def _bounds(size: int, num_pieces: int, *, uneven: bool, ones_apart: bool) -> list[int]:
     if uneven and num_pieces == size > 2:
+        num_pieces -= 1
+    if ones_apart and num_pieces < size < 2 * num_pieces:
+        num_pieces = size // 2
+    if ones_apart and uneven and size == 2 * num_pieces > 4:
         num_pieces -= 1
     # The larger pieces come first: the first one, which is measured and planned for, is the most that comes.
     base, num_larger = divmod(size, num_pieces)
     bounds = [piece * base + min(piece, num_larger) for piece in range(num_pieces + 1)]
-    if uneven and num_larger == 0 and num_pieces > 1 and base > 1:
+    if uneven and num_larger == 0 and num_pieces > 1 and base > 1 + ones_apart:
         bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]  # one more in the first, one less in the last
-    return [_slice(batch, size, start, stop) for start, stop in pairwise(bounds)]
+    return bounds
 
 
 def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean: bool = False) -> Any:

@@ -7,16 +7,17 @@ A ``validation_step`` may leave out the labels, or call ``self(x)`` where ``trai
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_partition.capture import CaptureError
 from lightning_madpipe.compat.namespace import Lightning
-from lightning_madpipe.finding.captured_call import CapturedCall
+from lightning_madpipe.finding.captured_call import CapturedCall, kind_of_sizes
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.step_call import call_among, trained
 from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.steps.batches import tensors_of
 from lightning_madpipe.steps.step_side_effects import Leftovers
 
 
@@ -24,16 +25,23 @@ def follow_step(module: Any, call: PipelineCall, step: str, batch: Any, lightnin
     """Let captured layers run what a step calls, which may be another call than the one that they were found in.
 
     Args:
-        batch: A micro-batch, for which the step runs up to its call where what it calls is not known yet.
+        batch: A micro-batch, for which the step runs up to its call where what it calls is not known yet. For one
+            sample, or one word, the call is captured anew.
 
     Raises:
         ValueError: the layers cannot run it.
     """
     first = call.captured
-    if first is None or first.follow(step):
+    key = key_of(step, batch)
+    if first is None or first.follow(key):
         return
-    first.know(step, _call_of_step(module, first, step, batch, lightning))
-    first.follow(step)
+    first.know(key, _call_of_step(module, first, step, batch, lightning))
+    first.follow(key)
+
+
+def key_of(step: str, batch: Any) -> Hashable:
+    """What a call is known by: its step, and the kind of sizes that the step is given."""
+    return step, kind_of_sizes(tensors_of(batch))
 
 
 def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, lightning: Lightning) -> CapturedCall:

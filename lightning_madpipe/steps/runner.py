@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch
-from lightning_madpipe.steps.followed_calls import follow_step
+from lightning_madpipe.steps.followed_calls import follow_step, key_of
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.layer_structure import Structure
 from lightning_madpipe.steps.loss_mode import LossOfBatches
@@ -87,7 +87,7 @@ class BatchRunner:
         )
         self._device = engine.device
         self._last_loss = torch.zeros((), device=self._device)
-        self._rehearsed: set[str] = set()
+        self._rehearsed: set[Hashable] = set()
         self._evaluated: set[str] = set()
         is_cut = pipeline.num_stages > 1
         self._random_numbers = RandomNumbers(pipeline.mpu().get_pipe_parallel_group() if is_cut else None)
@@ -250,10 +250,13 @@ class BatchRunner:
         run.runs_once = evaluates_once and len(run.micro_batches) > 1
         if run.runs_once:
             self._evaluated.add(step)
-        if step not in self._rehearsed:
+        is_captured = self._pipeline.call_of_module.captured is not None
+        key = key_of(step, run.micro_batches[0].data) if is_captured else step
+        if key not in self._rehearsed:
             raised_together(self._structure.check)  # before ranks work together on the step's first batch
-        self._follow(step, run)
-        if step not in self._rehearsed:
+        if is_captured:
+            self._follow(step, run)
+        if key not in self._rehearsed:
             self._random_numbers.share(self.steps.draws)
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
@@ -261,24 +264,24 @@ class BatchRunner:
                 inputs = self.steps.inputs(run.micro_batches[0])
             if self._comparison.is_due:
                 self._comparison.compare(inputs, run, [])
-            self._rehearsed.add(step)
+            self._rehearsed.add(key)
         return run
 
     def _follow(self, step: str, run: BatchRun) -> None:
         """Let the layers run what the step calls."""
-        call = self._pipeline.call_of_module
-        captured = call.captured
-        if captured is None or captured.follow(step):
+        call, batch = self._pipeline.call_of_module, run.micro_batches[0].data
+        if call.captured.follow(key_of(step, batch)):
             return
         try:
             with self._pipeline.elsewhere.lifted(), self._trainer.precision_plugin.forward_context():
-                follow_step(self._module, call, step, run.micro_batches[0].data, self._lightning)
+                follow_step(self._module, call, step, batch, self._lightning)
         except ValueError as error:
             raise self._refusal(f"{step} calls {error}") from error
 
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
         try:
-            pieces = split_batch(batch, self._num_micro_batches, uneven=uneven)
+            is_captured = self._pipeline.call_of_module.captured is not None
+            pieces = split_batch(batch, self._num_micro_batches, uneven=uneven, ones_apart=is_captured)
         except ValueError as error:
             raise self._refusal(f"{step}: {error}") from None
         known: dict[str, Any] = {

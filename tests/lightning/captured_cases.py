@@ -84,6 +84,26 @@ class OtherSignatures(CausalLanguageModel):
         self.log("val_loss", F.cross_entropy(logits.transpose(1, 2), tokens), batch_size=len(tokens))
 
 
+class Llama(CausalLanguageModel):
+    """Asks whether there is one sample, and recomputes its blocks in the backward."""
+
+    def __init__(self) -> None:
+        Sgd.__init__(self)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=32,
+        ))  # fmt: skip
+        self.model.gradient_checkpointing_enable()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=len(batch["labels"]))
+
+
 class SentenceClassifier(Sgd):
     """Hands its batch to ``forward`` by keywords, and that to the model, whose output is read by its place."""
 
@@ -284,6 +304,14 @@ def other_signatures(host: cases.Host) -> dict[str, Any]:
     return trained(host, OtherSignatures, sentences())
 
 
+def single_samples(host: cases.Host) -> dict[str, Any]:
+    """A short last batch, whose micro-batches have one sample each, or some of them, was refused."""
+    samples = list(sentences().dataset)  # type: ignore[call-overload]
+    batches = [samples[:8], samples[8:13], samples[10:]]  # in two each, in two and three, in one each
+    data = DataLoader([padded(batch) for batch in batches], batch_size=None)  # type: ignore[arg-type]
+    return trained(host, Llama, data)
+
+
 def parts_alone(host: cases.Host) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     module, recorder, data = PartsAlone(), cases.Recorder(), cases.loader(NUM_SAMPLES)
@@ -437,6 +465,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         unnamed,
         runs,
         other_signatures,
+        single_samples,
         parts_alone,
         stateful,
     ],

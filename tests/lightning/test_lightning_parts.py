@@ -82,6 +82,18 @@ def test_pieces_are_views() -> None:
     assert x[2:].eq(1).all() and x[:2].eq(0).all()
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_one_sample_stands_beside_no_more(uneven):
+    """Code that asks whether there is one sample ran for one micro-batch of a batch, and not for another."""
+    for size in range(1, 20):
+        for num in range(1, 7):
+            pieces = split_batch(torch.arange(size), num, uneven=uneven, ones_apart=True)
+            sizes = [len(piece) for piece in pieces]
+            assert len(sizes) <= num and torch.cat(pieces).tolist() == list(range(size))
+            assert set(sizes) == {1} or min(sizes) > 1
+            assert not uneven or len(set(sizes)) > 1 or len(sizes) == 1 or size <= 4 or set(sizes) == {1}
+
+
 @pytest.mark.parametrize(
     "batch, sentence",
     [

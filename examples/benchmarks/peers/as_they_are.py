@@ -408,7 +408,7 @@ AS_THEY_ARE: dict[str, Script] = {
     "lightning-GPT: heads in a list": Script(
         [f"{PERRIN}/layers/{name}.py" for name in ("feed_forward", "head", "multi_head", "block")]
         + [f"{PERRIN}/modules/gpt.py"],
-        _lightning_gpt, tokens(7, WORDS), trainer={"logger": False},
+        _lightning_gpt, tokens(7, WORDS), logs="train_loss",
         collate=lambda samples: tuple(map(torch.stack, zip(*samples, strict=True))),
     ),
     "BERT classifier: loss in forward, metrics": Script(

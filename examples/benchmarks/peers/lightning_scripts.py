@@ -696,9 +696,12 @@ def train(folder: Path, name: str, mode: str) -> dict[str, Any]:
         arguments = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
     loggers = importlib.import_module(f"{namespace}.loggers.logger")
     settings = {"logger": loggers.DummyLogger(), **script.trainer, **arguments}
+    if script.logs:
+        settings |= {"logger": _logged(host, script.logs, losses), "log_every_n_steps": 1}
     trainer = host.Trainer(
         accelerator="cpu", max_epochs=NUM_EPOCHS, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Losses(), *script.callbacks(names)], **settings,
+        enable_model_summary=False, callbacks=[*script.callbacks(names), *[Losses()] * (not script.logs)],
+        **settings,
     )  # fmt: skip
     said = _Said()
     logging.getLogger("deepspeed_partition").addHandler(said)
@@ -729,15 +732,32 @@ def _seed(number: int) -> None:
 
 
 class _Said(logging.Handler):
-    """Warnings of MadPipe's log."""
+    """Warnings of MadPipe's log, and what it says of the steps."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "with a spread of" not in record.getMessage():  # a busy machine
-            self.lines.append(record.getMessage())
+        said = record.getMessage()
+        is_of_interest = record.levelno >= logging.WARNING or "training_step" in said
+        if is_of_interest and "with a spread of" not in said:  # a busy machine
+            self.lines.append(said)
+
+
+def _logged(host: Any, name: str, losses: list[float]) -> Any:
+    """A logger that keeps one number of each step."""
+
+    class Kept(host.loggers.Logger):  # type: ignore[name-defined, misc]
+        name, version = "kept", 0
+
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            losses.extend(value for key, value in metrics.items() if key == name)
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
+
+    return Kept()
 
 
 # All of them
@@ -799,7 +819,9 @@ def outcome(found: dict[str, Any], alone: dict[str, Any]) -> str:
         *([each["metrics"].get(key, math.nan) for key in alone["metrics"]] for each in (found, alone))
     )
     # Where the true gradient is 0, as of a bias that the loss does not see, Adam makes steps of rounding errors.
-    same = "equal" if max(loss, metric) < 1e-5 and weight < 1e-2 else "DIFFERENT"
+    is_said = any("which is what you will see" in line for line in found["said"])
+    logs = "" if metric < 1e-5 else " but for logs that it names" if is_said else None
+    same = f"equal{logs}" if loss < 1e-5 and weight < 1e-2 and logs is not None else "DIFFERENT"
     return f"{same}: losses {loss:.1e}, logged {metric:.1e}, weights {weight:.1e}{told}"
 
 

@@ -33,6 +33,8 @@ class Script:
     """Makes a batch of samples, where the loader's own way does not."""
     validation: Callable[[], Dataset] | None = None
     """The data of the validation, such as of other shapes; None: those of the training."""
+    logs: str = ""
+    """The name that its loss is logged by, where nobody may read what its step returns; empty: what it returns."""
     keeps: Sequence[str] = ()
     """Hooks that are the module's own; the others among ``OF_DATA`` would download."""
 
