@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytorch_lightning as pl
 import torch
@@ -444,12 +445,8 @@ def _fp16_allowed(allowed: bool) -> Iterator[None]:
         return
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    try:
+    with patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
         yield
-    finally:
-        del accelerator.is_fp16_supported
 
 
 def loss_scales(host: cases.Host) -> dict[str, Any]:
