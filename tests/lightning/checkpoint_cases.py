@@ -21,6 +21,7 @@ import torch
 from pytorch_lightning import callbacks as shipped
 from torch import nn
 
+from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import CUT, end, refused, seeded, trained
 
@@ -65,13 +66,18 @@ class Counter(pl.Callback):
 
 
 MODEL_CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "steps": {"every_n_train_steps": 3, "save_top_k": -1},
-    "epochs": {"every_n_epochs": 2, "save_on_train_epoch_end": True, "save_top_k": -1},
-    "best two": {"monitor": "train_loss_step", "every_n_train_steps": 1, "save_top_k": 2, "filename": "{step}"},
-    "highest": {"monitor": "accuracy", "mode": "max", "save_last": True, "filename": "{epoch}"},
-    "link": {"save_last": "link"},
-    "interval": {"train_time_interval": timedelta(microseconds=1), "save_top_k": -1},
-    "weights": {"save_weights_only": True, "save_last": True},
+    "kept steps": {"every_n_train_steps": 3, "save_top_k": -1},
+    "kept epochs": {"every_n_epochs": 2, "save_on_train_epoch_end": True, "save_top_k": -1},
+    "kept best two": {
+        "monitor": "train_loss_step",
+        "every_n_train_steps": 1,
+        "save_top_k": 2,
+        "filename": "{step}",
+    },
+    "kept highest": {"monitor": "accuracy", "mode": "max", "save_last": True, "filename": "{epoch}"},
+    "kept link": {"save_last": "link"},
+    "kept interval": {"train_time_interval": timedelta(microseconds=1), "save_top_k": -1},
+    "kept weights": {"save_weights_only": True, "save_last": True},
 }
 
 
@@ -79,7 +85,9 @@ def model_checkpoints(host: cases.Host) -> dict[str, Any]:
     """Which checkpoints stand there in the end: old ones are gone, links lead somewhere."""
     kept: dict[str, Any] = {}
     for name, arguments in MODEL_CHECKPOINTS.items():
-        folder = host.folder / "kept" / name
+        if not is_chosen(name):
+            continue
+        folder = host.folder / name
         callback = shipped.ModelCheckpoint(folder, **arguments)
         trained(host, seeded(), callback, validation=cases.loader(21, seed=3))
         kept[name] = {

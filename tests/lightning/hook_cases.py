@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import CUT, Host, refused, seeded, trained
 
@@ -378,6 +379,8 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     record: dict[str, Any] = {}
 
     def run(name: str, build: Callable[[], Any], *callbacks: Any, **arguments: Any) -> None:
+        if not is_chosen(name):
+            return
         with lines() as said:
             end = refused(lambda: trained(host, seeded(build), *callbacks, max_epochs=1, **arguments))
         record[name] = {"end": end, "said": [line for line in said if " of " in line and line.startswith("on_")]}

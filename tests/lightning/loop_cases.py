@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.choice import run_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import Host
 
@@ -110,24 +111,25 @@ def run_loop(host: Host, stop_at: int | None = None, several: bool = False, **ar
 
 def loops(host: Host) -> dict[str, Any]:
     """Five batches per epoch, the last one of six samples."""
-    return {
-        "sanity": run_loop(host, max_epochs=1, num_sanity_val_steps=2),
-        "several": run_loop(host, several=True, max_epochs=1, num_sanity_val_steps=1),
-        "interval": run_loop(host, max_epochs=1, val_check_interval=2),
-        "fraction": run_loop(host, max_epochs=1, val_check_interval=0.5),
-        "every n": run_loop(host, max_epochs=3, check_val_every_n_epoch=2, limit_train_batches=2),
-        "limits": run_loop(host, limit_train_batches=0.4, limit_val_batches=1),
-        "no validation": run_loop(host, max_epochs=1, limit_val_batches=0),
-        "no training": run_loop(host, max_epochs=1, limit_train_batches=0),
-        "overfit": run_loop(host, max_epochs=3, overfit_batches=1),
-        "fast": run_loop(host, fast_dev_run=True),
-        "fast 2": run_loop(host, fast_dev_run=2),
-        "steps": run_loop(host, max_epochs=-1, max_steps=7),
-        "min epochs": run_loop(host, stop_at=1, max_epochs=4, min_epochs=2),
-        "stopped": run_loop(host, stop_at=1, max_epochs=4),
-        "min steps": run_loop(host, stop_at=1, max_epochs=4, min_steps=8),
-        "window": run_loop(host, max_epochs=1, accumulate_grad_batches=4, val_check_interval=5),
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "sanity": lambda: run_loop(host, max_epochs=1, num_sanity_val_steps=2),
+        "several": lambda: run_loop(host, several=True, max_epochs=1, num_sanity_val_steps=1),
+        "interval": lambda: run_loop(host, max_epochs=1, val_check_interval=2),
+        "fraction": lambda: run_loop(host, max_epochs=1, val_check_interval=0.5),
+        "every n": lambda: run_loop(host, max_epochs=3, check_val_every_n_epoch=2, limit_train_batches=2),
+        "limits": lambda: run_loop(host, limit_train_batches=0.4, limit_val_batches=1),
+        "no validation": lambda: run_loop(host, max_epochs=1, limit_val_batches=0),
+        "no training": lambda: run_loop(host, max_epochs=1, limit_train_batches=0),
+        "overfit": lambda: run_loop(host, max_epochs=3, overfit_batches=1),
+        "fast": lambda: run_loop(host, fast_dev_run=True),
+        "fast 2": lambda: run_loop(host, fast_dev_run=2),
+        "steps": lambda: run_loop(host, max_epochs=-1, max_steps=7),
+        "min epochs": lambda: run_loop(host, stop_at=1, max_epochs=4, min_epochs=2),
+        "stopped": lambda: run_loop(host, stop_at=1, max_epochs=4),
+        "min steps": lambda: run_loop(host, stop_at=1, max_epochs=4, min_steps=8),
+        "window": lambda: run_loop(host, max_epochs=1, accumulate_grad_batches=4, val_check_interval=5),
     }
+    return run_chosen(runs)
 
 
 def timed(host: Host) -> dict[str, Any]:

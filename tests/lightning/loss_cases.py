@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.choice import run_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning import map_cases
 from tests.lightning.epoch_cases import Moves
@@ -540,42 +541,49 @@ def later_chosen(num: int, begin: int) -> TensorDataset:
 
 def losses(host: Host) -> dict[str, Any]:
     """54 samples: the last batch has six, in micro-batches of 2, 2, 1 and 1."""
-    return {
-        "padded": fitted(host, LanguageModel, texts(54), texts(22, seed=2)),
-        "padded later": fitted(host, LanguageModel, later_padded(80), texts(22, seed=2), max_epochs=1),
-        "masked": fitted(host, Masked, texts(54), texts(22, seed=2)),
-        "padding as label": fitted(host, PaddingAsLabel, only_tokens(later_padded(80)), max_epochs=1),
-        "class weights": fitted(host, ClassWeighted, labelled(54), labelled(21, 3)),
-        "hidden weights": fitted(host, HiddenWeights, labelled(54), labelled(21, 3)),
-        "contrastive": fitted(host, Contrastive, labelled(54), labelled(21, 3)),
-        "summed": fitted(host, Summed, labelled(54), labelled(21, 3)),
-        "divided": fitted(host, Divided, labelled(54), labelled(21, 3)),
-        "statistics": fitted(host, Statistics, labelled(54), labelled(22, 3)),
-        "time first": fitted(host, TimeFirst, texts(54), texts(22, seed=2)),
-        "time first, moved": moved(host),
-        "accumulated": fitted(host, Contrastive, labelled(54), accumulate_grad_batches=3),
-        "accumulated padded": fitted(host, LanguageModel, texts(54), accumulate_grad_batches=3),
-        "asked for": fitted(host, Roots, labelled(54), strategy={"loss": "batch"}),
-        "warmed up": fitted(
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "padded": lambda: fitted(host, LanguageModel, texts(54), texts(22, seed=2)),
+        "padded later": lambda: fitted(host, LanguageModel, later_padded(80), texts(22, seed=2), max_epochs=1),
+        "masked": lambda: fitted(host, Masked, texts(54), texts(22, seed=2)),
+        "padding as label": lambda: fitted(host, PaddingAsLabel, only_tokens(later_padded(80)), max_epochs=1),
+        "class weights": lambda: fitted(host, ClassWeighted, labelled(54), labelled(21, 3)),
+        "hidden weights": lambda: fitted(host, HiddenWeights, labelled(54), labelled(21, 3)),
+        "contrastive": lambda: fitted(host, Contrastive, labelled(54), labelled(21, 3)),
+        "summed": lambda: fitted(host, Summed, labelled(54), labelled(21, 3)),
+        "divided": lambda: fitted(host, Divided, labelled(54), labelled(21, 3)),
+        "statistics": lambda: fitted(host, Statistics, labelled(54), labelled(22, 3)),
+        "time first": lambda: fitted(host, TimeFirst, texts(54), texts(22, seed=2)),
+        "time first, moved": lambda: moved(host),
+        "accumulated": lambda: fitted(host, Contrastive, labelled(54), accumulate_grad_batches=3),
+        "accumulated padded": lambda: fitted(host, LanguageModel, texts(54), accumulate_grad_batches=3),
+        "asked for": lambda: fitted(host, Roots, labelled(54), strategy={"loss": "batch"}),
+        "warmed up": lambda: fitted(
             host, Contrastive, labelled(54), max_epochs=3, strategy={"algorithm": "madpipe", "warmup_steps": 3}
         ),
-        "warmed up padded": fitted(host, LanguageModel, texts(54), strategy={"warmup_steps": 3}),
-        "given up": given_up(host),
-        "missing later": fitted(host, Missing, later_missing(80), max_epochs=1),
-        "padding later": fitted(host, MaskedByInputs, later_padding(80), max_epochs=1),
-        "changing": fitted(host, Changing, labelled(64), max_epochs=3),
-        "changing in warm-up": fitted(host, Changing, labelled(64), max_epochs=2, strategy={"warmup_steps": 7}),
-        "accumulated changing": fitted(host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2),
-        "switched on": fitted(host, SwitchedOn, labelled(54)),
-        "in place": fitted(host, InPlace, labelled(54), labelled(21, 3)),
-        "in place contrastive": fitted(host, InPlaceContrastive, labelled(54), labelled(21, 3), max_epochs=1),
-        "seeded": fitted(host, Seeded, labelled(54)),
-        "own generator": fitted(host, OwnGenerator, labelled(54)),
-        "drawing": drawing(host, Drawing),
-        "accumulated drawing": drawing(host, Drawing, accumulate_grad_batches=2),
-        "drawing for samples": fitted(host, DrawingForSamples, labelled(54)),
-        "clipped": fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
+        "warmed up padded": lambda: fitted(host, LanguageModel, texts(54), strategy={"warmup_steps": 3}),
+        "given up": lambda: given_up(host),
+        "missing later": lambda: fitted(host, Missing, later_missing(80), max_epochs=1),
+        "padding later": lambda: fitted(host, MaskedByInputs, later_padding(80), max_epochs=1),
+        "changing": lambda: fitted(host, Changing, labelled(64), max_epochs=3),
+        "changing in warm-up": lambda: fitted(
+            host, Changing, labelled(64), max_epochs=2, strategy={"warmup_steps": 7}
+        ),
+        "accumulated changing": lambda: fitted(
+            host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2
+        ),
+        "switched on": lambda: fitted(host, SwitchedOn, labelled(54)),
+        "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
+        "in place contrastive": lambda: fitted(
+            host, InPlaceContrastive, labelled(54), labelled(21, 3), max_epochs=1
+        ),
+        "seeded": lambda: fitted(host, Seeded, labelled(54)),
+        "own generator": lambda: fitted(host, OwnGenerator, labelled(54)),
+        "drawing": lambda: drawing(host, Drawing),
+        "accumulated drawing": lambda: drawing(host, Drawing, accumulate_grad_batches=2),
+        "drawing for samples": lambda: fitted(host, DrawingForSamples, labelled(54)),
+        "clipped": lambda: fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
+    return run_chosen(runs)
 
 
 def drawing(host: Host, build: Callable[[], Any], **arguments: Any) -> dict[str, Any]:

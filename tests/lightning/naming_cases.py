@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from tests.choice import is_chosen, run_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host
 
@@ -52,14 +53,22 @@ class Named(cases.SequentialClassifier):
 
 
 def groups_by_name(host: Host) -> dict[str, Any]:
-    records = [
-        cases.fit(host, build, cases.loader(54), strategy=strategy)
-        for build in (ByName, PerParameter, Named)
-        for strategy in ({}, MOVES, {**MOVES, "stage": 1})[: 3 if build is ByName else 2]
-    ]
-    for record in records:
+    def grouped(build: Callable[[], Any], strategy: dict[str, Any]) -> dict[str, Any]:
+        record = cases.fit(host, build, cases.loader(54), strategy=strategy)
         del record["rates"]  # ZeRO's optimizer has the groups of its rank
-    return {"records": records}
+        return record
+
+    return run_chosen(
+        {
+            "by name": lambda: grouped(ByName, {}),
+            "by name, moved": lambda: grouped(ByName, MOVES),
+            "by name, moved with ZeRO": lambda: grouped(ByName, {**MOVES, "stage": 1}),
+            "per parameter": lambda: grouped(PerParameter, {}),
+            "per parameter, moved": lambda: grouped(PerParameter, MOVES),
+            "named": lambda: grouped(Named, {}),
+            "named, moved": lambda: grouped(Named, MOVES),
+        }
+    )
 
 
 class Normalized(cases.Steps):
@@ -457,6 +466,8 @@ def different_later(host: Host) -> dict[str, Any]:
         WithAuxiliary, WithAuxiliaryAtTheEnd, WithCollected, PenalizedGradient, Compiled, Asking,
     ]  # fmt: skip
     for build in builds:
+        if not is_chosen(build.__name__):
+            continue
         strategy = {"algorithm": [0, 4, 8], "warmup_epochs": 0, "stage": int(build is Unfrozen)}
         if build is Compiled:
             strategy["algorithm"] = [0, 3, 5]

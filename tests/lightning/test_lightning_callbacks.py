@@ -40,7 +40,7 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     "case",
     [
-        "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan", "model_checkpoints",
+        "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan",
         "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
         "after_an_exception", "averages",
@@ -50,6 +50,16 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     if case == "rate_finder" and pytorch_lightning.__version__ < "2.6":
         pytest.skip("one process forgets the rate that it found: Lightning 2.5.0 restores the old one after it")
     assert_same(two.of(case), two.reference[case])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kept steps", "kept epochs", "kept best two", "kept highest", "kept link", "kept interval", "kept weights",
+    ],
+)  # fmt: skip
+def test_the_checkpoints_that_one_process_keeps_are_kept(two: Records, kind: str) -> None:
+    assert_same(two.of("model_checkpoints")[kind], two.reference["model_checkpoints"][kind])
 
 
 def test_random_numbers_go_on_after_a_checkpoint(two: Records) -> None:

@@ -15,9 +15,20 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return records_of(request, 2, folder, "names")
 
 
-@pytest.mark.parametrize("case", ["groups_by_name", "hooks_and_attributes"])
-def test_what_was_set_before_trains_like_one_process(two: Records, case: str) -> None:
-    for found, expected in zip(two.of(case)["records"], two.reference[case]["records"], strict=True):
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "by name", "by name, moved", "by name, moved with ZeRO", "per parameter", "per parameter, moved", "named",
+        "named, moved",
+    ],
+)  # fmt: skip
+def test_groups_that_are_made_by_names_train_like_one_process(two: Records, groups: str) -> None:
+    assert_same(two.of("groups_by_name")[groups], two.reference["groups_by_name"][groups])
+
+
+def test_what_was_set_before_trains_like_one_process(two: Records) -> None:
+    expected_records = two.reference["hooks_and_attributes"]["records"]
+    for found, expected in zip(two.of("hooks_and_attributes")["records"], expected_records, strict=True):
         assert_same(found, expected)
 
 

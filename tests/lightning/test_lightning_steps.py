@@ -26,7 +26,8 @@ from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
 from tests.lightning.lightning_cases import Classifier
 from tests.lightning.test_lightning_parts import HalfAPipeline
-from tests.lightning.test_lightning_pipeline import HERE, Records, assert_same, python, records_of, torchrun
+from tests.lightning.test_lightning_pipeline import HERE, Records, assert_same, records_of, torchrun
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,24 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     "case",
     [
-        "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "summed", "loops",
-        "data_modules", "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches",
-        "ended_epochs",
+        "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "summed", "data_modules",
+        "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches", "ended_epochs",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "sanity", "several", "interval", "fraction", "every n", "limits", "no validation", "no training",
+        "overfit", "fast", "fast 2", "steps", "min epochs", "stopped", "min steps", "window",
+    ],
+)  # fmt: skip
+def test_loops_are_those_of_one_process(two: Records, settings: str) -> None:
+    """What the Trainer is told of epochs, steps and batches, in training and validation."""
+    assert_same(two.of("loops")[settings], two.reference["loops"][settings])
 
 
 @pytest.mark.parametrize("case", ["predictions", "left_behind"])
@@ -167,15 +179,16 @@ def test_an_error_in_one_pipeline_stops_all_before_the_step(four: Records) -> No
     assert record == {"sentence": "ValueError: the user's own error in training", "steps": [1, 1]}
 
 
-@pytest.mark.parametrize(
-    "start, what, sentence",
-    [(python(), "layer", "the layer's own error"), (torchrun(2), "anomaly", "returned nan values")],
-    ids=["launcher", "torchrun"],
-)
-def test_a_job_ends_where_one_rank_fails(start: list[str], what: str, sentence: str, tmp_path: Path) -> None:
+def test_a_job_that_lightning_started_ends_where_one_rank_fails(tmp_path: Path) -> None:
     """A rank in a layer cannot be heard by those that wait for its output: whoever started them ends them."""
+    log = tmp_path / "log"
+    code = run_ranks(HERE / "failing_multiproc.py", ["layer"], None, log, timeout_seconds=120)
+    check_failure(code, "the layer's own error", log)
+
+
+def test_a_job_that_torchrun_started_ends_where_one_rank_fails(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*start, str(HERE / "failing_multiproc.py"), what]
+    command = [*torchrun(2), str(HERE / "failing_multiproc.py"), "anomaly"]
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -186,8 +199,12 @@ def test_a_job_ends_where_one_rank_fails(start: list[str], what: str, sentence: 
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+    check_failure(code, "returned nan values", log)
+
+
+def check_failure(code: int, sentence: str, log: Path) -> None:
     printed = log.read_text()
-    assert code != 0 and sentence in printed, printed[-3000:]
+    assert code not in (0, -9) and sentence in printed, printed[-3000:]
     assert "the job reached its end" not in printed
 
 
