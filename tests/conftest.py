@@ -18,21 +18,30 @@ from tests.choice import environment_for
 from tests.server import ADDRESS, ON_THE_CPU, Process, collect_seldom
 
 gc.disable()  # until all tests are imported, and a million objects of libraries with them
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 REPOSITORY = Path(__file__).parents[1]
 LONGEST_FIRST = (
-    "lightning/test_lightning_callbacks.py", "engine/test_any_plan.py", "lightning/test_lightning_pipeline.py",
-    "engine/test_pipelines.py", "engine/test_training_state.py", "lightning/test_lightning_steps.py",
-    "engine/test_frozen.py", "test_examples.py", "engine/test_checkpoints.py", "lightning/test_lightning_ended.py",
-    "engine/test_scripts.py", "lightning/test_lightning_after_fit.py", "lightning/test_lightning_losses.py",
+    "lightning/test_lightning_pipeline.py", "lightning/test_lightning_callbacks.py",
+    "lightning/test_lightning_steps.py", "engine/test_checkpoints.py", "engine/test_training_state.py",
+    "lightning/test_lightning_names.py", "engine/test_pipelines.py", "engine/test_frozen.py",
+    "lightning/test_lightning_losses.py", "engine/test_any_plan.py", "test_examples.py",
+    "lightning/test_lightning_ended.py", "engine/test_ends.py", "engine/test_scripts.py",
+    "lightning/test_lightning_after_fit.py", "engine/test_strangers.py", "lightning/test_lightning_captured.py",
+    "engine/test_killed.py", "lightning/test_lightning_killed.py", "engine/test_timeline.py",
 )  # fmt: skip
-"""A worker that begins with these does not end with one of them alone, while the other one waits."""
+"""Files in whose tests workers wait; a worker that began last with one of them would leave cores idle."""
 
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="also run what is one of many of a kind")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One more worker than there are cores, at most ``--maxprocesses``: another computes while ranks wait."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:  # which xdist reads
+        return None
+    return len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)) + 1
 
 
 def pytest_configure(config):
@@ -45,6 +54,8 @@ def pytest_configure(config):
         os.environ[ADDRESS] = f"{folder}/server"
     if config.getoption("--exhaustive"):
         os.environ[exhaustive.VARIABLE] = "1"
+    settings.register_profile("no deadline", deadline=None, max_examples=exhaustive.some(100))
+    settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(config, items):

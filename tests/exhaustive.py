@@ -58,6 +58,7 @@ NAMED: dict[str, Sequence[str]] = {
     "engine/test_pipelines.py": [
         "test_case[2-a_data_set_given_to_the_engine]",
         "test_case[2-groups_that_are_empty_on_a_rank]",
+        "test_case[4-neox_with_other_axes]",
     ],
     "engine/test_scripts.py": ["test_the_tutorial[torchrun]", "test_neox[torchrun-4]"],
     "engine/test_strangers.py": ["test_case[tied_layers_of_different_classes]"],
@@ -68,6 +69,7 @@ NAMED: dict[str, Sequence[str]] = {
             "2-groups_that_become_empty_and_fill_again", "2-layers_that_recompute_anyway", "2-memory_of_a_move",
             "2-what_else_a_warm_up_measures", "2-schedules_go_on_after_a_warm_up",
             "2-adagrad_and_the_configurations_optimizer", "4-replicas",
+            "4-replicas_give_a_step_up_together", "2-fp16_with_its_loss_scale",
         )
     ],
     "lightning/test_lightning_after_fit.py": [
@@ -82,6 +84,9 @@ NAMED: dict[str, Sequence[str]] = {
                 "rate_finder_with_a_plan", "averages",
             )
         ),
+        *(f"test_the_checkpoints_that_one_process_keeps_are_kept[kept {kind}]" for kind in (
+            "epochs", "link", "interval", "weights",
+        )),
         "test_low_precision_is_close",
         "test_the_loss_scale_is_that_of_the_configuration",
         "test_settings_of_a_second_fit_are_those_it_has_then",
@@ -102,10 +107,45 @@ NAMED: dict[str, Sequence[str]] = {
         f"test_the_next_fit_goes_on_from_the_last_complete_checkpoint[{death}]"
         for death in ("in_a_step_of_the_warm_up", "after_the_move", "before_the_last_one_has_its_name")
     ],
-    "lightning/test_lightning_losses.py": ["test_two_pipelines_take_the_mean_of_their_batches_losses"],
+    "lightning/test_lightning_losses.py": [
+        *(
+            f"test_a_loss_trains_as_in_one_process[{case}]"
+            for case in (
+                "padded later", "hidden weights", "divided", "statistics", "time first", "accumulated",
+                "warmed up padded", "missing later", "changing in warm-up", "accumulated changing", "switched on",
+                "in place", "own generator", "accumulated drawing", "clipped",
+            )
+        ),
+        "test_two_pipelines_take_the_mean_of_their_batches_losses",
+    ],
+    "lightning/test_lightning_names.py": [
+        *(
+            f"test_hooks_that_see_a_part_of_the_parameters_are_told_once[{case}]"
+            for case in ("RateOfAll", "NormsLogged", "looking zero")
+        ),
+        *(
+            f"test_what_cannot_be_done_with_a_part_of_the_parameters_is_refused[{case}]"
+            for case in ("OnRankZero", "StepsWithClosure", "RateBeforeForward", "clipped bf16", "ratio zero")
+        ),
+        *(
+            f"test_groups_that_are_made_by_names_train_like_one_process[{groups}]"
+            for groups in ("by name", "by name, moved", "per parameter", "named, moved")
+        ),
+        *(
+            f"test_what_changes_later_is_refused_on_every_rank[{case}]"
+            for case in ("ScaledBySettings", "ScaledByEpoch", "WithAuxiliaryAtTheEnd")
+        ),
+    ],
     "lightning/test_lightning_pipeline.py": [
         "test_several_stages_on_a_rank_train_like_one_process[several_stages_in_all_forms]",
+        "test_runs_that_move_are_those_that_never_do[Signs]",
         "test_a_resumed_run_is_the_uninterrupted_one[resumed_zero_1]",
+        *(
+            f"test_a_fit_says_when_it_plans[{run}]"
+            for run in (
+                "steps given", "no steps given", "four steps", "five steps", "stream of one epoch", "fast", "plan",
+            )
+        ),
         *(f"test_four_stages_train_like_one_process[{case}]" for case in ("clipped", "zero_1", "tied")),
         *(
             f"test_two_pipelines_of_two_stages_train_like_one_process_on_their_batches[{case}]"
@@ -116,7 +156,14 @@ NAMED: dict[str, Sequence[str]] = {
     ],
     "lightning/test_lightning_steps.py": [
         "test_four_stages_do_what_one_process_does[left_behind]",
-        "test_a_job_ends_where_one_rank_fails[torchrun]",
+        *(
+            f"test_loops_are_those_of_one_process[{settings}]"
+            for settings in ("interval", "no validation", "overfit", "fast", "stopped", "min epochs")
+        ),
+        "test_a_job_that_torchrun_started_ends_where_one_rank_fails",
+    ],
+    "planner/test_refutation.py": [
+        "test_just_the_periods_that_no_pattern_has_are_refuted[any_instance]"
     ],
     "planner/test_time_limit.py": [
         f"test_an_interrupt_is_answered_at_once[{command}]" for command in ("step", "frontier", "paper")
@@ -125,9 +172,13 @@ NAMED: dict[str, Sequence[str]] = {
         "test_training_prints_plan_and_measurements[deepspeed]",
         "test_factories_can_be_profiled_and_planned[gpt]",
     ],
-    "test_vision_networks.py": ["test_parameters_and_operations[resnet101-44549160-224-7.8]"],
+    "test_vision_networks.py": [
+        "test_parameters_and_operations[resnet101-44549160-224-7.8]",
+        "test_parameters_and_operations[densenet121-7978856-224-2.83]",
+    ],
 }  # fmt: skip
-"""Tests by file, below this folder; without brackets all that a function makes of its parameters."""
+"""Tests by file, below this folder: as pytest names them, or by the first of several parameters alone; without
+brackets all that a function makes of its parameters."""
 
 
 def is_exhaustive() -> bool:
@@ -175,8 +226,10 @@ def unknown(items: Iterable[pytest.Item], folder: Path) -> list[str]:
     ]
 
 
-def _names(item: pytest.Item) -> tuple[str, str]:
-    return item.name, getattr(item, "originalname", item.name)
+def _names(item: pytest.Item) -> set[str]:
+    function = getattr(item, "originalname", item.name)
+    first = next(iter(_parameters(item).values()), None)
+    return {item.name, function, f"{function}[{first}]"}
 
 
 def _job(item: pytest.Item) -> tuple[object, int]:

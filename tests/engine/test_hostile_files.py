@@ -19,6 +19,7 @@ from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io.files import is_plain
 from lightning_madpipe.checkpoint.checkpoint_folders import MODEL_FILE, SavedModel, _saved_model
 from tests.engine import plans
+from tests.exhaustive import some
 from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
 
 STATE = {
@@ -90,13 +91,13 @@ def test_whatever_is_changed_is_read_or_refused(tmp_path, name):
         else:
             seen[True] += 1
 
-    @settings(many, max_examples=150)
+    @settings(many, max_examples=some(150))
     @given(changed_somewhere(document))
     def change(data: dict) -> None:
         path.write_text(json.dumps(data))
         check()
 
-    @settings(many, max_examples=150)
+    @settings(many, max_examples=some(150))
     @given(damaged(json.dumps(document).encode()))
     def damage(data: bytes) -> None:
         path.write_bytes(data)

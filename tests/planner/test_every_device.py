@@ -14,11 +14,12 @@ from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import FREE, problem_of, random_instance
 from tests.planner.test_step_search import LINKS, shortest_of_all
 
-SEEDS = range(120)
+SEEDS = range(some(120))
 
 
 def trains_everywhere(made: Chain, platform: Platform, placed: oracles.Placed) -> bool:
@@ -65,7 +66,7 @@ def test_the_period_is_the_best_of_all_allocations_that_train_everywhere():
         assert plan.period_seconds == problem.times.clock.seconds(best)
         assert plan.proved and replay(plan, made).violations == ()
         stricter += plan.period_seconds > make_plan(made, platform).period_seconds
-    assert fits > 20 and stricter > 2, "some of these must cost something"
+    assert fits > some(20) and stricter >= some(2), "some of these must cost something"
 
 
 def test_a_small_step_is_the_best_of_all_that_train_everywhere():
@@ -86,7 +87,7 @@ def test_a_small_step_is_the_best_of_all_that_train_everywhere():
         assert plan.step is not None and best is not None
         assert trains_everywhere(made, platform, placed(plan))
         assert plan.step.step_seconds == problem_of(made, platform).times.clock.seconds(best)
-    assert fits > 20
+    assert fits > some(20)
 
 
 def layer(name: str, seconds: float, weights: int) -> LayerProfile:

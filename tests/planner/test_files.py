@@ -27,6 +27,7 @@ from deepspeed_partition import (
     replay,
 )
 from deepspeed_partition.planner.report.draw import timeline
+from tests.exhaustive import some
 from tests.planner.instances import instances
 
 CHAIN = {
@@ -203,7 +204,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=some(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_value_anywhere_is_read_or_refused(data):
     """Whatever stands in one place of a chain or a plan file: a value, or the format's own error."""
@@ -233,7 +234,7 @@ def _paths(value, prefix=""):
         yield from _paths(inner, f"{prefix}{key}.")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(instances(), st.sampled_from([None, 1, 4]))
 def test_plan_round_trip(tmp_path_factory, instance, num_micro_batches):
     chain, platform = instance

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from deepspeed_partition import Chain, ChainFormatError, Platform, make_plan
 from deepspeed_partition.planner.graphs.layer_graph import FEW_TENSORS, LONGEST_SHARE, LayerGraph, Node
 from deepspeed_partition.planner.graphs.pipedream_profile import read_graph
+from tests.exhaustive import some
 
 
 def node(name: str, reads=(), *, ms: float = 1.0, weight: int = 0, size: int = 1, is_input: bool = False) -> Node:
@@ -63,7 +64,7 @@ def crossing_bytes(graph: LayerGraph, order: list[int], cut: int) -> int:
     return total
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some(300), deadline=None)
 @given(graphs())
 def test_a_chain_conserves_its_graph(graph):
     order = graph.order()
@@ -106,7 +107,7 @@ def test_no_order_has_less_crossing(graph):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(graphs())
 def test_every_cut_that_few_tensors_cross_is_there_and_long_layers_are_cut_further(graph):
     order = graph.order()

@@ -12,6 +12,7 @@ from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, in_order, one_f_one_b
 from deepspeed_partition.planner.step import blocking_step, deepspeed_instructions, one_f_one_b_order
+from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, problem_of, random_instance, solved_cases
 
@@ -121,7 +122,7 @@ def test_in_deepspeed_the_step_is_never_slower_than_that_of_the_shortest_period(
 def test_the_search_for_a_step_in_deepspeed_finds_the_best_partition():
     """On small instances, against every cut: the best in nearly all, and never far."""
     ratios = []
-    for seed in range(80):
+    for seed in range(some(80)):
         made, platform = random_instance(seed, most_layers=6)
         platform = replace(platform, memory_bytes=10**6)
         num_stages = min(made.num_layers, platform.num_devices)
@@ -131,7 +132,7 @@ def test_the_search_for_a_step_in_deepspeed_finds_the_best_partition():
         plan = make_plan(made, platform, num_micro_batches=6, num_stages=num_stages)
         ratios.append(plan.blocking_step_seconds / times.clock.seconds(best))
     assert min(ratios) >= 1 - 1e-9
-    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= 75
+    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= 0.9 * len(ratios)
     assert max(ratios) <= 1.1
 
 

@@ -23,6 +23,7 @@ from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, eager, in_order
 from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, instances, problem_of, random_instance
 
@@ -148,7 +149,7 @@ def shortest_of_all(
 def test_small_steps_are_the_best_of_all(m: int, most_layers: int, seeds: int) -> None:
     """Two devices, every cut, every map of stages to devices and every order."""
     fits = 0
-    for seed in range(seeds):
+    for seed in range(some(seeds)):
         pick = random.Random(seed)
         made, platform = random_instance(seed, most_layers=most_layers)
         platform = replace(platform, num_devices=2, bandwidth=pick.choice(LINKS))
@@ -157,7 +158,7 @@ def test_small_steps_are_the_best_of_all(m: int, most_layers: int, seeds: int) -
         if plan is not None:
             fits += 1
             assert plan.step_seconds == problem_of(made, platform).times.clock.seconds(best)
-    assert fits > seeds / 2
+    assert fits >= some(seeds) / 2
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -192,7 +193,7 @@ def test_the_smallest_memory_is_the_smallest(seed: int) -> None:
 
 def test_more_memory_is_not_slower() -> None:
     """A search cannot promise that, and orders run as early as possible know anomalies; here there are none."""
-    for seed in range(25):
+    for seed in range(some(25)):
         made, platform = random_instance(seed, most_layers=5)
         before = None
         for memory in (15, 20, 30, 45, 70, 110, 200):
@@ -276,7 +277,7 @@ def test_a_deadline_that_has_passed_leaves_a_plan() -> None:
     assert replay(plan, made).violations == ()
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=some(60), suppress_health_check=list(HealthCheck))
 @given(instances(), st.integers(1, 30), st.sampled_from(["madpipe", "contiguous", "mcap"]), st.integers(0, 3))
 def test_steps_of_any_problem_are_replayed(instance, m: int, algorithm: str, comm_buffers: int) -> None:
     """Floats of all sizes, any number of buffers; what does not fit does so in the memory that is named."""

@@ -20,6 +20,7 @@ from deepspeed_partition.planner.report.draw import measured_step
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
 from deepspeed_partition.planner.simulate.replay_step import run_step
 from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.exhaustive import some
 from tests.planner.instances import chain, random_instance
 from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
 
@@ -152,7 +153,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / "file"
     content = json.dumps(DOCUMENT).encode()
 
-    @settings(many, max_examples=200)
+    @settings(many, max_examples=some(200))
     @given(damaged(content) | changed_somewhere(DOCUMENT).map(lambda data: json.dumps(data).encode()))
     def read(data: bytes) -> None:
         path.write_bytes(data)
