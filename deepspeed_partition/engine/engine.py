@@ -51,7 +51,7 @@ from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import counted
-from deepspeed_partition.schedule.instructions import Instruction, Program
+from deepspeed_partition.schedule.instructions import Instruction
 
 
 class MadPipeEngine(ResumingEngine):
@@ -261,6 +261,7 @@ class MadPipeEngine(ResumingEngine):
         """Run ``cut``, whose layers are in their places."""
         self.module.madpipe_cut, self.plan = cut, cut.plan
         self._pending.settle()
+        self.most_in_flight = None
         self.lower_anew()
         self._layer_buffers = None
 
@@ -325,12 +326,6 @@ class MadPipeEngine(ResumingEngine):
         if self._pending.warm_up is None or not torch.is_grad_enabled():
             return super()._recorded()
         return self._pending.warm_up.recorded(self._transfers, self._execute)
-
-    def _lower(self, num_micro_batches: int, trains: bool, flushes: tuple[int, ...] | None) -> Program:
-        other = None
-        if trains and self._pending.warm_up is not None and flushes is None:
-            other = self._pending.warm_up.program(num_micro_batches)
-        return super()._lower(num_micro_batches, trains, flushes) if other is None else other
 
     def peek_data(self) -> None:
         """Take the next micro-batch out of the data iterator, which will give it again."""

@@ -17,6 +17,7 @@ def program_of(
     *,
     trains: bool,
     flushes: Sequence[int] | None = None,
+    most_in_flight: int | None = None,
 ) -> Program:
     """The lists of one batch.
 
@@ -25,6 +26,7 @@ def program_of(
 
     Args:
         flushes: Micro-batches of each batch of the step, see ``AnyPlanEngine.flushes``.
+        most_in_flight: The most micro-batches in flight in a step, on a cut without a plan.
 
     Raises:
         LoweringError: the plan's order cannot be run.
@@ -36,7 +38,7 @@ def program_of(
     if trains and flushes is not None:
         return lowering.with_transfers(lowering.flush_orders(range(num_ranks), flushes), range(num_ranks))
     orders = [
-        one_f_one_b_order(stage, num_ranks - stage, num_micro_batches)
+        one_f_one_b_order(stage, min(num_ranks - stage, most_in_flight or num_ranks), num_micro_batches)
         if trains
         else tuple((f"F{stage}", number) for number in range(num_micro_batches))
         for stage in range(num_ranks)

@@ -89,6 +89,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """Micro-batches of each batch of the next step, where the loss of a batch is computed once on all of its
     outputs: the last stage begins the backwards of a batch when its forwards are done. None: each micro-batch has
     a loss of its own."""
+    most_in_flight: int | None = None
+    """The most micro-batches that a stage of a cut without a plan has in flight in a step. None: as many as 1F1B
+    has."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -273,7 +276,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _lower(self, num_micro_batches: int, trains: bool, flushes: tuple[int, ...] | None) -> Program:
         plan = self.module.madpipe_cut.plan
-        program = program_of(plan, self.num_stages, num_micro_batches, trains=trains, flushes=flushes)
+        program = program_of(
+            plan, self.num_stages, num_micro_batches, trains=trains, flushes=flushes,
+            most_in_flight=self.most_in_flight,
+        )  # fmt: skip
         if plan is not None and trains and not program.within_room:
             cuts = ", ".join(f"rank {device} beside cut {cut}" for device, cut in program.beyond_room)
             announce(

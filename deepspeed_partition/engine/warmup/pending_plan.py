@@ -180,6 +180,8 @@ class PendingPlan:
         """Let the present cut be a trial, as it was before a checkpoint's was adopted."""
         self._engine.adopt(Cut("trial"))
         self.is_pending, self.warm_up = True, warm_up
+        if warm_up is not None:
+            warm_up.limit_depth()
 
     def _adopt_cut_of(self, found: Found, saved: SavedCut, *, whole: bool) -> None:
         """Take over the cut of a checkpoint where this run waits for a plan.

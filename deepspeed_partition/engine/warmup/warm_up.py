@@ -29,11 +29,9 @@ from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, 
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring
 from deepspeed_partition.layer_calls import stand_in
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import counted, format_bytes
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
-from deepspeed_partition.schedule import lowering
-from deepspeed_partition.schedule.instructions import Instruction, Program
+from deepspeed_partition.schedule.instructions import Instruction
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -120,14 +118,10 @@ class WarmUp:
         """Yield what to call for each instruction of a training step."""
         return self.measuring.recorded(transfers, execute) if self._measures else nullcontext(execute)
 
-    def program(self, num_micro_batches: int) -> Program | None:
-        """Return the lists of a step, where they are not those of the trial cut."""
-        if self._most_in_flight is None:
-            return None
-        num_stages = self._engine.num_stages
-        depths = [min(num_stages - stage, self._most_in_flight) for stage in range(num_stages)]
-        orders = [one_f_one_b_order(stage, depth, num_micro_batches) for stage, depth in enumerate(depths)]
-        return lowering.with_transfers(orders, range(num_stages))
+    def limit_depth(self) -> None:
+        """Let no stage of the trial cut have more micro-batches in flight than there was memory for."""
+        self._engine.most_in_flight = self._most_in_flight
+        self._engine.lower_anew()
 
     def _begin(self) -> None:
         self.has_begun = True
@@ -163,7 +157,7 @@ class WarmUp:
             self._most_in_flight = math.ceil(in_flight / 2)
             most = counted(self._most_in_flight, "micro-batch")
             remedy = f"until the plan is made, no stage has more than {most} in flight"
-            self._engine.lower_anew()
+            self.limit_depth()
         else:
             remedy = self._give_up()
         announce(f"{reason}; {remedy}", logging.WARNING)
