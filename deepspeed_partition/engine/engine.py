@@ -29,6 +29,7 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
+from deepspeed_partition.engine.pipeline.parts import trainable_parameters
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.repairs import (
     clip_by_global_norm,
@@ -36,7 +37,6 @@ from deepspeed_partition.engine.repairs import (
     link_states_of_all_groups,
     tell_how_gradients_are_clipped,
 )
-from deepspeed_partition.engine.repartition.parts import trainable_parameters
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from deepspeed_partition.engine.repartition.parts import tensors_by_name
+from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors

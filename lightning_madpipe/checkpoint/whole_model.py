@@ -21,8 +21,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
+from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of, tensors_by_name
 from deepspeed_partition.engine.pipeline.stages import allocation_of
-from deepspeed_partition.engine.repartition.parts import held_modules, parts_of, tensors_by_name
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes

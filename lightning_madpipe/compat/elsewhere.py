@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_partition.engine.repartition.parts import held_modules, parts_of
+from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of
 from lightning_madpipe.module import PIPELINE, TiedModule
 
 TABLES = ("_parameters", "_buffers")

@@ -18,6 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
+from deepspeed_partition.engine.pipeline.parts import loss_part_of
 from deepspeed_partition.engine.repartition.optimizer_state import (
     FLAT,
     MASTER,
@@ -29,7 +30,6 @@ from deepspeed_partition.engine.repartition.optimizer_state import (
     trained_by,
 )
 from deepspeed_partition.engine.repartition.parameter_groups import OF_PARAMETERS
-from deepspeed_partition.engine.repartition.parts import loss_part_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io import files

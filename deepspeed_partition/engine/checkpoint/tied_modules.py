@@ -17,8 +17,8 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.tied_copies import Form, forms_of
-from deepspeed_partition.engine.repartition.parts import held_modules, loss_part_of
+from deepspeed_partition.engine.pipeline.parts import held_modules, loss_part_of
+from deepspeed_partition.engine.pipeline.tied_copies import forms_with_functions
 
 LOSS_FILE = "madpipe-loss.pt"
 
@@ -91,7 +91,7 @@ def _copies(module: PipelineModule) -> Iterator[Copy]:
     held, grid = held_modules(module), module.mpu()
     rank, slice_rank = grid.get_stage_id(), grid.get_slice_parallel_rank()
     number_of_slice = f"-model_{slice_rank:02d}" if slice_rank else ""
-    for number, form in enumerate(_ties(module)):
+    for number, form in enumerate(forms_with_functions(module._layer_specs)):
         layers = form.layers
         if form.part_name in held:
             as_it_is = module._layer_specs[layers[0]].forward_fn is None
@@ -105,13 +105,3 @@ def _copies(module: PipelineModule) -> Iterator[Copy]:
                 is_saved_by_deepspeed=as_it_is,
                 own_file=f"{file}-rank_{rank:02d}.pt",
             )
-
-
-def _ties(module: PipelineModule) -> list[Form]:
-    """The ties that a function runs somewhere; those of functions alone first."""
-
-    def as_they_are(form: Form) -> list[bool]:
-        return [module._layer_specs[layer].forward_fn is None for layer in form.layers]
-
-    with_functions = [form for form in forms_of(module._layer_specs) if not all(as_they_are(form))]
-    return sorted(with_functions, key=lambda form: any(as_they_are(form)))  # as earlier versions counted

@@ -58,6 +58,16 @@ def forms_of(specs: Sequence[Any]) -> list[Form]:
     return [Form(key, number, tuple(layers), specs[layers[0]]) for (key, number), layers in found.items()]
 
 
+def forms_with_functions(specs: Sequence[Any]) -> list[Form]:
+    """The forms that a ``forward_fn`` runs somewhere; those that nothing else runs first."""
+
+    def as_they_are(form: Form) -> list[bool]:
+        return [specs[layer].forward_fn is None for layer in form.layers]
+
+    with_functions = [form for form in forms_of(specs) if not all(as_they_are(form))]
+    return sorted(with_functions, key=lambda form: any(as_they_are(form)))  # checkpoints number them so
+
+
 def _are_alike(first: TiedLayerSpec, other: TiedLayerSpec) -> bool:
     """Whether one module does for both. A function runs any module of its class."""
     if first.typename is not other.typename:

@@ -15,6 +15,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.module import place_layers
+from deepspeed_partition.engine.pipeline.parts import (
+    Part,
+    all_that_moves,
+    held_modules,
+    parts_of,
+    tensors_by_name,
+)
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
@@ -27,13 +34,6 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     describe,
     only_what_changed,
     take_attributes,
-)
-from deepspeed_partition.engine.repartition.parts import (
-    Part,
-    all_that_moves,
-    held_modules,
-    parts_of,
-    tensors_by_name,
 )
 from deepspeed_partition.engine.runtime.collectives import (
     gather_objects,

@@ -11,13 +11,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.pipeline.module import asks_for_plan, check_every_rank_trains
+from deepspeed_partition.engine.pipeline.parts import in_words, parts_with_parameters, trainable_parameters
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.repartition.layer_moves import build_arriving, move_layers
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup, ParameterGroups
-from deepspeed_partition.engine.repartition.parts import in_words, parts_with_parameters, trainable_parameters
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import log_here, planning_is_off
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state

@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_partition.engine.repartition.parts import (
+from deepspeed_partition.engine.pipeline.parts import (
     LOSS,
     Part,
     tensors_by_name,
