@@ -134,7 +134,7 @@ class MadPipeEngine(ResumingEngine):
             plan = load_plan(self.options.plan)
             self._check(plan)
             check_same_model(plan, trainable_parameters(self.module))
-            self.recut(plan)
+            self._recut_to(Cut("plan", plan), allocation_of(plan))
         else:
             save_plan = self.options.save_plan
             if save_plan is not None:
@@ -243,13 +243,17 @@ class MadPipeEngine(ResumingEngine):
             RuntimeError: within a step; or an optimizer whose state cannot be told apart by parameters; or a hook
                 or an attribute on a layer that moves, which would stay behind.
         """
-        if isinstance(plan, Plan | str | os.PathLike):
+        if isinstance(plan, str | os.PathLike):
             plan = load_plan(plan)
+        if isinstance(plan, Plan):
             self._check(plan)
-            cut, allocation = Cut("plan", plan), allocation_of(plan)
+            self._recut_to(Cut("plan", plan), allocation_of(plan))
         else:
             boundaries = check_boundaries(plan, self.module._num_layers, self.num_stages)
-            cut, allocation = Cut("boundaries"), Allocation.contiguous(boundaries)
+            self._recut_to(Cut("boundaries"), Allocation.contiguous(boundaries))
+
+    def _recut_to(self, cut: Cut, allocation: Allocation) -> None:
+        """Move the layers to where ``cut`` has them, which was checked."""
         if self._in_step:
             raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
         self._own_cut()

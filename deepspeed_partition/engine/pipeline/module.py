@@ -64,14 +64,14 @@ def check_method_name(method: object) -> None:
         raise ValueError(f"pipeline.partition_method is {method!r}: it is {KNOWN_METHODS}")
 
 
-def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
-    """A plan as it is, or from a file that rank 0 reads for all ranks.
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file, which rank 0 reads for all ranks.
 
     Raises:
         PlanFormatError: the file is no plan, or one of another version.
         OSError: the file cannot be read.
     """
-    return plan if isinstance(plan, Plan) else from_rank_0(lambda: Plan.load(plan))
+    return from_rank_0(lambda: Plan.load(path))
 
 
 def check_boundaries(boundaries: Iterable[Any], num_layers: int, num_stages: int) -> list[int]:
@@ -366,6 +366,8 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
         accelerator.before_communication()
+        if plan is not None:
+            partition_method = plan if isinstance(plan, Plan) else load_plan(plan)
         super().__init__(
             layers=layers,
             num_stages=num_stages,
@@ -374,7 +376,7 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
             seed_layers=seed_layers,
             seed_fn=seed_fn,
             base_seed=base_seed,
-            partition_method=partition_method if plan is None else load_plan(plan),
+            partition_method=partition_method,
             activation_checkpoint_interval=activation_checkpoint_interval,
             activation_checkpoint_func=activation_checkpoint_func,
             checkpointable_layers=checkpointable_layers,
