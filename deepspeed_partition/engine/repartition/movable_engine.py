@@ -144,18 +144,12 @@ class MovingEngine(AnyPlanEngine):
 
     def _release_parameters(self) -> None:
         """Take DeepSpeed's hooks and flat buffers off the parameters, and every other reference to them."""
-        self.destroy()
-        self.module_forward_pre_hook.remove()
-        self.module_forward_post_hook.remove()
-        self.param_names.clear()
-        if self.optimizer is not self.basic_optimizer:
-            vars(self.optimizer).clear()
+        self.release()
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
                 group["params"].clear()
         for parameter in self.module.parameters():
-            parameter.grad = None
             if hasattr(parameter, "_hp_grad"):  # the bf16 optimizer's, a view of a flat buffer like the next
                 del parameter._hp_grad
             # A view of a flat buffer keeps all of it alive.
