@@ -270,13 +270,10 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
         sizes: Of the micro-batches of a batch.
     """
     if names:
-        more = f" ({len(names)} layers in all)" if len(names) > NUM_SHOWN else ""
         yield (
-            f"batch normalization: the statistics of {_some(names)}{more} are those of a micro-batch, "
-            f"{max(sizes)} of the {sum(sizes)} samples of a batch, and the running ones change {len(sizes)} times "
-            "per batch: this is another training than in one process, as with accumulate_grad_batches. Ways out: "
-            "fewer and larger pieces, MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; "
-            "larger batches; nn.GroupNorm or nn.LayerNorm in their place; frozen statistics (.eval() on them)"
+            f"batch normalization: the statistics of {_all_of(names, 'layers ')} are those of {_piece_of(sizes)}, "
+            f"and the running ones change {len(sizes)} times per batch: {ANOTHER_TRAINING}; nn.GroupNorm or "
+            "nn.LayerNorm in their place; frozen statistics (.eval() on them)"
         )
 
 
@@ -289,28 +286,37 @@ def notes_on_parts(mixing: Sequence[str], keeping: Sequence[str], sizes: Sequenc
         sizes: Of the micro-batches of a batch.
     """
     if mixing:
-        more = f" ({len(mixing)} layers in all)" if len(mixing) > NUM_SHOWN else ""
         yield (
-            f"what {_some(mixing)}{more} gives for a sample depends on the others, and in a pipeline it sees "
-            f"those of a micro-batch, {max(sizes)} of the {sum(sizes)} samples of a batch: this is another "
-            "training than in one process, as with accumulate_grad_batches. Ways out: fewer and larger pieces, "
-            "MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; larger batches; a layer that "
-            "treats each sample by itself"
+            f"what {_all_of(mixing, 'layers ')} gives for a sample depends on the others, and in a pipeline it "
+            f"sees those of {_piece_of(sizes)}: {ANOTHER_TRAINING}; a layer that treats each sample by itself"
         )
     if keeping:
-        more = f" ({len(keeping)} in all)" if len(keeping) > NUM_SHOWN else ""
         yield (
-            f"{_some(keeping)}{more} changes whenever the layer runs, and it runs once per micro-batch, "
-            f"{len(sizes)} times per batch: what depends on that is another training than in one process; "
+            f"{_all_of(keeping)} changes whenever the layer runs, and it runs once per micro-batch, {len(sizes)} "
+            "times per batch: what depends on that is another training than in one process; "
             "MadPipeStrategy(num_micro_batches=1) runs it once"
         )
 
+
+ANOTHER_TRAINING = (
+    "this is another training than in one process, as with accumulate_grad_batches. Ways out: fewer and larger "
+    "pieces, MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; larger batches"
+)
+"""What it means that a layer sees a micro-batch in the place of a batch, and what any model can do about it."""
 
 NUM_SHOWN = 4
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:NUM_SHOWN]) + (", ..." if len(names) > NUM_SHOWN else "")
+
+
+def _all_of(names: Sequence[str], unit: str = "") -> str:
+    return _some(names) + (f" ({len(names)} {unit}in all)" if len(names) > NUM_SHOWN else "")
+
+
+def _piece_of(sizes: Sequence[int]) -> str:
+    return f"a micro-batch, {max(sizes)} of the {sum(sizes)} samples of a batch"
 
 
 def _list(names: Any) -> str:
