@@ -7,54 +7,23 @@ is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
-from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.module import PipelineCall, called_as_written
 from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, Verdict
 
 
-def check_captured(
-    module: Any,
-    call: PipelineCall,
-    inputs: Sequence[Tensor],
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    context: Callable[[], AbstractContextManager[Any]],
-    traces: Callable[[], Any],
-) -> Verdict:
-    """Compare captured layers with the model's own code, in the module's mode.
+class CapturedCheck(LayerCheck):
+    """A comparison of all captured layers at once with the model's own code, as the step calls it."""
 
-    Args:
-        call: The layers, all of which this process can run.
-        inputs: The tensors that the first layer takes, for one micro-batch.
-        dtype: What the engine trains in; None for the parameters' own type.
-        context: In which steps run.
-        traces: Gives the module as it is now, to be compared and put back.
-    """
-    check = _CapturedCheck(module, call, tuple(inputs), device, dtype, context, traces)
-    restore = random_state()
-    try:
-        with called_as_written(call.target(module)):
-            return check.verdict()
-    except LayersDifferError as difference:
-        return Verdict(difference=str(difference))
-    finally:
-        restore()
-
-
-class _CapturedCheck(LayerCheck):
-    """One comparison of all layers at once."""
-
-    def __init__(self, module: Any, call: PipelineCall, *settings: Any) -> None:
-        super().__init__(module, call, *settings)
+    def __init__(self, module: Any, call: PipelineCall, arguments: Sequence[Tensor], **settings: Any) -> None:
+        super().__init__(module, call, arguments, **settings)
+        self._target = call.target(module)
         assert call.captured is not None
         self._call = call.captured.now
         self._mode = self._call.root.training
@@ -64,6 +33,13 @@ class _CapturedCheck(LayerCheck):
             return _tensors_of(self._call.run(inputs))
 
         self._forward = forward
+
+    def _why_not(self) -> None:
+        """Compare always: the code that is run is the model's."""
+
+    def _found(self) -> Verdict:
+        with called_as_written(self._target):
+            return super()._found()
 
     def _run_layers(self, first: int, last: int, passed: Any) -> Any:
         inputs = passed if isinstance(passed, tuple) else (passed,)

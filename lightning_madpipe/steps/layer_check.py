@@ -86,57 +86,31 @@ class Verdict:
     """What ``forward`` and the layers set on modules while they run."""
 
 
-def check_layers(
-    module: Any,
-    call: PipelineCall,
-    arguments: Sequence[Tensor],
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    context: Callable[[], AbstractContextManager[Any]],
-    traces: Callable[[], Any],
-) -> Verdict:
-    """Compare the layers with ``type(module).forward`` on ``arguments``, in the module's mode.
+class LayerCheck:
+    """A comparison of the layers with ``type(module).forward``, in the module's mode.
 
     Args:
+        module: The LightningModule.
         call: The layers, all of which this process can run.
-        arguments: What the step gives ``forward``, for one micro-batch.
+        arguments: The tensors that the first layer takes, for one micro-batch.
+        device: Where both run.
         dtype: What the engine trains in; None for the parameters' own type.
-        context: In which steps run.
+        context: Gives the context in which steps run.
         traces: Gives the module as it is now, to be compared and put back.
     """
-    forward = getattr(type(module), "forward", None)
-    if forward is None or forward.__module__.startswith(("torch.", "lightning.", "pytorch_lightning.")):
-        return Verdict(notes=(f"{type(module).__name__} has no forward() to compare pipeline_layers() with",))
-    if any(isinstance(layer, LayerSpec) and not isinstance(layer, TiedModule) for layer in call.layers):
-        sentence = (
-            "pipeline_layers() has a LayerSpec, which is built where it runs: it is not compared with forward()"
-        )
-        return Verdict(notes=(sentence,))
-    check = LayerCheck(module, call, tuple(arguments), device, dtype, context, traces)
-    restore = random_state()
-    try:
-        return check.verdict()
-    except LayersDifferError as difference:
-        return Verdict(difference=str(difference))
-    finally:
-        restore()
-
-
-class LayerCheck:
-    """One comparison. See the module's docstring."""
 
     def __init__(
         self,
         module: Any,
         call: PipelineCall,
-        arguments: tuple[Tensor, ...],
+        arguments: Sequence[Tensor],
+        *,
         device: torch.device,
         dtype: torch.dtype | None,
         context: Callable[[], AbstractContextManager[Any]],
         traces: Callable[[], Any],
     ) -> None:
-        self._module, self._layers, self._arguments = module, call.layers, arguments
+        self._module, self._layers, self._arguments = module, call.layers, tuple(arguments)
         self._device, self._dtype, self._context, self._traces = device, dtype, context, traces
         self._forward = type(module).forward
         self._name = type(module).__name__
@@ -153,6 +127,27 @@ class LayerCheck:
         """What may end gradients, in words; the comparison of all gradients has to show whether it does."""
 
     def verdict(self) -> Verdict:
+        """Compare; the module and the random numbers are then what they were."""
+        reason = self._why_not()
+        if reason is not None:
+            return Verdict(notes=(reason,))
+        restore = random_state()
+        try:
+            return self._found()
+        except LayersDifferError as difference:
+            return Verdict(difference=str(difference))
+        finally:
+            restore()
+
+    def _why_not(self) -> str | None:
+        if self._forward.__module__.startswith(("torch.", "lightning.", "pytorch_lightning.")):
+            return f"{self._name} has no forward() to compare pipeline_layers() with"
+        if any(isinstance(layer, LayerSpec) and not isinstance(layer, TiedModule) for layer in self._layers):
+            why = "which is built where it runs"
+            return f"pipeline_layers() has a LayerSpec, {why}: it is not compared with forward()"
+        return None
+
+    def _found(self) -> Verdict:
         known = set(self._module.modules())
         strange = [part for layer in self._existing for part in layer.modules() if part not in known]
         with silenced([self._module, *self._existing]), modes(dict.fromkeys(strange, self._mode)):

@@ -17,9 +17,9 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_parts, notes_on_statistics
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import first_of
-from lightning_madpipe.steps.captured_check import check_captured
+from lightning_madpipe.steps.captured_check import CapturedCheck
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
-from lightning_madpipe.steps.layer_check import Verdict, check_layers
+from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.layers_on_parts import FEW, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
@@ -144,7 +144,7 @@ class LayerComparison:
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
         if not self._is_wanted or (call.attribute != "forward" and call.captured is None):
             return Verdict()  # one nn.Sequential is called as it is
-        check = check_layers if call.captured is None else check_captured
+        check = LayerCheck if call.captured is None else CapturedCheck
         with self._pipeline.elsewhere.lifted():
             return check(
                 self._module,
@@ -154,7 +154,7 @@ class LayerComparison:
                 dtype=half,
                 context=self._context,
                 traces=lambda: self._steps.leftovers(undoable=True),
-            )
+            ).verdict()
 
     def _few_of(self, run: BatchRun, inputs: tuple[Any, ...]) -> FewSamples | None:
         """What the step gives ``forward`` for a few samples; None where nothing is to be looked at."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
 from lightning_madpipe.steps.forward_reads import Read
-from lightning_madpipe.steps.layer_check import LayerCheck, Verdict, check_layers
+from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces, Left, left_by_code
 from tests.lightning.test_lightning_parts import HalfAPipeline
@@ -271,7 +271,7 @@ def compare(module: Any, *inputs: torch.Tensor) -> Verdict:
     pipeline = HalfAPipeline(call.layers, held=())
     pipeline.elsewhere = Elsewhere(module, pipeline)
     object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
-    return check_layers(
+    return LayerCheck(
         module,
         call,
         inputs or (torch.randn(4, 6),),
@@ -279,7 +279,7 @@ def compare(module: Any, *inputs: torch.Tensor) -> Verdict:
         dtype=None,
         context=nullcontext,
         traces=lambda: Leftovers(module, vars(pl.LightningModule()), undoable=True),
-    )
+    ).verdict()
 
 
 @pytest.fixture(params=["whole", "layer by layer"])
