@@ -55,7 +55,7 @@ class Captured:
     changed: Callable[[Graph, bool], None] = lambda graph, training: None
     """Changes the graph of another state as this one's was changed before layers were made of it."""
     reach: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """In which the model is captured in another state, with all of its weights."""
+    """Gives a context in which the model has all of its weights, to be captured in another state."""
 
     @property
     def first_names(self) -> dict[str, str]:
@@ -322,7 +322,7 @@ class OtherCall:
     """A call of a captured model's modules other than the one that its layers were made of."""
 
     captured: Captured
-    """With the graph of the first call, whose names and layers are meant."""
+    """The model with the graph of its first call, whose names and layers are meant."""
     programs: dict[Any, list[Program]] = field(default_factory=dict)
 
 

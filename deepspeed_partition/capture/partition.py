@@ -188,7 +188,7 @@ class Crossing:
 
 
 def crossings(flow: Flow) -> list[Crossing]:
-    """For each place between two nodes that run once: what crosses it."""
+    """What crosses each place between two nodes that run once."""
     graph = flow.graph
     last_use: dict[int, int] = {}
     end = len(flow.main)

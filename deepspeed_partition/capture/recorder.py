@@ -103,7 +103,7 @@ class Value:
     requires_grad: bool
     storage: int
     time: int
-    """When it was made, as the number of its call; -1 for an input."""
+    """The number of the call that made it; -1 for an input."""
     scopes: tuple[int, ...]
     """The modules within which it was made, by the numbers of their calls."""
     is_dense: bool = True

@@ -149,10 +149,10 @@ class _Parts:
     """What stands between two layers beside that for a few samples."""
 
     other_first: Tensors
-    """With other samples in the place of the first half."""
+    """The values with other samples in the place of the first half."""
     other_second: Tensors
     alone: tuple[Tensors, Tensors] | None
-    """For either half alone; None where that is not known."""
+    """The values for either half alone; None where that is not known."""
 
     @staticmethod
     def of(samples: FewSamples) -> _Parts | None:

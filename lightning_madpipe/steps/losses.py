@@ -88,7 +88,7 @@ class Tried:
     passed: tuple[Any, ...]
     """What the step passed to ``forward``."""
     drawn: Mapping[str, int]
-    """Where random generators were in the end, but for torch's common one, as numbers that tell."""
+    """The states of random generators in the end, but for torch's common one, as numbers that tell."""
     log_calls: list[dict[str, Any]]
     seconds: tuple[float, float]
     """Seconds of the forward and of the backward."""

@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     should_stop: bool
     error: Exception | None
     draws: States
-    """Where the steps have left the program's own random generators."""
+    """The states in which the steps have left the program's own random generators."""
 
 
 class Outcomes:

@@ -120,7 +120,7 @@ class OwnGenerators:
                     vars(owner)[name] = Replayed(value)
 
     def left(self) -> States:
-        """Where the steps of these batches have left the generators; those that stayed are left out."""
+        """The states in which the steps of these batches have left the generators, but for those that stayed."""
         live = self._states()
         return {name: s for name, s in self._left.get("all", {}).items() if key_of(s) != key_of(live[name])}
 
@@ -132,7 +132,7 @@ class OwnGenerators:
                 _put(found[name], state)
 
     def all_states(self) -> States:
-        """Where all generators are now."""
+        """The present states of all generators."""
         self.begin()
         return self._states()
 

@@ -32,7 +32,7 @@ def gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[l
 
 
 def first_difference(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> int | None:
-    """Which gradients are not the same; None if all are."""
+    """The place of the first gradients that are not the same; None if all are."""
     dense = [(_dense(one, other), _dense(other, one)) for one, other in zip(left, right, strict=True)]
     largest = max((float(one.abs().max()) for one, _ in dense if one is not None and one.numel()), default=0.0)
     for index, (one, other) in enumerate(dense):

@@ -62,7 +62,7 @@ class Failure(NamedTuple):
     """What one rank met in a batch."""
 
     order: int
-    """Which failure of the job it is, by the time at which it happened."""
+    """The place of the failure among those of the job, by the time at which it happened."""
     rank: int
     place: str
     """The instruction, in words."""
