@@ -13,12 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_partition.capture.recorder import Attribute, Device, Ref, SizeOf, Template
-from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in, evaluate
+from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, ShapeError, dimensions_in, evaluate
 from deepspeed_partition.capture.structure import build, flatten
-
-
-class ShapeError(ValueError):
-    """A micro-batch for whose sizes the captured layers do not hold."""
 
 
 @dataclass(slots=True, eq=False)

@@ -28,11 +28,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, Size, number_of, size
+from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, ShapeError, Size, number_of, size
 from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors
 
 BYTES_PER_OPERATION = 0.05
 """How many bytes a device moves in the time of one multiplication or addition, about."""
+
+
+LARGEST_FROM_SIZES = 2**20
+"""Bytes of a tensor up to which the recording computes it, where it is made from sizes alone."""
+
+
+class Overwritten(Exception):
+    """A tensor that was made from sizes alone is changed by one that was not."""
 
 
 class Undecided(Exception):
@@ -47,6 +55,19 @@ def must_be(outcome: bool, tensor: torch.Tensor, where: str) -> None:
     """
     if bool(tensor) is not outcome:
         raise ValueError(f"the model's code refuses this batch ({where})")
+
+
+def must_stay(outcome: bool, tensor: torch.Tensor, where: str) -> None:
+    """Verify what the model's own code asked of a tensor that is made from sizes: it goes another way otherwise.
+
+    Raises:
+        ShapeError: another outcome.
+    """
+    if bool(tensor) is not outcome:
+        raise ShapeError(
+            f"the model's code takes another way for the sizes of this batch ({where}, {not outcome} and not "
+            f"{outcome}): capture it with arguments of such sizes, pad the batch, or leave it out"
+        )
 
 
 class CaptureError(ValueError):
@@ -251,8 +272,11 @@ class Tape:
         state: State,
         call: Callable[..., Any] | None,
         decisions: Sequence[bool] = (),
+        computes: bool = True,
     ) -> None:
         self.decisions, self._num_decisions = decisions, 0
+        self._computes = computes
+        self._computed: set[int] = set()
         self.model, self.device, self.state = model, device, state
         self.call = call or model
         self.dtypes: dict[str, torch.dtype] = {}
@@ -364,7 +388,7 @@ class Tape:
                 return Attribute(name)
             if id(leaf) in self._value_of:
                 return Ref(self._value_of[id(leaf)])
-            if not isinstance(leaf, FakeTensor):
+            if not isinstance(leaf, FakeTensor) and id(leaf) not in self._computed:
                 self._kept.append(leaf)
                 return leaf  # a constant of the model that is neither parameter nor buffer
             if time is None:
@@ -406,11 +430,44 @@ class Tape:
         self._inside += 1
         try:
             out = func(*plain_args, **plain_kwargs)
+            out = self._with_data(func, plain_args, plain_kwargs, out)
         finally:
             self._inside -= 1
             effects, self._effects = self._effects, outer
         self._function_called(func, given, effects, out)
         return out
+
+    # Tensors that are made from sizes alone: positions, and what is computed of them
+
+    def _with_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """What a function returns, with its data where it was given numbers and tensors made from sizes alone.
+
+        A model's code may ask such a tensor, as for positions of which none begins a sequence anew. The answer
+        holds for these sizes; the layers verify it.
+        """
+        if not self._computes:
+            return out
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        from_sizes = func is torch.arange or bool(given)
+        from_sizes = from_sizes and all(id(leaf) in self._computed for leaf in given) and not self._effects.random
+        overwritten = {_storage(leaf) for leaf in given if id(leaf) in self._computed} & self._effects.mutated
+        if not from_sizes:
+            if overwritten:
+                raise Overwritten
+            return out
+        returned = flatten(out)[0]
+        if not overwritten and not (returned and all(map(_is_small_and_exact, returned))):
+            return out
+        effects, self._effects = self._effects, Effects()
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                real = func(*args, **kwargs)
+        finally:
+            self._effects = effects
+        for leaf in flatten(real)[0]:
+            self._computed.add(id(leaf))
+            self._kept.append(leaf)
+        return real
 
     def _function_called(self, func: Any, given: Template, effects: Effects, out: Any) -> None:
         leaves, _ = flatten(out)
@@ -478,18 +535,26 @@ class Tape:
         number = self._value_of.get(id(tensor))
         if number in self._random_units:
             return False
+        if id(tensor) in self._computed:
+            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                outcome = bool(tensor)
+            self._verify(must_stay, outcome, tensor)
+            return outcome
         if len(self._scopes) > 1 or number is None:
             return None
         place, self._num_decisions = self._num_decisions, self._num_decisions + 1
         if place >= len(self.decisions):
             raise Undecided(f"whether a tensor is true is not known without its data ({model_line()})")
         outcome = self.decisions[place]
+        self._verify(must_be, outcome, tensor)
+        return outcome
+
+    def _verify(self, verify: Callable[..., None], outcome: bool, tensor: torch.Tensor) -> None:
         given = self.template(((outcome, tensor, model_line()), {}))
         effects = Effects(verifies=True)
-        call = Call(next(self._time), self._numbers(), must_be, given, self.template(None), effects=effects)
+        call = Call(next(self._time), self._numbers(), verify, given, self.template(None), effects=effects)
         call.end, call.where = call.time, model_line()
         self._scopes[-1].calls.append(call)
-        return outcome
 
     # Operations below
 
@@ -500,7 +565,7 @@ class Tape:
         for place, name in _written_arguments(func):
             written = args[place] if place < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, list | tuple) else [written]:
-                if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                     effects.mutated.add(_storage(tensor))
         outs = out if isinstance(out, list | tuple) else [out]
         moved = sum(each.numel() * each.element_size() for each in outs if isinstance(each, torch.Tensor))
@@ -730,6 +795,14 @@ class Tape:
         return self.call(*args, **kwargs)
 
 
+def _is_small_and_exact(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of integers or booleans of a size that is worth computing."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        return False
+    with torch._C.DisableTorchFunction():
+        return leaf.layout is torch.strided and leaf.untyped_storage().nbytes() <= LARGEST_FROM_SIZES
+
+
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.apply(*args, **kwargs)
 
@@ -868,8 +941,18 @@ def record(
     Raises:
         Exception: whatever its code raises without data.
     """
-    state = state or State()
-    tape = Tape(model, state.device or device_of(model, args, kwargs), state, call, decisions)
+    try:
+        return _record(model, args, kwargs, state or State(), call, decisions, computes=True)
+    except Overwritten:
+        return _record(model, args, kwargs, state or State(), call, decisions, computes=False)
+
+
+def _record(
+    model: nn.Module, args: Any, kwargs: Any, state: State, call: Callable[..., Any] | None,
+    decisions: Sequence[bool], *, computes: bool,
+) -> Recording:  # fmt: skip
+    device = state.device or device_of(model, args, kwargs)
+    tape = Tape(model, device, state, call, decisions, computes)
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)

@@ -20,6 +20,10 @@ KNOW_SYMBOLS = frozenset({"einops"})
 hash, stand in it. What was kept would be for this shape alone, or for another capture."""
 
 
+class ShapeError(ValueError):
+    """A micro-batch for whose sizes the captured layers do not hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dimension:
     """One size of a tensor: ``kind`` is ``shape``, ``stride`` or ``numel``."""

@@ -103,6 +103,14 @@ def test_rotary_tables_and_masks_are_made_where_they_are_needed():
     assert shapes <= {(3, 7), (3, 7, 16), (3, 7, 32), (3, 7, WORDS)}
 
 
+def test_without_padding_no_mask_is_made():
+    """Attention is told to be causal, as in the model; each block made a mask for sequences that are packed."""
+    words = batch("Llama", 3, 7)[1]["input_ids"]
+    layers = captured_layers(make("Llama"), input_ids=words, labels=words)
+    shapes = {value.shape for value in layers.captured.graph.values}
+    assert (3, 7, 16) in shapes and (3, 1, 7, 7) not in shapes
+
+
 def test_a_cache_that_is_asked_for_is_refused():
     """It is an object that every block fills, and no tensor."""
     with pytest.raises(CaptureError, match=r"holds tensors.*use_cache=False"):

@@ -219,6 +219,20 @@ def test_shapes_that_a_library_keeps_are_those_of_each_capture():
     assert_same(model, layers, [one(torch.randn(3, 4, 8)), one(torch.randn(2, 5, 8))])
 
 
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_what_is_made_from_sizes_alone_may_be_asked(overwrites):
+    """Hugging Face's code asks positions; it was answered as if their data were unknown, with a slower way."""
+    model = networks.Positions(overwrites=overwrites)
+    if overwrites:  # then they are not of sizes alone
+        with pytest.raises(CaptureError, match=r"networks\.py:\d+"):
+            captured_layers(model, words(3, 6))
+        return
+    layers = captured_layers(model, words(3, 6))
+    assert_same(model, layers, [one(words(2, 5)), one(words(3, 8))])
+    with pytest.raises(ShapeError, match=r"sizes of this batch \(.*networks\.py:\d+, True and not False\)"):
+        run_in_order(layers, words(3, 9))
+
+
 def test_a_size_that_was_another_one_by_chance_is_refused():
     """Length and width are both 8 in the capture; where they differ, nothing is computed with the wrong one."""
 
