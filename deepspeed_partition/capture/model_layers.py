@@ -15,8 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from deepspeed_partition.capture.graph import Graph, Node, graph_of
-from deepspeed_partition.capture.ordering import shorten_waits
-from deepspeed_partition.capture.partition import Layout, flow_of, layout_of, programs_of
+from deepspeed_partition.capture.layout import Layout, layout_of
+from deepspeed_partition.capture.ordering import choose_order
+from deepspeed_partition.capture.partition import flow_of, programs_of
 from deepspeed_partition.capture.program import Program, ShapeError
 from deepspeed_partition.capture.recorder import (
     Attribute,
@@ -550,7 +551,7 @@ def layers_from(captured: Captured, wrap: Callable[[TiedLayer], Any] = lambda la
         wrap: Makes of a layer that shares weights what stands in the list.
     """
     flow = flow_of(captured.graph)
-    shorten_waits(flow)
+    choose_order(flow)
     layout = layout_of(flow)
     programs = programs_of(flow, layout.layer_of, layout.num_layers, captured.input_names)
     names = [

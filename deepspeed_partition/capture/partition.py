@@ -1,4 +1,4 @@
-"""Where a graph is cut into layers, and what crosses each boundary.
+"""What crosses each place between a graph's calls, and what the layers between boundaries run.
 
 What needs no gradient, draws no random numbers and is smaller before it is computed (masks, positions, rotary
 tables) is computed by each layer that needs it. Everything else is computed once, and sent on as long as a later
@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from deepspeed_partition.capture.graph import LARGE, Graph, Node, returned_by
+from deepspeed_partition.capture.graph import Graph, Node, returned_by
 from deepspeed_partition.capture.program import Claim, Program, Step, numbers_needed
-from deepspeed_partition.capture.recorder import CaptureError, Ref, SizeOf
+from deepspeed_partition.capture.recorder import Ref, SizeOf
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
 
-SMALLEST_LAYER = 1 / 256
-"""A layer with less than this share of the model's work joins one beside it."""
-NEARBY = 1 / 12
-"""Calls that share a weight stay in one layer where they are no further apart than this share of the work."""
+MOST_REPEATED = 1 / 64
+"""A call with more than this share of the model's work is never run by several layers."""
 SENT = (
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -87,7 +84,7 @@ def flow_of(graph: Graph) -> Flow:
         and not node.attributes & graph.trainable
         and not any(values[value].requires_grad for value in (*node.makes, *node.reads))
         and not node.mutated & graph.recording.attribute_of_storage.keys()
-        and node.work <= total * SMALLEST_LAYER * 4
+        and node.work <= total * MOST_REPEATED
     }
     makers: dict[int, set[int]] = {}
     changers: dict[int, set[int]] = {}
@@ -238,147 +235,6 @@ def _same_layer(flow: Flow) -> list[tuple[int, int]]:
         for name in sorted(node.attributes):
             places.setdefault(name, []).append(place)
     return [(used[0], used[-1]) for name, used in places.items() if name in changed and len(used) > 1]
-
-
-# Layers
-
-
-@dataclass(slots=True)
-class Layout:
-    """The layer of each node that runs once, by its number."""
-
-    layer_of: dict[int, int]
-    num_layers: int
-    ties: dict[int, str]
-    """The key of the layers whose weights are used by others, too."""
-    crossings: list[Crossing]
-    """What crosses each boundary, sizes left out."""
-
-
-def layout_of(flow: Flow) -> Layout:
-    """Cut everywhere where that makes layers that are worth measuring and what crosses can be sent."""
-    places = crossings(flow)
-    nodes, total = flow.main, sum(node.work for node in flow.main) or 1.0
-    if not nodes:
-        raise CaptureError("the model calls nothing that depends on its arguments")
-    group = _groups(flow, places, total)
-    boundaries = _between_trained(flow, places, group)
-    _join_small(flow, places, group, boundaries, total)
-    layer_of: dict[int, int] = {}
-    ties: dict[int, str] = {}
-    layer = 0
-    for place, node in enumerate(nodes):
-        layer_of[node.number] = layer
-        if group[place] is not None and group[place] != _OWN:
-            ties[layer] = group[place]
-        layer += place in boundaries
-    return Layout(layer_of, len(boundaries) + 1, ties, [places[place] for place in sorted(boundaries)])
-
-
-_OWN = "own"
-
-
-def _groups(flow: Flow, places: Sequence[Crossing], total: float) -> list[Any]:
-    """For each node: None without weights that train, a key where they are used elsewhere, too, else ``own``."""
-    graph = flow.graph
-    users: dict[str, list[int]] = {}
-    for place, node in enumerate(flow.main):
-        for name in sorted(node.attributes & graph.trainable):
-            users.setdefault(name, []).append(place)
-    far: dict[str, list[int]] = {}
-    for name, used in users.items():
-        if len(used) < 2:
-            continue
-        between = sum(node.work for node in flow.main[used[0] + 1 : used[-1]])
-        if between <= NEARBY * total:
-            for place in range(used[0], used[-1]):
-                places[place].why_not = places[place].why_not or "calls beside it share a weight"
-        else:
-            far[name] = used
-    group: list[Any] = [_OWN if node.attributes & graph.trainable else None for node in flow.main]
-    for name, used in far.items():
-        old = {group[place] for place in used} - {_OWN, None}
-        key = min(old) if old else name.replace(".", "_")
-        for place in range(len(group)):
-            if place in used or group[place] in old:
-                group[place] = key
-    changed = True
-    while changed:  # where no boundary can be, both sides are of one group
-        changed = False
-        previous: int | None = None
-        for place, own in enumerate(group):
-            if own is None:
-                continue
-            apart = previous is None or group[previous] == own
-            if not apart and all(places[between].why_not for between in range(previous or 0, place)):
-                keys = {group[previous or 0], own} - {_OWN}
-                key = min(keys)
-                for each in range(len(group)):
-                    if group[each] in keys or each in (previous, place):
-                        group[each] = key
-                changed = True
-            previous = place
-    return group
-
-
-def _between_trained(flow: Flow, places: Sequence[Crossing], group: Sequence[Any]) -> set[int]:
-    """The cheapest boundary between each two nodes with weights, one after the other, that can be told apart."""
-    chosen: set[int] = set()
-    previous: int | None = None
-    for place, own in enumerate(group):
-        if own is None:
-            continue
-        if previous is not None:
-            legal = [between for between in range(previous, place) if not places[between].why_not]
-            if legal:
-                chosen.add(min(legal, key=lambda between: (places[between].num_bytes, -between)))
-        previous = place
-    return chosen
-
-
-def _join_small(
-    flow: Flow, places: Sequence[Crossing], group: Sequence[Any], boundaries: set[int], total: float
-) -> None:
-    """Take away boundaries until each layer is worth one; those between different groups stay.
-
-    A boundary that more crosses than both beside it goes, too, where the layer that it leaves is not large.
-    """
-    needed = set()
-    ordered = sorted(boundaries)
-    kind_before = _kinds(group, ordered)
-    for index, place in enumerate(ordered):
-        if kind_before[index] != kind_before[index + 1] or kind_before[index] != _OWN:
-            needed.add(place)
-    while True:
-        edges = [-1, *sorted(boundaries), len(flow.main) - 1]
-        works = [sum(node.work for node in flow.main[start + 1 : stop + 1]) for start, stop in pairwise(edges)]
-        sizes = [0, *(places[place].num_bytes for place in edges[1:-1]), 0]
-        small = sorted((work, layer) for layer, work in enumerate(works) if work < SMALLEST_LAYER * total)
-        for _, layer in small:
-            sides = [place for place in (edges[layer], edges[layer + 1]) if place in boundaries - needed]
-            if sides:
-                boundaries.remove(max(sides, key=lambda place: (places[place].num_bytes, place)))
-                break
-        else:
-            costly = [
-                (sizes[edge], edges[edge])
-                for edge in range(1, len(edges) - 1)
-                if edges[edge] not in needed
-                and sizes[edge] > max(sizes[edge - 1], sizes[edge + 1])
-                and works[edge - 1] + works[edge] <= LARGE * total
-            ]
-            if not costly:
-                return
-            boundaries.remove(max(costly)[1])
-
-
-def _kinds(group: Sequence[Any], ordered: Sequence[int]) -> list[Any]:
-    edges = [-1, *ordered, len(group) - 1]
-    kinds = []
-    for start, stop in pairwise(edges):
-        found = {each for each in group[start + 1 : stop + 1] if each is not None}
-        kinds.append(next(iter(found - {_OWN}), _OWN if found else None))
-    return kinds
 
 
 # Programs

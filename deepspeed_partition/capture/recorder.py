@@ -140,11 +140,14 @@ class Effects:
     verifies: bool = False
     work: float = 0.0
     """Arithmetic operations, with bytes that move counted as operations."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """The bytes of each storage that autograd keeps for the backward, parameters and buffers left out."""
 
     def add(self, other: Effects) -> None:
         self.random |= other.random
         self.mutated |= other.mutated
         self.work += other.work
+        self.kept |= other.kept
 
 
 @dataclass(slots=True, eq=False)
@@ -583,6 +586,13 @@ class Tape:
                     self._value(tensor)
                     self._whole("an operation is called in a way that torch does not show")
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd keeps for the backward."""
+        with torch._C.DisableTorchFunction():
+            if tensor.layout is torch.strided and _storage(tensor) not in self.attribute_of_storage:
+                self._effects.kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
     def _context(self) -> tuple[Any, ...]:
         now, outer = _state(), self._outer_context
         if now == outer:
@@ -761,6 +771,7 @@ class Tape:
             stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(applied)))
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor))
             stack.enter_context(self.fake)
             stack.enter_context(_Watch(self))
             stack.enter_context(_Functions(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import patch
 
 import pytest
 
@@ -15,8 +16,17 @@ from deepspeed_partition.capture import (  # noqa: E402
     capture,
     layers_as_they_are,
     layers_from,
+    model_layers,
 )
+from deepspeed_partition.capture.layout import layout_of  # noqa: E402
 from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer  # noqa: E402
+from deepspeed_partition.capture.ordering import choose_order  # noqa: E402
+from deepspeed_partition.capture.partition import flow_of  # noqa: E402
+from deepspeed_partition.capture.planned_memory import PlannedMemory  # noqa: E402
+from deepspeed_partition.planner.errors import InfeasibleError  # noqa: E402
+from deepspeed_partition.planner.planning import make_plan  # noqa: E402
+from deepspeed_partition.planner.problem import Platform  # noqa: E402
+from deepspeed_partition.profiling import profile_chain  # noqa: E402
 from tests.capture import networks  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order, tensors_in  # noqa: E402
 
@@ -217,6 +227,37 @@ def test_shapes_that_a_library_keeps_are_those_of_each_capture():
     model = Heads()
     layers = captured_layers(model, torch.randn(3, 4, 8))
     assert_same(model, layers, [one(torch.randn(3, 4, 8)), one(torch.randn(2, 5, 8))])
+
+
+def least_memory(layers: list[nn.Module], inputs: torch.Tensor, num_devices: int) -> int:
+    """The memory of a device with which there is a plan, of layers that were measured."""
+    chain = profile_chain(layers, inputs, warm_up=1, repeats=1, progress=False)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(chain, Platform(num_devices=num_devices, memory_bytes=1, bandwidth=1e9), num_micro_batches=8)
+    return caught.value.smallest_memory_bytes
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_the_order_is_that_of_least_memory_as_the_planner_counts_it(num_devices):
+    """In the order of the source what is read at the end is made at the beginning, and crosses every boundary."""
+    inputs = torch.randn(512, 8)
+    chosen = captured_layers(networks.Early(), inputs)
+    with patch.object(model_layers, "choose_order", lambda flow: None):
+        source = captured_layers(networks.Early(), inputs)
+    assert least_memory(chosen, inputs, num_devices) < 0.7 * least_memory(source, inputs, num_devices)
+
+
+def test_what_is_kept_for_the_backward_is_foreseen_as_it_is_measured():
+    """The order is judged before anything is measured: by the bytes that a profile then finds."""
+    inputs = torch.randn(2, 3, 16, 16)
+    layers = captured_layers(networks.UNet(), inputs)
+    flow = flow_of(layers.captured.graph)
+    choose_order(flow)
+    foreseen = PlannedMemory(flow).chain(layout_of(flow).boundaries)
+    measured = profile_chain(layers, inputs, warm_up=1, repeats=1, progress=False)
+    for field in ("stash_bytes", "weight_bytes", "output_bytes"):
+        two = [[getattr(layer, field) for layer in chain.layers[:-1]] for chain in (foreseen, measured)]
+        assert two[0] == pytest.approx(two[1], abs=1024), field
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
