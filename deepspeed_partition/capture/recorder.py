@@ -571,9 +571,11 @@ class Tape:
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                     effects.mutated.add(_storage(tensor))
         outs = out if isinstance(out, list | tuple) else [out]
-        moved = sum(each.numel() * each.element_size() for each in outs if isinstance(each, torch.Tensor))
-        effects.work += moved / BYTES_PER_OPERATION
+        moved = [each for each in outs if isinstance(each, torch.Tensor)]
         packet = getattr(func, "_overloadpacket", None)
+        if packet in flop_registry:
+            moved += [each for each in args if isinstance(each, torch.Tensor)]  # weights are read, too
+        effects.work += sum(each.numel() * each.element_size() for each in moved) / BYTES_PER_OPERATION
         if packet in flop_registry:
             with suppress(Exception):
                 effects.work += flop_registry[packet](*args, **kwargs, out_val=out)
