@@ -56,6 +56,13 @@ NAMED: dict[str, Sequence[str]] = {
         ),
     ],
     "engine/test_pipelines.py": [
+        *(
+            f"test_case[4-{case}]"
+            for case in (
+                "experts_with_an_auxiliary_loss", "a_network_that_reaches_back", "a_recurrent_network",
+                "an_encoder_and_a_decoder",
+            )
+        ),
         "test_case[2-a_data_set_given_to_the_engine]",
         "test_case[2-groups_that_are_empty_on_a_rank]",
         "test_case[4-neox_with_other_axes]",

@@ -23,7 +23,7 @@ from deepspeed_partition.engine.warmup.run_platform import num_states, training_
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
 from tests.engine import boundaries as transfers
-from tests.engine import faults, pipelines, third_party
+from tests.engine import captured_models_cases, faults, pipelines, third_party
 from tests.engine.harness import run_cases
 from tests.engine.pipelines import Counted, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
 from tests.engine.running import (
@@ -735,7 +735,10 @@ CASES = {
         *faults.ONLY_TWO, *BOTH, *transfers.BOTH, *transfers.ONLY_TWO, *ONLY_TWO, installed_into_deepspeed,
         *third_party.BOTH, *third_party.ONLY_TWO,
     ],
-    4: [*BOTH, *transfers.BOTH, *ONLY_FOUR, installed_into_deepspeed, *third_party.BOTH, *third_party.ONLY_FOUR],
+    4: [
+        *BOTH, *transfers.BOTH, *ONLY_FOUR, installed_into_deepspeed, *third_party.BOTH, *third_party.ONLY_FOUR,
+        *captured_models_cases.BOTH,
+    ],
 }  # fmt: skip
 CASES = {num_processes: {case.__name__: case for case in cases} for num_processes, cases in CASES.items()}
 
