@@ -319,6 +319,29 @@ def test_half_precision_after_the_capture():
         torch.testing.assert_close(run_in_order(layers, x.float()), model(x.float()))
 
 
+def test_autocast_inside_the_model():
+    """Some of its calls run in another type than the rest, which is in no argument of theirs."""
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.layers[1](torch.relu(self.layers[0](x)))
+                with torch.autocast("cpu", enabled=False):
+                    x = self.layers[2](x.float())
+            return self.layers[3](x)
+
+    model = Casting()
+    layers = captured_layers(model, torch.randn(3, 8))
+    assert len(layers) == 4
+    assert_same(model, layers, [one(torch.randn(2, 8))])
+    x = torch.randn(2, 8)
+    assert torch.equal(run_in_order(layers, x), model(x))
+
+
 def test_a_model_without_memory_is_captured():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2**14, 2**14) for _ in range(64)))  # 64 GiB

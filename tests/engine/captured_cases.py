@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import deepspeed_partition
-from tests.engine.running import NUM_MICRO_BATCHES, adam, same, start, train
+from tests.capture import networks
+from tests.engine.running import NUM_MICRO_BATCHES, adam, all_tensors, same, start, train
 
 WORDS, WIDTH, LENGTH, BATCH = 12, 8, 6, 4
 
@@ -67,9 +68,11 @@ def loss_of(outputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
     return outputs[0]
 
 
-def trained_alone(batches: list[list[Any]]) -> tuple[LanguageModel, list[float]]:
-    alone = model()
-    optimizer, losses = adam(alone), []
+def trained_alone(
+    batches: list[list[Any]], alone: LanguageModel | None = None, optimizer_of: Any = adam
+) -> tuple[LanguageModel, list[float]]:
+    alone = alone or model()
+    optimizer, losses = optimizer_of(alone), []
     for batch in batches:
         optimizer.zero_grad()
         total = 0.0
@@ -118,4 +121,117 @@ def a_model_as_it_is_plans_and_moves(_: Path) -> None:
     same(train(engine, batches[2:]), expected[2:])
 
 
-CASES = [a_model_as_it_is, a_model_as_it_is_plans_and_moves]
+def groups_and_hooks_by_the_models_names(_: Path) -> None:
+    """Weights without decay are chosen by the model's names; a hook of the user's runs for every micro-batch."""
+    batches = data(3)
+
+    def hooked() -> LanguageModel:
+        made = model()
+        made.blocks[1].register_forward_hook(lambda module, given, output: output * 1.5)
+        return made
+
+    def grouped(named: Any, name_of: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        kept = [weight for name, weight in named if "norm" in name_of(name) or name_of(name).endswith("bias")]
+        ids = {id(weight) for weight in kept}
+        rest = [weight for _, weight in named if id(weight) not in ids]
+        groups = [{"params": kept, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.5}]
+        return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
+
+    alone, expected = trained_alone(batches, hooked(), lambda made: grouped(made.named_parameters(), str))
+    layers = deepspeed_partition.layers_of(hooked(), **arguments(0))
+    engine, _, _ = start(
+        layers, [0, len(layers) // 2, len(layers)], loss_fn=loss_of, seed_layers=False,
+        optimizer=lambda module: grouped(module.named_parameters(), layers.model_name),
+    )  # fmt: skip
+    same(train(engine, batches), expected)
+    state = layers.model_state_dict(all_tensors(engine))
+    torch.testing.assert_close(state, dict(alone.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+def another_length_than_the_capture_holds_for(_: Path) -> None:
+    """All ranks raise, with the line of the model's source, and the next batch trains as if nothing had been."""
+    torch.manual_seed(0)
+    unrolled = networks.Unrolled()
+    alone = copy.deepcopy(unrolled)
+    layers = deepspeed_partition.layers_of(unrolled, torch.randn(4, 4, 8))
+    engine, _, _ = start(
+        layers, [0, 1, len(layers)], {"gradient_clipping": 0.0}, loss_fn=lambda out, _: out.pow(2).mean(),
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1), seed_layers=False,
+    )  # fmt: skip
+    x, longer = torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1)), torch.randn(4, 5, 8)
+    try:
+        engine.train_batch(iter([(longer, torch.zeros(4))] * NUM_MICRO_BATCHES))
+    except Exception as error:
+        said = f"{error} {error.__cause__}"
+        assert "networks.py" in said and "5 and not 4" in said, said
+    else:
+        raise AssertionError("a capture for one length ran with another one")
+    expected = float(alone(x).pow(2).mean().detach())
+    same(train(engine, [[(x, torch.zeros(4))] * NUM_MICRO_BATCHES]), [expected])
+
+
+class Entering(nn.Module):
+    def __init__(self, whole: LanguageModel) -> None:
+        super().__init__()
+        self.embed = whole.embed
+
+    def forward(self, inputs: Any) -> Any:
+        tokens, padding, labels = inputs
+        return self.embed(tokens), padding, labels
+
+
+class Running(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, inputs: Any) -> Any:
+        x, padding, labels = inputs
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return self.block(x, src_mask=causal, src_key_padding_mask=padding), padding, labels
+
+
+class Leaving(nn.Module):
+    def __init__(self, whole: LanguageModel) -> None:
+        super().__init__()
+        self.norm, self.head = whole.norm, whole.head
+
+    def forward(self, inputs: Any) -> Any:
+        x, _, labels = inputs
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
+
+
+def half_precision_is_that_of_layers_by_hand(_: Path) -> None:
+    """Losses in bf16 were 1e-4 away from one process: DeepSpeed rounds so, whoever wrote the layers."""
+    batches = data(3)
+
+    def untied() -> LanguageModel:
+        made = model()
+        made.head.weight = nn.Parameter(made.head.weight.detach().clone())
+        return made
+
+    def by_hand() -> list[nn.Module]:
+        made = untied()
+        return [Entering(made), *map(Running, made.blocks), Leaving(made)]
+
+    found = []
+    for make in (by_hand, lambda: deepspeed_partition.layers_of(untied(), **arguments(0))):
+        layers = make()
+        engine, _, _ = start(
+            layers, [0, len(layers) // 2, len(layers)], {"bf16": {"enabled": True}, "gradient_clipping": 0.0},
+            loss_fn=loss_of, seed_layers=False,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05),
+        )  # fmt: skip
+        found.append(train(engine, batches))
+    assert found[0] == found[1], found
+    half = untied().bfloat16()
+    first = [float(half(*given[:2], labels=given[2])["loss"].detach()) for given, _ in batches[0]]
+    same(found[1][:1], [sum(first) / len(first)], digits=2**-8)  # whose mean is taken in bf16
+
+
+CASES = [
+    a_model_as_it_is, a_model_as_it_is_plans_and_moves, groups_and_hooks_by_the_models_names,
+    another_length_than_the_capture_holds_for, half_precision_is_that_of_layers_by_hand,
+]  # fmt: skip

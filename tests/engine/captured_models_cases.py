@@ -6,6 +6,7 @@ the seed that ``seed_layers`` gives it; ``tests/capture`` compares those with th
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from deepspeed_partition.capture import layers_as_they_are
 from tests.capture import networks
 from tests.capture.comparing import tensors_in
 from tests.engine.pipelines import BASE_SEED
-from tests.engine.running import NUM_MICRO_BATCHES, same, start, train
+from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, same, start, train
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is loaded
 
@@ -130,7 +131,7 @@ def in_turn(layers: Any, arguments: Arguments, number: int) -> torch.Tensor:
 
 def trains_as_in_one_process(
     make: Callable[[], nn.Module], arguments: Callable[..., Arguments], more: dict[str, Any],
-    dropout: Sequence[bool] = (False, True),
+    dropout: Sequence[bool] = (False, True), folder: Path | None = None,
 ) -> None:  # fmt: skip
     data = [
         [arguments(NUM_MICRO_BATCHES * step + k) for k in range(NUM_MICRO_BATCHES)] for step in range(NUM_STEPS)
@@ -158,8 +159,22 @@ def trains_as_in_one_process(
             assert own_gradients
             for name, gradient in own_gradients.items():
                 assert_near(gradient, expected[name], f"step {step}, {name}")
+        if folder is not None:
+            loads_into_the_model_itself(engine, layers, model, folder)
         if not has_dropout:
             evaluated_alike(engine, alone.model, arguments, more)
+
+
+def loads_into_the_model_itself(engine: Any, layers: Any, model: nn.Module, folder: Path) -> None:
+    """The weights of all ranks are a checkpoint that ``from_pretrained`` takes."""
+    own = copy.deepcopy(model)
+    own.load_state_dict(layers.model_state_dict(all_tensors(engine)))
+    if dist.get_rank():
+        return  # Hugging Face saves on the first rank
+    own.save_pretrained(folder)
+    loaded = type(own).from_pretrained(folder)
+    for (name, weight), expected in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def given_to(arguments: Arguments) -> Any:
@@ -198,8 +213,9 @@ def evaluated_alike(
 NO_CACHE = {"use_cache": False}
 
 
-def a_language_model_with_tied_embeddings(_: Path) -> None:
-    trains_as_in_one_process(partial(hugging_face, "GPT2", "CausalLM", **TIES), sentences, NO_CACHE)
+def a_language_model_with_tied_embeddings(folder: Path) -> None:
+    make = partial(hugging_face, "GPT2", "CausalLM", **TIES)
+    trains_as_in_one_process(make, sentences, NO_CACHE, folder=folder)
 
 
 def an_encoder_and_a_decoder(_: Path) -> None:
