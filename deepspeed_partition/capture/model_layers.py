@@ -441,12 +441,19 @@ def _same_autocast(device: torch.device, autocast: tuple[Any, ...]) -> Iterator[
 
 def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[Program]:
     """The programs of another graph of the same model, each of whose weights stays in its layer."""
-    before, flow = recipe.captured.graph, flow_of(graph)
+    before = recipe.captured.graph
+    number_before = {key: node.number for key, node in zip(_keys(before), before.nodes, strict=True)}
     layer_of_call = {
-        key: recipe.layout.layer_of[node.number]
-        for key, node in zip(_keys(before), before.nodes, strict=True)
-        if node.number in recipe.layout.layer_of
+        key: recipe.layout.layer_of[number]
+        for key, number in number_before.items()
+        if number in recipe.layout.layer_of
     }
+    decided = {
+        node.number: number_before[key] not in recipe.layout.layer_of
+        for key, node in zip(_keys(graph), graph.nodes, strict=True)
+        if key in number_before
+    }
+    flow = flow_of(graph, decided)
     layers_of_name: dict[str, set[int]] = {}
     for layer, names in enumerate(recipe.names):
         for name in names:

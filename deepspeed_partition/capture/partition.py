@@ -7,7 +7,7 @@ layer needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,13 @@ class Flow:
         return sorted(found)
 
 
-def flow_of(graph: Graph) -> Flow:
-    """Find the nodes that layers may run for themselves."""
+def flow_of(graph: Graph, decided: Mapping[int, bool] | None = None) -> Flow:
+    """Find the nodes that layers may run for themselves.
+
+    Args:
+        decided: For some nodes, whether they are cheap enough, as was found in another state of the same model.
+    """
+    decided = decided or {}
     flow = Flow(graph)
     total = sum(node.work for node in graph.nodes) or 1.0
     values = graph.values
@@ -84,7 +89,7 @@ def flow_of(graph: Graph) -> Flow:
         and not node.attributes & graph.trainable
         and not any(values[value].requires_grad for value in (*node.makes, *node.reads))
         and not node.mutated & graph.recording.attribute_of_storage.keys()
-        and node.work <= total * MOST_REPEATED
+        and decided.get(node.number, node.work <= total * MOST_REPEATED)
     }
     makers: dict[int, set[int]] = {}
     changers: dict[int, set[int]] = {}

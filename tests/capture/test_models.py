@@ -17,6 +17,7 @@ from deepspeed_partition.capture import (  # noqa: E402
     layers_as_they_are,
     layers_from,
     model_layers,
+    partition,
 )
 from deepspeed_partition.capture.layout import layout_of  # noqa: E402
 from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer  # noqa: E402
@@ -179,6 +180,30 @@ def test_compiled_blocks_and_hooks_stay():
     torch.testing.assert_close(run_in_order(layers, x), model(x))
     assert len(seen) == 2 and not any(type(output).__name__ == "FakeTensor" for output in seen)
     assert any("OptimizedModule" in str(type(module)) for layer in layers for module in layer.modules())
+
+
+def test_what_layers_make_for_themselves_is_the_same_in_each_state():
+    """In evaluation there is less work without dropout: a table that each layer made in training was too dear."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.1)
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+            self.register_buffer("places", torch.arange(64)[None])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = (x[:, :1] > 0).long().expand(-1, 64)
+            table = torch.gather(self.places.expand(x.shape[0], -1), 1, places)
+            for layer in self.layers:
+                x = layer(self.drop(x))
+            return x + table[:, :8]
+
+    model = Table()
+    for percent in range(1, 40):
+        with patch.object(partition, "MOST_REPEATED", percent / 100):
+            layers = captured_layers(model.train(), torch.randn(4, 8))
+            assert_same(model, layers, [one(torch.randn(3, 8))])
 
 
 def test_masks_from_sizes_are_made_where_they_are_needed():
