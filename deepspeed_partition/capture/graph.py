@@ -9,16 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_partition.capture.recorder import (
-    Attribute,
-    Call,
-    CaptureError,
-    Recording,
-    Ref,
-    SizeOf,
-    Template,
-    Value,
-)
+from deepspeed_partition.capture.recorder import CaptureError
+from deepspeed_partition.capture.recording import Attribute, Call, Recording, Ref, SizeOf, Template, Value
 from deepspeed_partition.capture.sizes import Computed, Condition, Dimension, Returned, dimensions_in
 
 CONTAINERS = (

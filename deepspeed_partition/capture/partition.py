@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_partition.capture.graph import Graph, Node, returned_by
 from deepspeed_partition.capture.program import Claim, Program, Step, numbers_needed
-from deepspeed_partition.capture.recorder import Ref, SizeOf
+from deepspeed_partition.capture.recording import Ref, SizeOf
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
 
 MOST_REPEATED = 1 / 64

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_partition.capture.recorder import Attribute, Device, Ref, SizeOf, Template
+from deepspeed_partition.capture.recording import Attribute, Device, Ref, SizeOf, Template
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, ShapeError, dimensions_in, evaluate
 from deepspeed_partition.capture.structure import build, flatten
 

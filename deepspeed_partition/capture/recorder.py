@@ -11,13 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +25,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from deepspeed_partition.capture.recording import (
+    Attribute,
+    Call,
+    Device,
+    Effects,
+    Recording,
+    Ref,
+    SizeOf,
+    Template,
+    Value,
+)
 from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, ShapeError, Size, number_of, size
-from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors
+from deepspeed_partition.capture.source_lines import line_of, model_line
+from deepspeed_partition.capture.structure import build, flatten, holds_tensors
+from deepspeed_partition.capture.without_data import (
+    data_like,
+    forget_fakes,
+    hidden_functions,
+    hidden_modes,
+    same_random_numbers,
+)
 
 BYTES_PER_OPERATION = 0.05
 """How many bytes a device moves in the time of one multiplication or addition, about."""
@@ -72,132 +88,6 @@ def must_stay(outcome: bool, tensor: torch.Tensor, where: str) -> None:
 
 class CaptureError(ValueError):
     """A model whose calls cannot be written down; the message says where and what to do."""
-
-
-# What a call is given and returns
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor that was an input, or that a call returned."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    """A parameter or buffer, by its name in the model."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class SizeOf:
-    """A number that was made from sizes."""
-
-    expression: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The device of the model, whichever that is when a layer runs."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Template:
-    """A nested value with places for tensors and sizes; all other leaves are constants."""
-
-    structure: Structure
-    leaves: tuple[Any, ...]
-
-    def refs(self) -> list[int]:
-        return [leaf.value for leaf in self.leaves if isinstance(leaf, Ref)]
-
-
-@dataclass(slots=True)
-class Value:
-    """A tensor of the run: what is known of it without its data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    num_bytes: int
-    requires_grad: bool
-    storage: int
-    time: int
-    """The number of the call that made it; -1 for an input."""
-    scopes: tuple[int, ...]
-    """The modules within which it was made, by the numbers of their calls."""
-    is_dense: bool = True
-
-
-@dataclass(slots=True)
-class Effects:
-    """What a call did besides returning something."""
-
-    random: bool = False
-    mutated: set[int] = field(default_factory=set)
-    """Storages that were there before the call."""
-    verifies: bool = False
-    work: float = 0.0
-    """Arithmetic operations, with bytes that move counted as operations."""
-    kept: dict[int, int] = field(default_factory=dict)
-    """The bytes of each storage that autograd keeps for the backward, parameters and buffers left out."""
-
-    def add(self, other: Effects) -> None:
-        self.random |= other.random
-        self.mutated |= other.mutated
-        self.work += other.work
-        self.kept |= other.kept
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A torch function, or a module with the calls within it."""
-
-    time: int
-    scopes: tuple[int, ...]
-    target: Any
-    """The function, or the name of the module."""
-    given: Template
-    returned: Template | None = None
-    is_module: bool = False
-    module_type: str = ""
-    calls: list[Call] = field(default_factory=list)
-    effects: Effects = field(default_factory=Effects)
-    context: tuple[Any, ...] = ()
-    """Whether gradients are on, and autocast by device, where that differs from how the model was called."""
-    where: str = ""
-    """The line of the model's source."""
-    objects: list[Any] = field(default_factory=list)
-    """What a module was given besides tensors and plain values."""
-    why_whole: str = ""
-    """Why it cannot be opened; empty where it can."""
-    why_open: str = ""
-    """Why it cannot be run as one; empty where it can."""
-    recomputed: bool = False
-    """Whether it was called through torch's ``checkpoint``."""
-    conditions: list[Condition] = field(default_factory=list)
-    """Asked by the module's own code, between its calls."""
-    end: int = 0
-
-
-@dataclass(slots=True)
-class Recording:
-    """A model's calls for one set of arguments."""
-
-    root: Call
-    values: list[Value]
-    inputs: list[int]
-    """The values of the tensors among the arguments."""
-    attribute_of_storage: dict[int, str]
-    attributes: dict[str, Any]
-    """Parameters and buffers, by their first names."""
-    modules: dict[str, nn.Module]
-    device: torch.device
-    dtypes: dict[str, torch.dtype]
-    """The types of parameters and buffers, by all of their names."""
-    first_names: dict[str, str]
-    """What a parameter or buffer is called here, by all of its names."""
 
 
 @contextmanager
@@ -335,7 +225,7 @@ class Tape:
             for table, name, tensor in places:
                 table[name] = tensor
             for module, before in zip(self.model.modules(), attributes, strict=False):
-                _forget_fakes(module, before)
+                forget_fakes(module, before)
 
     def _without_data(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         with torch.no_grad(), self.fake:
@@ -659,8 +549,8 @@ class Tape:
         line = line_of(error)
         leaves, structure = flatten((args, kwargs))
         try:
-            with unset_fake_temporarily(), _hidden_modes(), _same_random_numbers(self.device), torch.no_grad():
-                real = [_data_like(leaf, self.device) for leaf in leaves]
+            with unset_fake_temporarily(), hidden_modes(), same_random_numbers(self.device), torch.no_grad():
+                real = [data_like(leaf, self.device) for leaf in leaves]
                 given_args, given_kwargs = build(structure, real)
                 with self._real_weights(module):
                     result = module(*given_args, **given_kwargs)
@@ -755,7 +645,7 @@ class Tape:
             try:
                 plain, structure = flatten((args, kwargs))
                 plain_args, plain_kwargs = build(structure, map(number_of, plain))
-                with _hidden_functions():
+                with hidden_functions():
                     out = _ORIGINAL_APPLY.__func__(cls, *plain_args, **plain_kwargs)
             finally:
                 self._inside -= 1
@@ -853,87 +743,6 @@ def _state() -> tuple[Any, ...]:
 def _storage(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata
-
-
-@contextmanager
-def _hidden_functions() -> Iterator[None]:
-    with torch._C.DisableTorchFunction():
-        yield
-
-
-@contextmanager
-def _hidden_modes() -> Iterator[None]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
-
-
-def _same_random_numbers(device: torch.device) -> Any:
-    """A context after which the device draws the numbers that it would have drawn before."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
-
-
-def _data_like(leaf: Any, device: torch.device) -> Any:
-    """A tensor with data, in the place of one without; integers are zeros, which any table has a row for."""
-    if not isinstance(leaf, torch.Tensor):
-        return number_of(leaf)
-    if not isinstance(leaf, FakeTensor):
-        return leaf
-    shape, dtype = tuple(map(int, leaf.shape)), leaf.dtype
-    if dtype.is_floating_point:
-        return torch.randn(shape, device=device).to(dtype)
-    make = torch.ones if dtype is torch.bool else torch.zeros
-    return make(shape, dtype=dtype, device=device)
-
-
-def _forget_fakes(module: nn.Module, before: dict[str, Any]) -> None:
-    """Take back what a forward without data has left in the attributes of a module."""
-    for name, now in list(vars(module).items()):
-        if name.startswith("_") and name in ("_parameters", "_buffers", "_modules"):
-            continue
-        if now is not before.get(name, _MISSING) and _holds_fakes(now):
-            if name in before:
-                vars(module)[name] = before[name]
-            else:
-                del vars(module)[name]
-
-
-_MISSING = object()
-
-
-def _holds_fakes(value: Any) -> bool:
-    leaves, _ = flatten(value)
-    return any(isinstance(leaf, FakeTensor | Size) for leaf in leaves)
-
-
-_OURS = str(Path(__file__).parent)
-_HOST = str(Path(__file__).parents[2] / "lightning_madpipe")
-_TORCH = str(Path(torch.__file__).parent)
-
-
-def model_line() -> str:
-    """The line of the model's source that is running."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _HOST, _TORCH)) and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def line_of(error: BaseException) -> str:
-    """The innermost line of the model's source in a traceback."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OURS, _HOST, _TORCH)) and not frame.filename.startswith("<")
-    ]  # fmt: skip
-    if not frames:
-        return ""
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
 
 
 def record(

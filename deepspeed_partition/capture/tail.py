@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.graph import Graph, Node, returned_by
 from deepspeed_partition.capture.program import Program, Step
-from deepspeed_partition.capture.recorder import Attribute, CaptureError, Ref, SizeOf, Template
+from deepspeed_partition.capture.recorder import CaptureError
+from deepspeed_partition.capture.recording import Attribute, Ref, SizeOf, Template
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
 from deepspeed_partition.capture.structure import build, flatten
 

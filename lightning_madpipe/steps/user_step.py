@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deepspeed_partition.capture.recorder import line_of
+from deepspeed_partition.capture.source_lines import line_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError

@@ -1,0 +1,137 @@
+"""What is written down of a model's calls: a tree of them, and the values between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.capture.sizes import Condition
+from deepspeed_partition.capture.structure import Structure
+
+# What a call is given and returns
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor that was an input, or that a call returned."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A parameter or buffer, by its name in the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """A number that was made from sizes."""
+
+    expression: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device of the model, whichever that is when a layer runs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """A nested value with places for tensors and sizes; all other leaves are constants."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+
+    def refs(self) -> list[int]:
+        return [leaf.value for leaf in self.leaves if isinstance(leaf, Ref)]
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor of the run: what is known of it without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    requires_grad: bool
+    storage: int
+    time: int
+    """The number of the call that made it; -1 for an input."""
+    scopes: tuple[int, ...]
+    """The modules within which it was made, by the numbers of their calls."""
+    is_dense: bool = True
+
+
+@dataclass(slots=True)
+class Effects:
+    """What a call did besides returning something."""
+
+    random: bool = False
+    mutated: set[int] = field(default_factory=set)
+    """Storages that were there before the call."""
+    verifies: bool = False
+    work: float = 0.0
+    """Arithmetic operations, with bytes that move counted as operations."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """The bytes of each storage that autograd keeps for the backward, parameters and buffers left out."""
+
+    def add(self, other: Effects) -> None:
+        self.random |= other.random
+        self.mutated |= other.mutated
+        self.work += other.work
+        self.kept |= other.kept
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A torch function, or a module with the calls within it."""
+
+    time: int
+    scopes: tuple[int, ...]
+    target: Any
+    """The function, or the name of the module."""
+    given: Template
+    returned: Template | None = None
+    is_module: bool = False
+    module_type: str = ""
+    calls: list[Call] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
+    context: tuple[Any, ...] = ()
+    """Whether gradients are on, and autocast by device, where that differs from how the model was called."""
+    where: str = ""
+    """The line of the model's source."""
+    objects: list[Any] = field(default_factory=list)
+    """What a module was given besides tensors and plain values."""
+    why_whole: str = ""
+    """Why it cannot be opened; empty where it can."""
+    why_open: str = ""
+    """Why it cannot be run as one; empty where it can."""
+    recomputed: bool = False
+    """Whether it was called through torch's ``checkpoint``."""
+    conditions: list[Condition] = field(default_factory=list)
+    """Asked by the module's own code, between its calls."""
+    end: int = 0
+
+
+@dataclass(slots=True)
+class Recording:
+    """A model's calls for one set of arguments."""
+
+    root: Call
+    values: list[Value]
+    inputs: list[int]
+    """The values of the tensors among the arguments."""
+    attribute_of_storage: dict[int, str]
+    attributes: dict[str, Any]
+    """Parameters and buffers, by their first names."""
+    modules: dict[str, nn.Module]
+    device: torch.device
+    dtypes: dict[str, torch.dtype]
+    """The types of parameters and buffers, by all of their names."""
+    first_names: dict[str, str]
+    """What a parameter or buffer is called here, by all of its names."""
