@@ -33,6 +33,7 @@ from deepspeed_partition.layer_calls import needs_unpacking, unpacking
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
+from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
 from lightning_madpipe.steps.module_state import buffer_values, buffers_restored, modes, restore_buffers, silenced
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.tensor_comparison import (
@@ -49,17 +50,6 @@ from lightning_madpipe.steps.what_layers_set import Left
 
 NUM_COPIES = 3
 """The number of copies of all weights in a check: the weights, and the gradients by either way."""
-
-SUGGESTIONS = {
-    "relu": "nn.ReLU()", "relu_": "nn.ReLU()", "gelu": "nn.GELU()", "silu": "nn.SiLU()", "elu": "nn.ELU()",
-    "leaky_relu": "nn.LeakyReLU()", "tanh": "torch.tanh", "sigmoid": "torch.sigmoid", "dropout": "nn.Dropout(p)",
-    "max_pool2d": "nn.MaxPool2d(...)", "avg_pool2d": "nn.AvgPool2d(...)", "flatten": "nn.Flatten()",
-    "view": "`lambda x: x.view(...)`", "reshape": "`lambda x: x.reshape(...)`",
-    "permute": "`lambda x: x.permute(...)`", "mean": "`lambda x: x.mean(...)`",
-    "softmax": "nn.Softmax(dim)", "log_softmax": "nn.LogSoftmax(dim)", "squeeze": "`lambda x: x.squeeze(...)`",
-    "add": "one module whose forward() adds (it gets what the layer before it returns, also a tuple)",
-}  # fmt: skip
-"""What to write for what ``forward`` does between two layers."""
 
 ALWAYS_THE_SAME = frozenset((
     "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
@@ -113,7 +103,7 @@ class LayerCheck:
         self._module, self._layers, self._arguments = module, call.layers, tuple(arguments)
         self._device, self._dtype, self._context, self._traces = device, dtype, context, traces
         self._forward = type(module).forward
-        self._name = type(module).__name__
+        self._name, self._words = type(module).__name__, ListInWords(call.layers)
         self._mode = module.training
         self._with_gradients = module.training and torch.is_grad_enabled()
         # What the engine calls. Before hooks are silenced, which tell whether a layer unpacks by itself.
@@ -176,13 +166,13 @@ class LayerCheck:
         asked = [str(read) for read in self._reads if read.is_of_the_trainer]
         if asked:
             self._notes.append(
-                f"forward() of {self._name} reads {_some(asked)}, and is not run in a pipeline, which runs "
+                f"forward() of {self._name} reads {some(asked)}, and is not run in a pipeline, which runs "
                 "the layers alone: pipeline_layers() is compared with it before the first step, and again at the "
                 "start of each epoch; what shall change in training belongs into a layer"
             )
         if of_values:
             self._notes.append(
-                f"forward() of {self._name} asks for the numbers in tensors ({_some(of_values)}) outside of its "
+                f"forward() of {self._name} asks for the numbers in tensors ({some(of_values)}) outside of its "
                 "layers: what it does for those of the first micro-batch is compared with pipeline_layers(), and "
                 "nothing else; what shall depend on them belongs into a layer"
             )
@@ -260,7 +250,7 @@ class LayerCheck:
             if told:
                 kinds = list(dict.fromkeys(told))
                 self._notes.append(
-                    f"forward() of {self._name} also {_some(kinds)}, and is not run in a pipeline, which runs the "
+                    f"forward() of {self._name} also {some(kinds)}, and is not run in a pipeline, which runs the "
                     "layers alone: do that in the steps"
                 )
 
@@ -295,7 +285,7 @@ class LayerCheck:
                 return  # forward() caught what the layer raised, and the whole will show it
             if not whole and call.num_given > 1 and not needs_unpacking(call.layer):
                 # In a pipeline it gets one tuple. The whole shows what that gives.
-                what = f"calls {self._described(found)} with {call.num_given} arguments"
+                what = f"calls {self._words.described(found)} with {call.num_given} arguments"
                 with torch.no_grad():
                     self._compare_segment(found - 1, call.given, found + 1, call.returned, what, whole)
             place, last, done = found, call.returned, []
@@ -308,18 +298,18 @@ class LayerCheck:
         if found is not None:
             skipped = map(_callable_module, self._layers[place + 1 : found])
             return None if any(part in later for part in skipped) else found
-        here = self._described(places[-1])
+        here = self._words.described(places[-1])
         if place in places:
-            what = f"calls {here} a second time, and it stands in the list {_times(len(places))}"
+            what = f"calls {here} a second time, and it stands in the list {times(len(places))}"
         else:
-            what = f"calls {here} after {self._described(place)}, and in the list it stands before that"
+            what = f"calls {here} after {self._words.described(place)}, and in the list it stands before that"
         raise self._differs(what, "name the layers in the order in which forward() calls them, each as often")
 
     def _compare_call(self, call: LayerCall, place: int, start: tuple[Any, ...]) -> None:
-        here = self._described(place)
+        here = self._words.described(place)
         if call.keywords:
             raise self._differs(
-                f"calls {here} with {_some(call.keywords)}, and in a pipeline it gets only what the layer before "
+                f"calls {here} with {some(call.keywords)}, and in a pipeline it gets only what the layer before "
                 "it returns",
                 "let the layers hand on all that later ones need, as a tuple of tensors, or make it an attribute "
                 "of the layer",
@@ -341,9 +331,9 @@ class LayerCheck:
     ) -> None:
         """Compare what one layer returned, or the input, with what the next got, or what ``forward`` returns."""
         skipped = self._layers[before + 1 : after]
-        between = self._between(before, after)
+        between = self._words.between(before, after)
         what = (
-            f"calls {_some(list(dict.fromkeys(done)))} {between}"
+            f"calls {some(list(dict.fromkeys(done)))} {between}"
             if done
             else f"changes what is handed on {between}"
         )
@@ -356,13 +346,13 @@ class LayerCheck:
             return
         same = len(left.values) == len(right.values) and all(map(equal, left.values, right.values))
         if not same:
-            raise self._differs(what, self._advice(done))
+            raise self._differs(what, advice_for(done))
         is_untouched = are_same(left.tensors, right.tensors) and left.versions == right.versions
         if not is_untouched and not ALWAYS_THE_SAME.issuperset(done):
             raise self._differs(
                 f"{what}, which changes nothing in the first micro-batch, and would not run in a later one that "
                 "it changes",
-                self._advice(done),
+                advice_for(done),
             )
         if not self._with_gradients:
             return
@@ -373,21 +363,21 @@ class LayerCheck:
             elif was.requires_grad:
                 [gradient], direction = gradients_of([now], [was])
                 if gradient is None or not equal(gradient, direction[0]):
-                    raise self._differs(f"{what}, which changes gradients", self._advice(done))
+                    raise self._differs(f"{what}, which changes gradients", advice_for(done))
 
     def _compare_segment(
         self, before: int, left: Passed, after: int, right: Passed, what: str, whole: bool
     ) -> None:
         """Compare entries of the list that ``forward`` does not call as they stand there with what it does."""
         skipped = self._layers[before + 1 : after]
-        names = _some([self._described(index) for index in range(before + 1, after)])
+        names = some([self._words.described(index) for index in range(before + 1, after)])
         inputs = [
             _leaf(value, tensor.requires_grad) for value, tensor in zip(left.values, left.tensors, strict=True)
         ]
         gradients = self._passed_back(right, left.tensors)
         assert left.restore is not None
         left.restore()
-        modules = [m for m in map(_module_of, skipped) if m is not None]
+        modules = [m for m in map(module_of, skipped) if m is not None]
         numbers = _random_numbers()
         with ExitStack() as stack:
             if not whole:
@@ -532,29 +522,6 @@ class LayerCheck:
             "MadPipeStrategy(check_layers=False) trains the list as it is"
         )
 
-    def _advice(self, done: Sequence[str]) -> str:
-        for name in done:
-            if name.startswith("self."):
-                return f"list {name.partition(' ')[0]} there"
-            if name in SUGGESTIONS:
-                return f"list {SUGGESTIONS[name]} there"
-        return "list that there, as a module or a function: functions are layers, too"
-
-    def _described(self, place: int) -> str:
-        layer = self._layers[place]
-        part = _module_of(layer)
-        name = type(part).__name__ if part is not None else getattr(layer, "__name__", type(layer).__name__)
-        return f"layer {place} ({name})"
-
-    def _between(self, before: int, after: int) -> str:
-        if before < 0 and after >= len(self._layers):
-            return "from its input to its output"
-        if before < 0:
-            return f"before {self._described(after)}"
-        if after >= len(self._layers):
-            return f"after {self._described(before)}"
-        return f"between {self._described(before)} and {self._described(after)}"
-
     # Modules
 
     def _anchors(self) -> dict[nn.Module, None]:
@@ -586,7 +553,7 @@ class LayerCheck:
     def _named_weights(self) -> dict[Tensor, str]:
         named = {w: f"self.{name}" for name, w in self._module.named_parameters() if w.requires_grad}
         for index, layer in enumerate(self._layers):
-            part = _module_of(layer)
+            part = module_of(layer)
             for name, w in part.named_parameters() if part is not None else ():
                 if w.requires_grad:
                     named.setdefault(w, f"{name} of layer {index}")
@@ -624,12 +591,6 @@ class LayerCheck:
                 object.__delattr__(layer, "forward")
 
 
-def _module_of(layer: Any) -> nn.Module | None:
-    if isinstance(layer, TiedModule):
-        return layer.module
-    return layer if isinstance(layer, nn.Module) else None
-
-
 def _callable_module(layer: Any) -> nn.Module | None:
     """The module whose call in ``forward`` is a run of ``layer``; None for functions."""
     if isinstance(layer, TiedModule):
@@ -652,11 +613,3 @@ def _as_passed(leaves: Sequence[Tensor]) -> Any:
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     leaf = tensor.detach().clone()
     return leaf.requires_grad_(requires_grad and (leaf.is_floating_point() or leaf.is_complex()))
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
