@@ -55,7 +55,9 @@ def refuse_what_cannot_run(
     fitting = trainer.state.fn == "fit"
     reasons = list(refusals_of(trainer, module, lightning.module_class, lightning.module("callbacks")))
     averages = list(refusals_of_averages(module, named_owners(module))) if fitting else []
-    reasons += averages or _refusals_of_layers(module, num_stages(), captured)
+    # A step that steps its optimizers cannot be run to find what it calls.
+    is_found = module.automatic_optimization or hasattr(module, "pipeline_layers")
+    reasons += averages or (_refusals_of_layers(module, num_stages(), captured) if is_found else [])
     if reasons and fitting:
         reasons += _refusals_of_optimizer(module, lightning, flattened)
     if reasons:

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.own_optimizers import TrialError, why_not_in_parts
+from lightning_madpipe.compat.source_lines import line_of_method
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
 NEED_SHAPES = ("Adafactor", "Muon")
@@ -38,15 +39,17 @@ def configured_optimizer(
     Raises:
         ValueError: several optimizers or schedulers, or an optimizer that a pipeline cannot drive.
     """
+    line = line_of_method(module, "configure_optimizers")
+    where = f" ({line})" if line else ""
     try:
         optimizers, schedulers = configure(module)
     except RuntimeError as error:
         if "multiple optimizers" not in str(error):
             raise
         # Lightning's advice, manual optimization, would be refused here.
-        raise ValueError(f"configure_optimizers returns several optimizers: {ONE_OF_EACH}") from None
+        raise ValueError(f"configure_optimizers returns several optimizers{where}: {ONE_OF_EACH}") from None
     if len(optimizers) > 1:  # with manual optimization
-        raise ValueError(f"configure_optimizers returns {len(optimizers)} optimizers: {ONE_OF_EACH}")
+        raise ValueError(f"configure_optimizers returns {len(optimizers)} optimizers{where}: {ONE_OF_EACH}")
     if len(schedulers) > 1:
         raise ValueError(f"configure_optimizers returns {len(schedulers)} schedulers: {ONE_OF_EACH}")
     optimizer = optimizers[0]

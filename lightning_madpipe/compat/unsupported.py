@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from lightning_madpipe.compat.source_lines import line_that_sets
 from lightning_madpipe.module import PipelineCall, outside_pipeline
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
@@ -84,8 +85,9 @@ def all_at_once(name: str, reasons: Sequence[str]) -> str:
 
 def _refusals_of_training(trainer: Any, module: Any, base: type, name: str) -> Iterator[str]:
     if not module.automatic_optimization:
+        line = line_that_sets(module, "automatic_optimization") or "set outside its methods"
         yield (
-            f"{name} uses manual optimization, and with a pipeline the engine runs backward and the "
+            f"{name} uses manual optimization ({line}), and with a pipeline the engine runs backward and the "
             "optimizer: leave automatic_optimization = True"
         )
     if trainer.gradient_clip_val and clips_by_value(trainer) and trainer.strategy.wraps_optimizer:

@@ -135,6 +135,17 @@ def _line() -> str:
     return "an unknown line"
 
 
+def line_of_users(error: BaseException) -> str:
+    """The innermost line of the user's code in a traceback."""
+    found, trace = "an unknown line", error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (*LIBRARIES, "deepspeed_partition"):
+            found = f"{Path(frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, where a step logs."""
 

@@ -19,13 +19,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deepspeed_partition.capture.source_lines import line_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.captured_calls import CapturedCalls
-from lightning_madpipe.finding.step_call import replaced
+from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
@@ -506,7 +505,7 @@ class UserSteps:
             f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
             "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
             "optimizer's weight_decay, or let the layers return what the loss needs"
-            + (f" ({error})" if error is not None else "")
+            + (f" ({line_of_users(error)}: {error})" if error is not None else "")
         )
 
     def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
@@ -580,7 +579,7 @@ class UserSteps:
                 return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
             except StopIteration as error:  # by which Lightning would end the epoch
                 raise _RanOutError(
-                    f"{micro_batch.step} raises StopIteration at {line_of(error)}: where it takes the first "
+                    f"{micro_batch.step} raises StopIteration at {line_of_users(error)}: where it takes the first "
                     "weight of a part, such as next(self.parameters()), other ranks may have all of them; "
                     "self.device and self.dtype are known on all"
                 ) from error
