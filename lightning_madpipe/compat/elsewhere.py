@@ -117,8 +117,12 @@ def _flat(*values: Any) -> Iterator[StandIn]:
 class HiddenTensors(dict[str, Any]):
     """The ``_parameters`` or ``_buffers`` of a module, without those that another rank has.
 
-    Whoever goes through them finds the others; whoever asks for one of these by its name gets a stand-in.
+    Whoever goes through them finds the others; whoever asks for one of these by its name gets a stand-in. In a
+    step those who go through them get the stand-ins, too, see :meth:`Elsewhere.listed`.
     """
+
+    listing: Listing | None = None
+    """Gives the stand-ins, while all tensors are listed."""
 
     def __init__(self, whole: dict[str, Any], hidden: dict[str, str]) -> None:
         super().__init__({name: value for name, value in whole.items() if name not in hidden})
@@ -126,6 +130,16 @@ class HiddenTensors(dict[str, Any]):
         """The dict that stood here."""
         self.hidden = hidden
         """The name of each tensor that is left out, with what is said to whoever reads it."""
+
+    def items(self) -> Any:
+        """The names and tensors, with stand-ins while all are listed."""
+        listing = HiddenTensors.listing
+        if listing is None:
+            return super().items()
+        return [
+            (name, listing.shown(tensor, self.hidden[name]) if name in self.hidden else tensor)
+            for name, tensor in self.whole.items()
+        ]
 
     def __contains__(self, name: object) -> bool:
         return name in self.hidden or super().__contains__(name)
@@ -163,6 +177,31 @@ class HiddenTensors(dict[str, Any]):
     def __reduce__(self) -> Any:
         # A copy is no longer followed when layers move: it hides what its original did.
         return HiddenTensors, (self.whole, self.hidden)
+
+
+class Listing:
+    """What is listed for tensors that are hidden.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._shown: dict[int, Tensor] | None = None
+
+    def shown(self, tensor: Any, refusal: str) -> Any:
+        """A stand-in, one for each tensor; the tensor itself where another place of it is not hidden."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self._shown is None:
+            self._shown = {}
+            for part in self._module.modules():
+                for table in TABLES:
+                    for value in vars(part).get(table, {}).values():
+                        if isinstance(value, Tensor):
+                            self._shown[id(value)] = value
+        return self._shown.setdefault(id(tensor), StandIn.of(tensor, refusal))
 
 
 class Elsewhere:
@@ -254,6 +293,19 @@ class Elsewhere:
             yield
         finally:
             self.hide()
+
+    @contextmanager
+    def listed(self) -> Iterator[None]:
+        """Let ``parameters()`` and its kin list meanwhile what is hidden, too, by stand-ins.
+
+        A step that counts elements or asks for a device is answered as in one process, and one that computes with
+        values which other ranks have is told so.
+        """
+        before, HiddenTensors.listing = HiddenTensors.listing, Listing(self._module)
+        try:
+            yield
+        finally:
+            HiddenTensors.listing = before
 
     def _hide_but(self, held: Mapping[str, nn.Module]) -> None:
         self.show()

@@ -50,6 +50,12 @@ NUMBERS_OF_SEVERAL = (
     "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step counts all ranks, as does "
     "Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by torch.distributed.all_reduce"
 )
+ELEMENTS_OF_SEVERAL = (
+    "{place} counts the elements of several parameters ({names}, ...), and a rank of a pipeline has those of its "
+    "own layers only: a number of all is that of a part, another one on each rank; where each is treated by "
+    "itself, nothing differs. Count them before fit, or in a step, which is shown all, or bring the ranks' parts "
+    "together, as by torch.distributed.all_reduce"
+)
 LOGGED = (
     "{place} logs values of single parameters ({names}, ...): each rank logs those of its own layers, and the "
     "loggers, which are rank 0's, get those of rank 0's layers alone. Bring them together first, as by "
@@ -209,7 +215,7 @@ class HookWatch:
 
     def _tell(self, owner: str, hook: str, found: str, names: Iterable[str]) -> None:
         kind: str | None = found
-        if found in (SEVERAL, NUMBERS_OF_SEVERAL, WHOLE_STATE):
+        if found in (SEVERAL, NUMBERS_OF_SEVERAL, ELEMENTS_OF_SEVERAL, WHOLE_STATE):
             kind = found if _is_of_the_user(sys._getframe()) else None
         elif found in (GRADIENT, NO_GRADIENT):
             kind = self._kind_of_gradient(hook, is_there=found == GRADIENT)
@@ -255,6 +261,7 @@ class FollowedValues(TorchFunctionMode):
         self._read_names, self._sources, self._tell = names, sources, tell
         self._known: Mapping[int, str] | None = None
         self._read: list[str] = []
+        self._counted: frozenset[str] = frozenset()
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
@@ -262,7 +269,9 @@ class FollowedValues(TorchFunctionMode):
         keywords = keywords or {}
         result = function(*arguments, **keywords)
         name = _name_of(function)
-        if name not in FORMS:
+        if name in ("numel", "nelement"):
+            self._note_count(*_tensors(arguments[:1]))
+        elif name not in FORMS:
             if name == "__deepcopy__":  # whose second argument holds all that was copied before
                 self._follow(name, arguments[:1], result)
             elif name.startswith("_foreach_"):
@@ -308,6 +317,13 @@ class FollowedValues(TorchFunctionMode):
         self._read += [weight for weight in weights if weight not in self._read]
         if len(self._read) > 1 or (self._read and self._is_all_of_a_rank(weights)):
             self._tell(NUMBERS_OF_SEVERAL, self._read)
+
+    def _note_count(self, tensor: Tensor) -> None:
+        """Note that elements are counted: those of several parameters are that of a part of them."""
+        sources = self._sources_of(tensor)
+        self._counted |= sources
+        if len(self._counted) > 1 or (sources and self._is_all_of_a_rank(sources)):
+            self._tell(ELEMENTS_OF_SEVERAL, self._counted)
 
     def _sources_of(self, tensor: Tensor) -> frozenset[str]:
         found = self._sources.get(tensor)

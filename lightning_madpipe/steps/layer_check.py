@@ -543,11 +543,11 @@ class LayerCheck:
     def _left_by(self, before: Leftovers, within: Leftovers) -> Iterator[Left]:
         """What ``forward`` and the layers have set; a buffer that changes is a statistic."""
         for place in (change.place for change in before.changes()):
-            if not place.is_buffer:
+            if place.kind == "attribute":
                 yield Left(None, place.owner, place.name)
         for place in (change.place for change in within.changes()):
             layer, _, path = place.owner.partition(".")
-            if not place.is_buffer and layer:
+            if place.kind == "attribute" and layer:
                 yield Left(int(layer), path, place.name)
 
     def _named_weights(self) -> dict[Tensor, str]:

@@ -106,7 +106,7 @@ class Outcomes:
             dist.broadcast_object_list(box, src=last, group=grid.get_pipe_parallel_group())
             if outcome is None:
                 outcome = unpacked(pickle.loads(box[0]), self._device)
-                make_changes(self._module, outcome.changes)
+                make_changes(self._module, outcome.changes, self._steps.beside)
         assert outcome is not None, "the last stage has it and sends it"
         self._steps.draws.put(outcome.draws)
         if step == "training_step":

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import IOBase
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -35,9 +35,9 @@ from deepspeed_partition.profiling.attributes import (
     set_generator_state,
 )
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.code_names import STEPS, function_of, names_read
 from lightning_madpipe.steps.step_side_effects import LIBRARIES
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 DEPTH = 4
 MOST_MEMBERS = 200
 MOST_FUNCTIONS = 200
@@ -274,11 +274,10 @@ class _Search:
         for key, child in list(table.items())[:MOST_MEMBERS]:
             self.look_at(child, f"{name}.{key}", depth - 1)
 
-    def read(self, function: Any, kind: type | None) -> None:
+    def read(self, code: Any, kind: type | None) -> None:
         """Look for generators among the names that a function of the program reads, and in what it calls."""
-        function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else function
-        known = not isinstance(function, FunctionType) or id(function) in self._seen
-        if known or _is_librarys(function) or self._num_functions >= MOST_FUNCTIONS:
+        function = function_of(code)
+        if function is None or id(function) in self._seen or self._num_functions >= MOST_FUNCTIONS:
             return
         self._seen.add(id(function))
         self._num_functions += 1
@@ -286,28 +285,12 @@ class _Search:
             (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         ):
             self.look_at(default, f"default {place} of {function.__name__}()", 1)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                self.look_at(cell.cell_contents, name, DEPTH - 1)
-            except ValueError:  # a cell that is still empty
-                continue
-        names = _names_in(function.__code__)
-        for name in names:
-            value = function.__globals__.get(name)
-            if isinstance(value, ModuleType):
-                if not _is_librarys(value):
-                    for inner in names:
-                        self.look_at(vars(value).get(inner), f"{name}.{inner}", DEPTH - 1)
-            elif not isinstance(value, nn.Module):
-                self.look_at(value, name, DEPTH - 1)
-            if kind is not None:
-                member = inspect.getattr_static(kind, name, None)
-                if isinstance(member, property):
-                    member = member.fget
-                if isinstance(member, FunctionType | staticmethod | classmethod):
-                    self.read(member, kind)
-                else:
-                    self.look_at(member, f"{kind.__name__}.{name}", DEPTH - 1)
+        for name in names_read(function, kind):
+            value = name.value
+            if name.is_member and function_of(value) is not None:
+                self.read(value, kind)
+            elif not isinstance(value, nn.Module | ModuleType):
+                self.look_at(value, name.written, DEPTH - 1)
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
@@ -315,13 +298,3 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, nn.Module | type | ModuleType) or not hasattr(value, "__dict__"):
         return None
     return None if type(value).__module__.partition(".")[0] in LIBRARIES else vars(value)
-
-
-def _names_in(code: CodeType) -> list[str]:
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names_in(each)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
-
-
-def _is_librarys(value: Any) -> bool:
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-    return name.partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
-from deepspeed_partition.engine.runtime.collectives import raised_together
+from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
@@ -318,7 +318,11 @@ class BatchRunner:
     @contextmanager
     def _measurement(self, in_order: Sequence[MicroBatch | Piece]) -> Iterator[None]:
         with self.steps.rehearsal():
-            yield
+            try:
+                yield
+            except ValueError:  # on every rank
+                raise_first(self.steps.error_in_rehearsal)
+                raise
         # The first pipeline was measured alone. Its steps begin anew: they may gather something from the others.
         self._engine.set_dataiterator(self._feed(in_order))
 

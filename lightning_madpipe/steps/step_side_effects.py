@@ -6,18 +6,19 @@ so that a hook finds them wherever it runs. Up to its call of the pipeline the s
 too, and some steps are rehearsed: what those runs leave behind is undone.
 
 Seen are numbers, strings, tensors, NumPy arrays, lists, tuples, dicts, sets, deques and dataclasses of them, in
-the attributes and buffers of the LightningModule and of its submodules outside the pipeline. Of any other object
-it is seen that an attribute names another one; that it changed is only noticed, to be said.
+the attributes and buffers of the LightningModule and of its submodules outside the pipeline, and what its steps
+reach beside it (``beside_module.py``). Of any other object it is seen that an attribute names another one; that it
+changed is only noticed, to be said.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass, field, is_dataclass
 from operator import is_
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -36,12 +37,31 @@ LIBRARIES = ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", 
 
 class Place(NamedTuple):
     owner: str
-    """The path of the submodule; empty for the LightningModule itself."""
-    is_buffer: bool
+    """The path of the submodule, empty for the LightningModule itself; or who it is beside the module."""
+    kind: Literal["attribute", "buffer", "beside"]
     name: str
 
     def __str__(self) -> str:
-        return ".".join(filter(None, ("self", self.owner, self.name)))
+        return ".".join(filter(None, ("" if self.kind == "beside" else "self", self.owner, self.name)))
+
+
+class Beside(Protocol):
+    """What steps may change beside their LightningModule, see ``BesideModule``."""
+
+    def places(self) -> Iterator[tuple[Place, Any]]:
+        """Every place with its value now."""
+
+    def table(self, owner: str) -> MutableMapping[str, Any]:
+        """Where the values of an owner stand."""
+
+    def is_large(self, place: Place, value: Any) -> bool:
+        """Whether to look no further into a value than which one it is."""
+
+    def note_change(self, place: Place) -> None:
+        """Note that a step has changed a place."""
+
+    def is_of_program(self, value: Any) -> bool:
+        """Whether the class of an object is the program's own."""
 
 
 class Change(NamedTuple):
@@ -77,27 +97,49 @@ class Leftovers:
         undoable: Keep copies of tensors, so that :meth:`undo` brings them back, too.
         may_be_undone: Keep copies at least of those that are attributes, such as the states of metrics; of
             tensors in lists and dicts, which are seldom changed in place, only if ``undoable``.
+        beside: What steps may change beside the module; None: that is not looked at.
     """
 
     def __init__(
-        self, module: nn.Module, ignored: Collection[str], *, undoable: bool, may_be_undone: bool = False
+        self,
+        module: nn.Module,
+        ignored: Collection[str],
+        *,
+        undoable: bool,
+        may_be_undone: bool = False,
+        beside: Beside | None = None,
     ) -> None:
-        self._module, self.ignored = module, frozenset(ignored)
+        self._module, self.ignored, self._beside = module, frozenset(ignored), beside
         memo: dict[int, _Seen] = {}
         # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
         self._before = {
-            place: _look(value, undoable, memo, copied=undoable or may_be_undone or place.is_buffer)
+            place: _look(value, undoable, memo, copied=undoable or may_be_undone or place.kind == "buffer")
             for place, value in self._places()
         }
         opaque = [seen.value for seen in memo.values() if _is_opaque(seen.value)]
         self._opaque = [(value, dict(vars(value))) for value in opaque]
+        for place, value in () if beside is None else beside.places():
+            within: dict[int, _Seen] = {}
+            is_large = beside is None or beside.is_large(place, value)
+            self._before[place] = _Seen(value) if is_large else _look(value, undoable, within)
+            self._opaque += [
+                (seen.value, dict(vars(seen.value)))
+                for seen in within.values()
+                if _is_opaque(seen.value) and beside is not None and beside.is_of_program(seen.value)
+            ]
 
     def changes(self) -> list[Change]:
         """What is different now."""
         now = dict(self._places())
+        if self._beside is not None:
+            now.update(self._beside.places())
         gone = [Change(place, "delete") for place in self._before if place not in now]
         differences = (_difference(place, self._before.get(place), value) for place, value in now.items())
-        return gone + [change for change in differences if change is not None]
+        found = gone + [change for change in differences if change is not None]
+        for place in {change.place for change in found}:
+            if place.kind == "beside" and self._beside is not None:
+                self._beside.note_change(place)
+        return found
 
     def changed_objects(self) -> list[str]:
         """The classes of objects, neither sent nor undone, whose attributes are not what they were."""
@@ -110,7 +152,7 @@ class Leftovers:
     def undo(self) -> None:
         """Make the module what it was; tensors that were changed in place only if copies were kept."""
         for change in self.changes():
-            table = _table(self._module, change.place)
+            table = _table(self._module, change.place, self._beside)
             if change.place in self._before:
                 seen = self._before[change.place]
                 _restore(seen, set())
@@ -123,17 +165,17 @@ class Leftovers:
             for name, value in vars(owner).items():
                 # Layers stand here, too: those of the pipeline stay readable as plain attributes.
                 if name not in self.ignored and not isinstance(value, nn.Module):
-                    yield Place(path, False, name), value
+                    yield Place(path, "attribute", name), value
             for name, buffer in owner._buffers.items():
-                yield Place(path, True, name), buffer
+                yield Place(path, "buffer", name), buffer
 
 
-def make_changes(module: nn.Module, changes: list[Change]) -> None:
+def make_changes(module: nn.Module, changes: list[Change], beside: Beside | None = None) -> None:
     """Make the changes that another rank's step made."""
     extended: set[int] = set()
     with torch.no_grad():
         for place, kind, value in changes:
-            table = _table(module, place)
+            table = _table(module, place, beside)
             before = table.get(place.name)
             if kind == "delete":
                 table.pop(place.name, None)
@@ -147,9 +189,12 @@ def make_changes(module: nn.Module, changes: list[Change]) -> None:
                 table[place.name] = value
 
 
-def _table(module: nn.Module, place: Place) -> dict[str, Any]:
+def _table(module: nn.Module, place: Place, beside: Beside | None) -> MutableMapping[str, Any]:
+    if place.kind == "beside":
+        assert beside is not None, "what is beside the module is found by it"
+        return beside.table(place.owner)
     owner = module.get_submodule(place.owner)
-    return owner._buffers if place.is_buffer else vars(owner)
+    return owner._buffers if place.kind == "buffer" else vars(owner)
 
 
 def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | None = None) -> _Seen:

@@ -38,6 +38,7 @@ from lightning_madpipe.steps.batch_runs import (
     writable,
 )
 from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
+from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.left_untouched import left_untouched
 from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLossError, operations_of
 from lightning_madpipe.steps.losses import Tried
@@ -53,10 +54,6 @@ SKIPPING = "; a batch cannot be skipped, because the other stages are in the mid
 
 class NoLossError(Exception):
     """A training step that is tried returns no loss that depends on the outputs."""
-
-
-class _RanOutError(ElsewhereError):
-    """A step raises StopIteration, as ``next(self.parameters())`` does where other ranks have them."""
 
 
 class _InputTaken(BaseException):
@@ -117,7 +114,11 @@ class UserSteps:
         ``forward``; None where all micro-batches pass the same."""
         self.rehearsing = False
         """Whether what runs is to leave no trace, and the other pipelines may not run it."""
+        self.error_in_rehearsal: Exception | None = None
+        """What a step has raised that was only measured: after it a backward may fail with words of torch."""
         self.draws = OwnGenerators(module, ignored, error)
+        self.beside = BesideModule(module)
+        """What steps may change beside the module."""
         self._ended: Mapping[str, int] = {}
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
@@ -130,7 +131,13 @@ class UserSteps:
 
     def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
         """The module as it is now, to tell later what a step left behind."""
-        return Leftovers(self._module, self._ignored, undoable=undoable, may_be_undone=may_be_undone)
+        return Leftovers(
+            self._module,
+            self._ignored,
+            undoable=undoable,
+            may_be_undone=may_be_undone,
+            beside=self.beside if self._is_cut else None,
+        )
 
     def attributes(self) -> Attributes:
         """What of the module may change its loss, as it is now."""
@@ -160,10 +167,8 @@ class UserSteps:
         except ElsewhereError as error:
             with pipeline_of(self._module).elsewhere.lifted():
                 taken = self._taken(micro_batch, is_last_stage)
-            if taken is not None and not isinstance(error, _RanOutError):
-                raise self._error(
-                    f"{micro_batch.step} uses a layer before it calls {self._called}, which runs them all: {error}"
-                ) from None
+            if taken is not None:
+                raise self._uses_weights(micro_batch, error) from None
         if taken is None:
             raise self._error(
                 f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
@@ -392,8 +397,9 @@ class UserSteps:
         except Exception as error:
             if not self.rehearsing:
                 if isinstance(error, ElsewhereError):
-                    raise self._other_weights(micro_batch, error) from None
+                    raise self._uses_weights(micro_batch, error) from None
                 raise
+            self.error_in_rehearsal = error
             return _nothing_of(outputs)
 
     def _loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
@@ -498,14 +504,21 @@ class UserSteps:
         ]
         return tuple(cut) if isinstance(outputs, tuple) else cut[0]
 
-    def _other_weights(self, micro_batch: MicroBatch, error: Exception | None = None) -> Exception:
-        if isinstance(error, _RanOutError):
-            return self._error(str(error))
+    def _uses_weights(self, micro_batch: MicroBatch, error: Exception) -> Exception:
+        name = str(error).partition(" is asked for ")[0]
+        return self._error(
+            f"{micro_batch.step} uses {name} otherwise than by its call of {self._called} "
+            f"({line_of_users(error)}), and in a pipeline a "
+            "step has the weights of one stage only: for a penalty use the optimizer's weight_decay, to change "
+            "weights a hook, such as on_train_batch_end, for a norm that is logged a hook and "
+            "torch.distributed.all_reduce; or let the layers return what the step needs"
+        )
+
+    def _other_weights(self, micro_batch: MicroBatch) -> Exception:
         return self._error(
             f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
             "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
             "optimizer's weight_decay, or let the layers return what the loss needs"
-            + (f" ({line_of_users(error)}: {error})" if error is not None else "")
         )
 
     def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
@@ -574,14 +587,14 @@ class UserSteps:
             _recorded(self._module, record),
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
             left_untouched(self._module, micro_batch.step, self._error) if self._is_cut else nullcontext(),
+            pipeline_of(self._module).elsewhere.listed() if self._is_cut else nullcontext(),
         ):
             try:
                 return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
             except StopIteration as error:  # by which Lightning would end the epoch
-                raise _RanOutError(
-                    f"{micro_batch.step} raises StopIteration at {line_of_users(error)}: where it takes the first "
-                    "weight of a part, such as next(self.parameters()), other ranks may have all of them; "
-                    "self.device and self.dtype are known on all"
+                raise self._error(
+                    f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning would "
+                    "end the epoch on some ranks alone: catch it there; -1 from on_train_batch_start ends an epoch"
                 ) from error
 
     def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:

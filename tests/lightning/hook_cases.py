@@ -329,6 +329,16 @@ class ClampedInStep(Module):
         return loss
 
 
+class HeadClamped(Module):
+    """On the rank that has it, a weight of the last layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return loss
+
+
 class OptimizerReplaced(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -339,6 +349,65 @@ class ClippingReplaced(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             self.trainer.gradient_clip_val = LARGEST
+
+
+class Counted(Module):
+    def on_train_epoch_end(self) -> None:
+        self.log("elements", float(sum(weight.numel() for weight in self.parameters())))
+
+
+class NormInStep(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("norm", sum(weight.detach().square().sum() for weight in self.parameters()))
+        return loss
+
+
+class NormInEvaluation(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("norm", sum(float(weight.norm()) for weight in self.net.parameters()))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([self.embed, self.blocks[0]])  # a second name of layers on the first rank
+
+
+class NormBeforeForward(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        norm = sum(weight.detach().square().sum() for weight in self.parameters())
+        return super().training_step(batch, batch_idx) + 0 * norm
+
+
+class StateInStep(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.state = {name: value.clone() for name, value in self.state_dict().items()}
+        return loss
+
+
+class Asking(cases.TiedLanguageModel):
+    """Asks in its steps for what needs no values: how many there are, and where."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("before", float(sum(weight.numel() for weight in self.parameters())))
+        loss = super().training_step(batch, batch_idx)
+        names = [name for name, weight in self.named_parameters() if weight.requires_grad]
+        self.log("elements", float(sum(weight.numel() for weight in self.parameters())))
+        self.log("names", float(len(names)))
+        torch.zeros((), device=next(self.parameters()).device)
+        return loss
+
+
+def asked_in_steps(host: Host) -> dict[str, Any]:
+    tokens = torch.randint(cases.VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(4))
+    data = DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16)
+    recorder = cases.Recorder()
+    trainer = trained(host, seeded(Asking), recorder, data=data, strategy={"algorithm": [0, 3, 6]})
+    return {
+        "rows": recorder.rows,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
 
 
 class SavingItself(Module):
@@ -388,10 +457,14 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, NormsLogged, NormsOfLightning, ZeroingGradients, ListsOfOne,
         OnRankZero, ClippedInClosure, StepsByPlace, StepsWithClosure, RateInStep, RateBeforeForward,
-        OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer,
+        OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
+        NormBeforeForward, StateInStep,
     ):  # fmt: skip
         run(build.__name__, build)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
+    run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
+    run("HeadClamped measured", HeadClamped, strategy={"algorithm": "madpipe"})
+    run("NormInEvaluation", NormInEvaluation, validation=cases.loader(21, seed=3))
     run("LookingLate", Module, LookingLate())
     run("NormOfOneEach", NormOfOneEach, strategy={"algorithm": [0, 1, 3]})
     for name, arguments in (("zero", {"strategy": {"stage": 1}}), ("bf16", {"precision": "bf16-mixed"})):
@@ -402,7 +475,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [norms_over_ranks, each_by_itself, in_the_order_of_the_loader, own_ratio],
+    2: [norms_over_ranks, each_by_itself, in_the_order_of_the_loader, own_ratio, asked_in_steps],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks], 4: []}

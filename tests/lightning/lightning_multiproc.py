@@ -31,6 +31,7 @@ from tests.choice import is_chosen  # noqa: E402
 from tests.engine.harness import forget_engines, share_groups  # noqa: E402
 from tests.lightning import (  # noqa: E402
     after_fit_cases,
+    beside_cases,
     callback_cases,
     captured_cases,
     epoch_cases,
@@ -312,7 +313,7 @@ KINDS: dict[str, list[Any]] = {
     "steps": [step_cases],
     "losses": [loss_cases],
     "callbacks": [callback_cases],
-    "names": [naming_cases, hook_cases],
+    "names": [naming_cases, hook_cases, beside_cases],
     "after": [after_fit_cases],
     "captured": [captured_cases],
 }

@@ -137,7 +137,9 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
 # Hooks and optimizers that look at all parameters
 
 
-@pytest.mark.parametrize("case", ["norms_over_ranks", "each_by_itself", "in_the_order_of_the_loader", "own_ratio"])
+@pytest.mark.parametrize(
+    "case", ["norms_over_ranks", "each_by_itself", "in_the_order_of_the_loader", "own_ratio", "asked_in_steps"]
+)
 def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str) -> None:
     """``clip_grad_norm_`` in a hook took the norm of a part of the gradients, and nothing was said."""
     assert_same(two.of(case), two.reference[case])
@@ -153,6 +155,7 @@ def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str)
         ("NormsLogged", "on_before_optimizer_step of NormsLogged logs values of single parameters"),
         ("NormsOfLightning", "on_before_optimizer_step of NormsOfLightning computes with several parameters"),
         ("NormOfOneEach", "on_before_optimizer_step of NormOfOneEach computes with several parameters"),
+        ("Counted", "on_train_epoch_end of Counted counts the elements of several parameters"),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
@@ -191,7 +194,13 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
         ("StepsWithClosure", "the step of AsksForClosure calls its closure without asking whether there is one"),
         ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
-        ("ClampedInStep", "in place, and in a pipeline it has the weights of one stage only"),
+        ("ClampedInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("HeadClamped", "training_step changes head.weight in place, and in a pipeline it has the"),
+        ("HeadClamped measured", "training_step changes head.weight in place, and in a pipeline it has the"),
+        ("NormInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("NormInEvaluation", "validation_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("NormBeforeForward", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("StateInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
         ("OptimizerReplaced", "trainer.optimizers has another optimizer (Adam) than when fit began"),
         ("ClippingReplaced", "trainer.gradient_clip_val was None when fit began and is 0.05 now"),
         ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
@@ -204,3 +213,18 @@ def test_what_cannot_be_done_with_a_part_of_the_parameters_is_refused(
     two: Records, case: str, sentence: str
 ) -> None:
     assert all(sentence in rank["told_of_hooks"][case]["end"] for rank in two.ranks)
+
+
+# What steps change beside their module
+
+
+@pytest.mark.parametrize("case", ["beside_the_module", "annealed_by_globals"])
+def test_what_steps_change_beside_their_module_is_on_every_rank(two: Records, case: str) -> None:
+    """Globals, attributes of callbacks and of data sets were changed on the last stage alone, trials counted."""
+    assert_same(two.of(case), two.reference[case])
+
+
+def test_what_cannot_follow_beside_the_module_is_told(two: Records) -> None:
+    said = [line for rank in two.ranks for line in rank["told_of_what_is_beside"]["said"]]
+    assert any("training_step changes a Meter, and objects of this class are not sent" in line for line in said)
+    assert any("tests.lightning.beside_cases.SEEN gets 4 entries instead of 1" in line for line in said)

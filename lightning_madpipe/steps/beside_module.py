@@ -1,0 +1,164 @@
+"""What steps may change beside their LightningModule: globals, variables of functions around, callbacks, data.
+
+A step runs on the last stage of a pipeline. ``LOSSES.append(loss)`` in it, a counter that it keeps in its class,
+in a callback or in the data set is to be on every rank what it is there, and a trial of the step is to leave no
+trace.
+
+Found are the names that the steps' code reads, and that of the program's functions which it calls; the attributes
+of callbacks, of the data module and of the data sets, where a program wrote their classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import site
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy
+from torch import Tensor, nn
+
+from deepspeed_partition.profiling.attributes import GENERATORS
+from lightning_madpipe.checkpoint.weight_copies import named_owners
+from lightning_madpipe.steps.code_names import STEPS, Name, function_of, is_librarys, names_read
+from lightning_madpipe.steps.step_side_effects import Place
+
+MOST_FUNCTIONS = 200
+MOST_ITEMS = 1000
+"""Items of a container, elements of an array or a tensor, up to which one is looked into that never changed."""
+
+
+class BesideModule:
+    """What the steps of a LightningModule may change beside it.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._names: dict[tuple[str, str], Name] = {}
+        self._changed: set[Place] = set()
+        # Its own package is the program's even where it is installed.
+        self._package = type(module).__module__.partition(".")[0]
+        search = _Search(self._names, self._is_of_program)
+        for step in STEPS:
+            search.read(inspect.getattr_static(type(module), step, None), type(module))
+
+    def places(self) -> Iterator[tuple[Place, Any]]:
+        """Every place with its value now, in the same order on all ranks."""
+        for (owner, key), name in self._names.items():
+            if key in name.table and _is_data(name.table[key]):
+                yield Place(owner, "beside", key), name.table[key]
+        for owner, value in self._owners():
+            for key, child in vars(value).items():
+                if _is_data(child):
+                    yield Place(owner, "beside", key), child
+
+    def table(self, owner: str) -> MutableMapping[str, Any]:
+        """Where the values of an owner stand.
+
+        Raises:
+            KeyError: no such owner is on this rank.
+        """
+        for (of, _), name in self._names.items():
+            if of == owner:
+                return name.table
+        return vars(dict(self._owners())[owner])
+
+    def is_large(self, place: Place, value: Any) -> bool:
+        """Whether to look no further into a value than which one it is: a vocabulary, a data set."""
+        if place in self._changed:
+            return False
+        if isinstance(value, Tensor | numpy.ndarray):
+            return (value.numel() if isinstance(value, Tensor) else value.size) > MOST_ITEMS
+        return isinstance(value, dict | list | set | tuple | deque) and len(value) > MOST_ITEMS
+
+    def note_change(self, place: Place) -> None:
+        """Note that a step has changed a place: from now on all of it is looked at."""
+        self._changed.add(place)
+
+    def is_of_program(self, value: Any) -> bool:
+        """Whether the class of an object is the program's own, and not one of an installed package."""
+        return self._is_of_program(type(value).__module__)
+
+    def _is_of_program(self, module: str | None) -> bool:
+        return (module or "").partition(".")[0] == self._package or not _is_installed(module)
+
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        trainer = self._module.trainer
+        named = {name: owner for name, owner in named_owners(self._module).items() if owner is not self._module}
+        if trainer.datamodule is not None:
+            named["the data module"] = trainer.datamodule
+        for place, data in enumerate(_data_sets(trainer)):
+            named[f"{type(data).__name__}{f' {place}' if place else ''}"] = data
+        for name, owner in named.items():
+            if hasattr(owner, "__dict__") and not is_librarys(type(owner)):
+                yield name, owner
+
+
+class _Search:
+    def __init__(self, found: dict[tuple[str, str], Name], is_of_program: Callable[[str | None], bool]) -> None:
+        self._found, self._is_of_program, self._seen = found, is_of_program, set[int]()
+
+    def read(self, code: Any, kind: type | None) -> None:
+        """Find what a function reads, and the functions of the program that it calls."""
+        function = function_of(code)
+        known = function is None or id(function) in self._seen or len(self._seen) >= MOST_FUNCTIONS
+        if function is None or known or not self._is_of_program(function.__module__):
+            return
+        self._seen.add(id(function))
+        for name in names_read(function, kind):
+            value = name.value
+            if function_of(value) is not None:
+                self.read(value, kind if name.is_member else None)
+            elif (
+                isinstance(value, type)
+                and self._is_of_program(value.__module__)
+                and not issubclass(value, nn.Module)
+            ):
+                for member in vars(value).values():
+                    if isinstance(member, FunctionType):
+                        self.read(member, value)
+            elif name.is_member or name.owner not in sys.modules or self._is_of_program(name.owner):
+                self._found.setdefault((name.owner, name.key), name)
+
+
+def _data_sets(trainer: Any) -> Iterator[Any]:
+    loaders = [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]
+    seen = set()
+    while loaders:
+        loader = loaders.pop(0)
+        if isinstance(loader, list | tuple):
+            loaders[:0] = loader
+        elif isinstance(loader, dict):
+            loaders[:0] = loader.values()
+        else:
+            data = getattr(loader, "dataset", None)
+            if data is not None and id(data) not in seen:
+                seen.add(id(data))
+                yield data
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is something to be looked at, and not code, a model or what is followed elsewhere."""
+    if isinstance(
+        value, ModuleType | type | FunctionType | nn.Module | Iterator | staticmethod | classmethod | property
+    ):
+        return False
+    return not isinstance(value, GENERATORS)
+
+
+@cache
+def _is_installed(module: str | None) -> bool:
+    """Whether a module, by its name, is Python's own or lies among installed packages."""
+    if (module or "").partition(".")[0] in sys.stdlib_module_names:
+        return True
+    paths = map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))
+    folders = (*site.getsitepackages(), site.getusersitepackages(), *paths)
+    return (getattr(sys.modules.get(module or ""), "__file__", None) or "").startswith(folders)

@@ -1,0 +1,126 @@
+"""The names that the code of a program's steps reads: of its file, of functions around it, of its class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from lightning_madpipe.steps.step_side_effects import LIBRARIES
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
+
+
+class Name(NamedTuple):
+    """A name that a function reads, and where its value stands."""
+
+    owner: str
+    """What it belongs to, in words: a file's module, a function around it, a class."""
+    key: str
+    table: MutableMapping[str, Any]
+    written: str
+    """How the function writes it."""
+
+    @property
+    def value(self) -> Any:
+        """What it stands for now; None where it stands for nothing."""
+        return self.table.get(self.key)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is an attribute of a class."""
+        return isinstance(self.table, _Members)
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """The function of the program in a method, a property or a decorated function; None where there is none."""
+    if isinstance(value, property):
+        value = value.fget
+    function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
+    return function if isinstance(function, FunctionType) and not is_librarys(function) else None
+
+
+def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
+    """The names that ``function`` and the functions within it read, but for its own.
+
+    Args:
+        function: A function of the program's.
+        kind: The class whose method it is.
+    """
+    if function.__closure__:
+        cells = _Cells(dict(zip(function.__code__.co_freevars, function.__closure__, strict=True)))
+        around = function.__qualname__.partition(".<locals>")[0]
+        for key in cells:
+            yield Name(around, key, cells, key)
+    names = _names_in(function.__code__)
+    for key in names:
+        value = function.__globals__.get(key)
+        if isinstance(value, ModuleType):
+            if not is_librarys(value):
+                inside = (inner for inner in names if inner in vars(value))
+                yield from (Name(value.__name__, inner, vars(value), f"{key}.{inner}") for inner in inside)
+        elif key in function.__globals__:
+            yield Name(function.__module__, key, function.__globals__, key)
+        if kind is not None:
+            owner = next((each for each in kind.__mro__ if key in vars(each)), None)
+            if owner is not None and not is_librarys(owner):
+                yield Name(owner.__name__, key, _Members(owner), f"{kind.__name__}.{key}")
+
+
+def is_librarys(value: Any) -> bool:
+    """Whether a function, a class or a module belongs to a library that runs steps or computes in them."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    return name.partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")
+
+
+def _names_in(code: CodeType) -> list[str]:
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names_in(each)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+class _Cells(MutableMapping[str, Any]):
+    """The variables of functions around a function, those that are bound."""
+
+    def __init__(self, cells: Mapping[str, CellType]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # a cell that is still empty
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+class _Members(MutableMapping[str, Any]):
+    """The attributes of a class itself."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self._kind))
+
+    def __len__(self) -> int:
+        return len(vars(self._kind))

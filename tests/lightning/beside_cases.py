@@ -1,0 +1,174 @@
+"""Steps that change what is beside their module: globals, variables of functions around, callbacks, data.
+
+Written like ``lightning_cases.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytorch_lightning.callbacks import Callback
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.hook_cases import lines
+from tests.lightning.lightning_cases import Host, seeded, trained
+
+SEEN: list[int] = []
+CLASSES: Counter[int] = Counter()
+NUM_SAMPLES = 0
+BANK = torch.zeros(cases.NUM_CLASSES)
+TABLE = {place: float(place) for place in range(5000)}  # which nobody changes
+
+
+class Meter:
+    """One of the program's classes, whose objects are not sent."""
+
+    total = 0.0
+
+    def add(self, value: float) -> None:
+        self.total += value
+
+
+METER = Meter()
+
+
+def note(y: torch.Tensor) -> None:
+    """What a step calls, and not the step itself, keeps."""
+    global NUM_SAMPLES
+    NUM_SAMPLES += len(y)
+    CLASSES.update(y.tolist())
+    BANK.add_(F.one_hot(y, cases.NUM_CLASSES).sum(0))
+
+
+class Samples(Dataset[Any]):
+    def __init__(self) -> None:
+        self.data, self.num_told, self.history = cases.samples(54, 2), 0, [0]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+class Keeper(Callback):
+    def __init__(self) -> None:
+        self.labels: list[int] = []
+        self.ends: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(len(self.labels))
+
+
+def counting() -> Callable[[int], int]:
+    count = 0
+
+    def add(number: int) -> int:
+        nonlocal count
+        count += number
+        return count
+
+    return add
+
+
+class Beside(cases.Classifier):
+    num_told = 0
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.before, self.add = 0, counting()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        SEEN.extend(batch[1].tolist())  # before forward: the first stage runs it, too
+        logits = self(batch[0])
+        note(batch[1])
+        type(self).num_told += len(batch[1])
+        keeper = next(each for each in self.trainer.callbacks if isinstance(each, Keeper))
+        keeper.labels += batch[1].tolist()
+        data = self.trainer.train_dataloader.dataset
+        data.num_told += len(batch[1])
+        data.history = [*data.history, int(batch[1].sum())] if len(data.history) < 2 else data.history
+        return F.cross_entropy(logits, batch[1]) * (TABLE[1] + TABLE[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        note(batch[1])
+        super().validation_step(batch, batch_idx)
+
+
+def beside_the_module(host: Host) -> dict[str, Any]:
+    global NUM_SAMPLES
+    NUM_SAMPLES = Beside.num_told = 0
+    SEEN.clear()
+    CLASSES.clear()
+    BANK.zero_()
+    recorder, keeper, data = cases.Recorder(), Keeper(), Samples()
+    loader = DataLoader(data, batch_size=16)
+    strategy = {"loss": "batch", "warmup_steps": 2}
+    trained(
+        host, seeded(Beside), recorder, keeper, data=loader, validation=cases.loader(21, seed=3), strategy=strategy
+    )
+    return {
+        "rows": recorder.rows,
+        "seen": SEEN[:],
+        "classes": sorted(CLASSES.items()),
+        "samples": NUM_SAMPLES,
+        "bank": BANK.tolist(),
+        "of the class": Beside.num_told,
+        "of the callback": [keeper.labels, keeper.ends],
+        "of the data": [data.num_told, data.history],
+    }
+
+
+NUM_STEPS = 0
+
+
+class Annealed(cases.Classifier):
+    """Its loss is made with a counter that is a global."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.add = counting()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        global NUM_STEPS
+        NUM_STEPS += 1
+        return F.cross_entropy(self(batch[0]), batch[1]) / (1 + NUM_STEPS) / annealing(1)
+
+
+annealing = counting()
+
+
+def annealed_by_globals(host: Host) -> dict[str, Any]:
+    global NUM_STEPS, annealing
+    NUM_STEPS, annealing = 0, counting()
+    recorder = cases.Recorder()
+    trained(host, seeded(Annealed), recorder, strategy={"loss": "batch"})
+    return {"rows": recorder.rows, "steps": NUM_STEPS, "next": annealing(1)}
+
+
+class OfObjects(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        SEEN.append(batch_idx)
+        METER.add(1.0)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def told_of_what_is_beside(host: Host) -> dict[str, Any]:
+    SEEN.clear()
+    with warnings.catch_warnings(record=True) as caught, lines() as said:
+        warnings.simplefilter("always")
+        trained(host, seeded(OfObjects), max_epochs=1)
+    return {"said": [*said, *(str(each.message) for each in caught)]}
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [beside_the_module, annealed_by_globals],
+    4: [],
+}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_what_is_beside], 4: []}
