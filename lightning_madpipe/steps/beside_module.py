@@ -18,19 +18,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 from torch import Tensor, nn
 
 from deepspeed_partition.profiling.attributes import GENERATORS
 from lightning_madpipe.checkpoint.weight_copies import named_owners
+from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.code_names import STEPS, Name, function_of, is_librarys, names_read
 from lightning_madpipe.steps.step_side_effects import Place
 
 MOST_FUNCTIONS = 200
 MOST_ITEMS = 1000
-"""Items of a container, elements of an array or a tensor, up to which one is looked into that never changed."""
+"""Items of a container, elements of an array or a tensor, up to which it is always looked into."""
+MOST_BYTES = 16 * 2**20
+"""Bytes of a larger array or tensor up to which it is looked into once in a while."""
+LOOKS_BETWEEN = 128
+"""How often places are looked at until they are looked at closely again."""
 
 
 class BesideModule:
@@ -42,23 +47,31 @@ class BesideModule:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._names: dict[tuple[str, str], Name] = {}
         self._changed: set[Place] = set()
+        self._owners: dict[str, Any] = {}
+        """Callbacks and data of the program, as they were when places were begun to be looked at."""
+        self._num_looks, self._is_close = 0, True
         # Its own package is the program's even where it is installed.
         self._package = type(module).__module__.partition(".")[0]
-        search = _Search(self._names, self._is_of_program)
+        search = _Search(self._is_of_program)
         for step in STEPS:
             search.read(inspect.getattr_static(type(module), step, None), type(module))
+        for _, owner in outside_pipeline(module):
+            search.read(type(owner).forward, type(owner))
+            for value in vars(owner).values():
+                search.read(value, None)
+        self._names = {Place(owner, "beside", key): name for (owner, key), name in search.found.items()}
 
     def places(self) -> Iterator[tuple[Place, Any]]:
         """Every place with its value now, in the same order on all ranks."""
-        for (owner, key), name in self._names.items():
-            if key in name.table and _is_data(name.table[key]):
-                yield Place(owner, "beside", key), name.table[key]
-        for owner, value in self._owners():
-            for key, child in vars(value).items():
-                if _is_data(child):
-                    yield Place(owner, "beside", key), child
+        for place, name in self._names.items():
+            value = name.table.get(place.name, _MISSING)
+            if value is not _MISSING and _is_data(value):
+                yield place, value
+        for owner, of in self._owners.items():
+            for key, value in vars(of).items():
+                if _is_data(value):
+                    yield Place(owner, "beside", key), value
 
     def table(self, owner: str) -> MutableMapping[str, Any]:
         """Where the values of an owner stand.
@@ -66,18 +79,26 @@ class BesideModule:
         Raises:
             KeyError: no such owner is on this rank.
         """
-        for (of, _), name in self._names.items():
-            if of == owner:
+        for place, name in self._names.items():
+            if place.owner == owner:
                 return name.table
-        return vars(dict(self._owners())[owner])
+        return vars(self._found_owners()[owner])
 
-    def is_large(self, place: Place, value: Any) -> bool:
-        """Whether to look no further into a value than which one it is: a vocabulary, a data set."""
-        if place in self._changed:
-            return False
-        if isinstance(value, Tensor | numpy.ndarray):
-            return (value.numel() if isinstance(value, Tensor) else value.size) > MOST_ITEMS
-        return isinstance(value, dict | list | set | tuple | deque) and len(value) > MOST_ITEMS
+    def begin(self, *, undoable: bool) -> None:
+        """Begin to look at all places before a step, more closely if that is to be undone, or once in a while."""
+        self._owners = self._found_owners()
+        self._num_looks += 1
+        number = self._num_looks
+        self._is_close = undoable or number & (number - 1) == 0 or number % LOOKS_BETWEEN == 0
+
+    def look(self, place: Place, value: Any) -> Literal["whole", "versions", "identity"]:
+        """How closely to look at a value: a vocabulary or the data of a data set is seldom looked through."""
+        if place in self._changed or _size_of(value) <= MOST_ITEMS:
+            return "whole"
+        if isinstance(value, Tensor | numpy.ndarray) and self._is_close and value.nbytes <= MOST_BYTES:
+            return "whole"
+        is_numbered = isinstance(value, Tensor) or (self._is_close and not isinstance(value, numpy.ndarray))
+        return "versions" if is_numbered else "identity"
 
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place: from now on all of it is looked at."""
@@ -90,21 +111,24 @@ class BesideModule:
     def _is_of_program(self, module: str | None) -> bool:
         return (module or "").partition(".")[0] == self._package or not _is_installed(module)
 
-    def _owners(self) -> Iterator[tuple[str, Any]]:
+    def _found_owners(self) -> dict[str, Any]:
         trainer = self._module.trainer
         named = {name: owner for name, owner in named_owners(self._module).items() if owner is not self._module}
         if trainer.datamodule is not None:
             named["the data module"] = trainer.datamodule
         for place, data in enumerate(_data_sets(trainer)):
             named[f"{type(data).__name__}{f' {place}' if place else ''}"] = data
-        for name, owner in named.items():
-            if hasattr(owner, "__dict__") and not is_librarys(type(owner)):
-                yield name, owner
+        return {
+            name: owner
+            for name, owner in named.items()
+            if hasattr(owner, "__dict__") and not is_librarys(type(owner))
+        }
 
 
 class _Search:
-    def __init__(self, found: dict[tuple[str, str], Name], is_of_program: Callable[[str | None], bool]) -> None:
-        self._found, self._is_of_program, self._seen = found, is_of_program, set[int]()
+    def __init__(self, is_of_program: Callable[[str | None], bool]) -> None:
+        self.found: dict[tuple[str, str], Name] = {}
+        self._is_of_program, self._seen = is_of_program, set[int]()
 
     def read(self, code: Any, kind: type | None) -> None:
         """Find what a function reads, and the functions of the program that it calls."""
@@ -126,7 +150,18 @@ class _Search:
                     if isinstance(member, FunctionType):
                         self.read(member, value)
             elif name.is_member or name.owner not in sys.modules or self._is_of_program(name.owner):
-                self._found.setdefault((name.owner, name.key), name)
+                self._keep(name)
+
+    def _keep(self, name: Name) -> None:
+        """Keep a name under its owner; two functions that one around them has made have variables of their own."""
+        owner, number = name.owner, 1
+        while (owner, name.key) in self.found and not self.found[owner, name.key].is_at(name):
+            number += 1
+            owner = f"{name.owner} {number}"
+        self.found[owner, name.key] = name
+
+
+_MISSING = object()
 
 
 def _data_sets(trainer: Any) -> Iterator[Any]:
@@ -143,6 +178,12 @@ def _data_sets(trainer: Any) -> Iterator[Any]:
             if data is not None and id(data) not in seen:
                 seen.add(id(data))
                 yield data
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, Tensor | numpy.ndarray):
+        return value.numel() if isinstance(value, Tensor) else value.size
+    return len(value) if isinstance(value, dict | list | set | tuple | deque) else 0
 
 
 def _is_data(value: Any) -> bool:

@@ -27,6 +27,12 @@ class Name(NamedTuple):
         """What it stands for now; None where it stands for nothing."""
         return self.table.get(self.key)
 
+    def is_at(self, other: Name) -> bool:
+        """Whether another name of the same owner, with this key, is this one."""
+        if isinstance(self.table, _Cells) and isinstance(other.table, _Cells):
+            return self.table.cells[self.key] is other.table.cells[self.key]
+        return self.table is other.table or (self.is_member and other.is_member)
+
     @property
     def is_member(self) -> bool:
         """Whether it is an attribute of a class."""
@@ -83,25 +89,25 @@ class _Cells(MutableMapping[str, Any]):
     """The variables of functions around a function, those that are bound."""
 
     def __init__(self, cells: Mapping[str, CellType]) -> None:
-        self._cells = cells
+        self.cells = cells
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._cells[name].cell_contents
+            return self.cells[name].cell_contents
         except ValueError:  # a cell that is still empty
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
+        self.cells[name].cell_contents = value
 
     def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
+        del self.cells[name].cell_contents
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
+        return iter(self.cells)
 
     def __len__(self) -> int:
-        return len(self._cells)
+        return len(self.cells)
 
 
 class _Members(MutableMapping[str, Any]):

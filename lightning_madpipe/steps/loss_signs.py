@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torchmetrics import Metric
 
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.step_side_effects import Beside
 
 Operations = frozenset[tuple[str, str]]
 """Pairs of an operation and the one whose result it takes."""
@@ -68,14 +69,14 @@ def _is_zero(factor: Any) -> bool:
 
 
 class Attributes:
-    """The numbers, flags and strings on a module and its epoch, of which steps may make their loss.
+    """The numbers, flags and strings on a module and beside it, and its epoch: steps may make their loss of these.
 
     A change counts where the attribute was never of this kind (0 or not, true or not, another string), and as the
     1st, 2nd, 4th, 8th, ... change of the same attribute: a counter changes in every step.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
-        self._module, self._ignored = module, ignored
+    def __init__(self, module: nn.Module, ignored: Collection[str], beside: Beside | None = None) -> None:
+        self._module, self._ignored, self._beside = module, ignored, beside
         self._kinds: dict[str, set[Any]] = defaultdict(set)
         self._num_changes: Counter[str] = Counter()
         self._before: dict[str, Any] = dict(self._now())
@@ -108,3 +109,6 @@ class Attributes:
             for name, value in vars(owner).items():
                 if isinstance(value, bool | int | float | str | None) and name not in self._ignored:
                     yield f"{path}.{name}", value
+        for place, value in () if self._beside is None else self._beside.places():
+            if isinstance(value, bool | int | float | str | None):
+                yield f"beside {place}", value

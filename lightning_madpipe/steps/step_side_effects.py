@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.profiling.attributes import GENERATORS
 from lightning_madpipe.module import outside_pipeline
 
@@ -54,8 +55,11 @@ class Beside(Protocol):
     def table(self, owner: str) -> MutableMapping[str, Any]:
         """Where the values of an owner stand."""
 
-    def is_large(self, place: Place, value: Any) -> bool:
-        """Whether to look no further into a value than which one it is."""
+    def begin(self, *, undoable: bool) -> None:
+        """Begin to look at all places before a step."""
+
+    def look(self, place: Place, value: Any) -> Literal["whole", "versions", "identity"]:
+        """Whether to copy a value, to look at the versions of its tensors alone, or at which one it is."""
 
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place."""
@@ -118,15 +122,19 @@ class Leftovers:
         }
         opaque = [seen.value for seen in memo.values() if _is_opaque(seen.value)]
         self._opaque = [(value, dict(vars(value))) for value in opaque]
-        for place, value in () if beside is None else beside.places():
+        if beside is not None:
+            self._look_beside(beside, undoable)
+
+    def _look_beside(self, beside: Beside, undoable: bool) -> None:
+        beside.begin(undoable=undoable)
+        for place, value in beside.places():
             within: dict[int, _Seen] = {}
-            is_large = beside is None or beside.is_large(place, value)
-            self._before[place] = _Seen(value) if is_large else _look(value, undoable, within)
-            self._opaque += [
-                (seen.value, dict(vars(seen.value)))
-                for seen in within.values()
-                if _is_opaque(seen.value) and beside is not None and beside.is_of_program(seen.value)
-            ]
+            look = beside.look(place, value)
+            copies = undoable and look == "whole"
+            self._before[place] = _Seen(value) if look == "identity" else _look(value, copies, within)
+            for seen in within.values():
+                if _is_opaque(seen.value) and beside.is_of_program(seen.value):
+                    self._opaque.append((seen.value, dict(vars(seen.value))))
 
     def changes(self) -> list[Change]:
         """What is different now."""
@@ -155,6 +163,12 @@ class Leftovers:
             table = _table(self._module, change.place, self._beside)
             if change.place in self._before:
                 seen = self._before[change.place]
+                if change.place.kind == "beside" and change.kind == "refill" and seen.contents is None:
+                    warn_once(
+                        f"beside/{change.place}",
+                        f"a step changes {change.place} in place, which is large and beside its module, and what "
+                        "trials of the step have done to it stays: make it a buffer of the module",
+                    )
                 _restore(seen, set())
                 table[change.place.name] = seen.value
             else:

@@ -141,7 +141,7 @@ class UserSteps:
 
     def attributes(self) -> Attributes:
         """What of the module may change its loss, as it is now."""
-        return Attributes(self._module, self._ignored)
+        return Attributes(self._module, self._ignored, self.beside)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

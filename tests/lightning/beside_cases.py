@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch.nn import functional as F
@@ -23,6 +24,9 @@ SEEN: list[int] = []
 CLASSES: Counter[int] = Counter()
 NUM_SAMPLES = 0
 BANK = torch.zeros(cases.NUM_CLASSES)
+LARGE = torch.zeros(2000)
+LOSS_OF = [0.0] * 2000
+RECENT = numpy.zeros(2000)
 TABLE = {place: float(place) for place in range(5000)}  # which nobody changes
 
 
@@ -82,12 +86,17 @@ class Beside(cases.Classifier):
 
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
-        self.before, self.add = 0, counting()
+        self.add, self.add_twice = counting(), counting()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         SEEN.extend(batch[1].tolist())  # before forward: the first stage runs it, too
         logits = self(batch[0])
         note(batch[1])
+        self.add(1)
+        self.add_twice(2)
+        LARGE[batch_idx] += batch[0].sum()
+        LOSS_OF[batch_idx] = float(batch[0].sum())
+        RECENT[batch_idx] = float(batch[0].sum())
         type(self).num_told += len(batch[1])
         keeper = next(each for each in self.trainer.callbacks if isinstance(each, Keeper))
         keeper.labels += batch[1].tolist()
@@ -107,18 +116,22 @@ def beside_the_module(host: Host) -> dict[str, Any]:
     SEEN.clear()
     CLASSES.clear()
     BANK.zero_()
+    LARGE.zero_()
+    LOSS_OF[:] = [0.0] * len(LOSS_OF)
+    RECENT[:] = 0.0
     recorder, keeper, data = cases.Recorder(), Keeper(), Samples()
     loader = DataLoader(data, batch_size=16)
     strategy = {"loss": "batch", "warmup_steps": 2}
-    trained(
-        host, seeded(Beside), recorder, keeper, data=loader, validation=cases.loader(21, seed=3), strategy=strategy
-    )
+    module = seeded(Beside)
+    trained(host, module, recorder, keeper, data=loader, validation=cases.loader(21, seed=3), strategy=strategy)
     return {
         "rows": recorder.rows,
         "seen": SEEN[:],
         "classes": sorted(CLASSES.items()),
         "samples": NUM_SAMPLES,
         "bank": BANK.tolist(),
+        "large": [LARGE[:4].tolist(), LOSS_OF[:4], RECENT[:4].tolist()],
+        "of functions": [module.add(0), module.add_twice(0)],
         "of the class": Beside.num_told,
         "of the callback": [keeper.labels, keeper.ends],
         "of the data": [data.num_told, data.history],
@@ -152,8 +165,12 @@ def annealed_by_globals(host: Host) -> dict[str, Any]:
     return {"rows": recorder.rows, "steps": NUM_STEPS, "next": annealing(1)}
 
 
+HUGE = torch.zeros(5 * 2**20)
+
+
 class OfObjects(cases.Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        HUGE[batch_idx] += 1
         SEEN.append(batch_idx)
         METER.add(1.0)
         return F.cross_entropy(self(batch[0]), batch[1])

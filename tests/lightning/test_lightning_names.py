@@ -227,4 +227,5 @@ def test_what_steps_change_beside_their_module_is_on_every_rank(two: Records, ca
 def test_what_cannot_follow_beside_the_module_is_told(two: Records) -> None:
     said = [line for rank in two.ranks for line in rank["told_of_what_is_beside"]["said"]]
     assert any("training_step changes a Meter, and objects of this class are not sent" in line for line in said)
+    assert any("a step changes tests.lightning.beside_cases.HUGE in place" in line for line in said)
     assert any("tests.lightning.beside_cases.SEEN gets 4 entries instead of 1" in line for line in said)
