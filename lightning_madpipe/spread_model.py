@@ -147,6 +147,16 @@ class SpreadModel:
         self._copies.follow(group)
         self._follow(group)
 
+    def state_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of callbacks and hooks for a checkpoint; rank 0 gets whole copies of weights. Collective."""
+        assert self._copies is not None, "they are looked for when layers are spread"
+        return self._copies.saved(state, self.pipeline.mpu().get_pipe_parallel_group())
+
+    def lay_state(self, state: dict[str, Any]) -> None:
+        """Let copies of weights in the state of a checkpoint have the layers of this rank. Collective."""
+        assert self._copies is not None, "they are looked for when layers are spread"
+        self._copies.loaded(state, self.pipeline.mpu().get_pipe_parallel_group())
+
     def refuse_copies_that_stay(self) -> None:
         """Refuse modules that average the weights of this rank's layers, which may leave it.
 

@@ -17,11 +17,14 @@ from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
 from lightning_madpipe.checkpoint import checkpoint_folders
+from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DeepSpeedStrategy
+
+    from lightning_madpipe.spread_model import SpreadModel
 else:
     DeepSpeedStrategy = object
 
@@ -42,6 +45,10 @@ class Checkpointing(DeepSpeedStrategy):
     _dumps_weights = True
     """Whether state dicts have the whole model's weights: False while Lightning collects a full checkpoint, whose
     weights DeepSpeed writes."""
+
+    @property
+    def _spread(self) -> SpreadModel:
+        raise NotImplementedError("the strategy has it")
 
     @property
     def _names(self) -> OneDeviceNames:
@@ -75,7 +82,10 @@ class Checkpointing(DeepSpeedStrategy):
         self._dumps_weights = bool(weights_only)
         try:
             with self.pipeline.layers_of_user.lent():
-                return dump(connector, bool(weights_only))
+                state = self._spread.state_to_save(dump(connector, bool(weights_only)))
+            if weights_only:
+                state.pop(COPIES, None)  # rank 0 writes the one file, in which they are whole
+            return state
         finally:
             self._dumps_weights = True
 
@@ -152,7 +162,7 @@ class Checkpointing(DeepSpeedStrategy):
             "names": {name: list(self._names.of(name)) for name in shapes},
             "shapes": shapes,
             "ties": {str(layer): spec.key for layer, spec in specs if isinstance(spec, TiedLayerSpec)},
-            "keys": sorted(state),
+            "keys": sorted(state.keys() - {COPIES}),
         }
         from_rank_0(lambda: _finish(path, model))
         if self.local_rank == 0 and unfinished.exists():  # a node with a disk of its own
@@ -214,6 +224,7 @@ class Checkpointing(DeepSpeedStrategy):
             load = partial(checkpoint_folders.load_weights, path, saved, self.pipeline, reader)
             checkpoint = refused_together(load)
             say_what_was_unpickled(reader)
+        self._spread.lay_state(checkpoint)
         checkpoint_folders.load_outside_state(
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
         )

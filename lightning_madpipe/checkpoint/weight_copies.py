@@ -3,12 +3,13 @@
 In hooks each rank sees the weights of its own layers. A dict that a hook fills by their names, or a list in their
 order, has the values for these alone. When layers move, their values move with them; when the whole model is put
 on every rank, these are whole, too. A dict or list that was made before the layers were spread loses what other
-ranks have. Nothing of this takes time in a step: it happens where layers move.
+ranks have. In a checkpoint the first rank of a pipeline writes them whole, and each rank that reads it gets those
+of its layers. Nothing of this takes time in a step: it happens where layers move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,12 @@ from lightning_madpipe.steps.step_side_effects import LIBRARIES
 
 DEPTH = 3
 """How many attributes deep, from a callback or the module, copies are looked for."""
+
+COPIES = "madpipe_weight_copies"
+"""The key in a checkpoint under which is noted of which weights it has copies, on the rank that wrote it."""
+
+NOT_COPIES = ("state_dict", "optimizer_states", "loops", "lr_schedulers", COPIES)
+DEPTH_OF_STATE = 5
 
 WAY_OUT = (
     "keep the averages in a dict that a hook fills, on_fit_start or a later one, `{name: weight.detach().clone() "
@@ -89,12 +96,79 @@ class WeightCopies:
             wanted = {name for _, wants in everyone for name in wants.get(place, ()) if name in owners}
             arrived = self._exchange(found.get(place), wanted, owners, group)
             if place in found:
-                self._lay(found[place], {**found[place].by_name(), **arrived})
+                self._lay(found[place], {**found[place].by_name(), **arrived}, self._own)
+
+    # Copies in the state of a checkpoint
+
+    def saved(self, state: dict[str, Any], group: Any) -> dict[str, Any]:
+        """``state`` of callbacks and hooks for a checkpoint: the copies in it are whole on the group's first rank.
+
+        On the others they stay as they are. Which weights each has is noted under ``COPIES``. Collective over
+        ``group``, a pipeline.
+        """
+        own = _weights_of(self._module)
+        found = {
+            place: values
+            for place, container in _containers(state)
+            if (values := self._as_values(container, own)) is not None
+        }
+        everyone = gather_objects({place: values.names for place, values in found.items()}, group)
+        is_first = torch.distributed.get_rank(group) == 0
+        names = {"/".join(place): list(values.names) for place, values in found.items()}
+        for place in dict.fromkeys(place for theirs in everyone for place in theirs):
+            owners = _owners_of(place, everyone)
+            values = found.get(place)
+            arrived = self._exchange(
+                values, [n for n, rank in owners.items() if rank], owners, group, keeps=is_first
+            )
+            if is_first and values is not None:
+                by_name = {**values.by_name(), **arrived}
+                whole = {name: by_name[name] for name in self._all if name in by_name}
+                cut = len(values.prefix)
+                is_list = isinstance(values.container, list)
+                laid = list(whole.values()) if is_list else {name[cut:]: value for name, value in whole.items()}
+                state = _with(state, place, laid)
+                names["/".join(place)] = list(whole)
+        return {**state, COPIES: names} if names else state
+
+    def loaded(self, state: dict[str, Any], group: Any) -> None:
+        """Let the copies in the state of a checkpoint have the layers of this rank. Collective over ``group``.
+
+        Args:
+            state: What :meth:`saved` returned on this rank, or on the first one; or an older one, in which dicts
+                by name are found. It is changed in place.
+        """
+        own = _weights_of(self._module)
+        noted = state.pop(COPIES, None)
+        found: dict[tuple[str, ...], Values] = {}
+        for place, container in _containers(state):
+            names = (noted or {}).get("/".join(place))
+            if names is not None and len(names) == len(container):
+                prefix = "" if isinstance(container, list) else names[0].removesuffix(next(iter(container)))
+                found[place] = Values(container, tuple(names), prefix)
+            elif (
+                noted is None and isinstance(container, dict) and (values := self._as_dict(container)) is not None
+            ):
+                found[place] = values
+        everyone = gather_objects({place: values.names for place, values in found.items()}, group)
+        wants = gather_objects({place: set(own) - set(values.names) for place, values in found.items()}, group)
+        for place in dict.fromkeys(place for theirs in everyone for place in theirs):
+            owners = _owners_of(place, everyone)
+            wanted = {name for theirs in wants for name in theirs.get(place, ()) if name in owners}
+            arrived = self._exchange(found.get(place), wanted, owners, group)
+            if place in found:
+                self._lay(found[place], {**found[place].by_name(), **arrived}, own)
 
     def _exchange(
-        self, values: Values | None, wanted: Collection[str], owners: Mapping[str, int], group: Any
+        self,
+        values: Values | None,
+        wanted: Collection[str],
+        owners: Mapping[str, int],
+        group: Any,
+        *,
+        keeps: bool = True,
     ) -> dict[str, Tensor]:
-        """The values of ``wanted``, each from the rank that had its layer."""
+        """The values of ``wanted``, each from the rank that had its layer; on a rank that ``keeps`` them."""
         rank, arrived = torch.distributed.get_rank(group), {}
         own = {} if values is None else values.by_name()
         names = sorted(wanted)
@@ -104,13 +178,14 @@ class WeightCopies:
         for name in names:
             source = torch.distributed.get_global_rank(group, owners[name])
             value = passed_on(sent.get(name), described[name], source, group, "every_rank", arrives=True)
-            if value is not None and name not in own:
+            if value is not None and name not in own and keeps:
                 arrived[name] = value.to(next((t.device for t in own.values()), value.device))
         return arrived
 
-    def _lay(self, values: Values, by_name: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _lay(values: Values, by_name: Mapping[str, Any], own: Collection[str]) -> None:
         """Let a container have what this rank has, in the order of the module's weights."""
-        kept = {name: by_name[name] for name in self._own if name in by_name}
+        kept = {name: by_name[name] for name in own if name in by_name}
         if isinstance(values.container, list):
             values.container[:] = kept.values()
             return
@@ -166,6 +241,36 @@ class WeightCopies:
                 if [own[name].shape for name in names] == shapes:
                     return Values(value, tuple(names), prefix, only_trained)
         return None
+
+
+def _owners_of(
+    place: tuple[str, ...], everyone: Sequence[Mapping[tuple[str, ...], Collection[str]]]
+) -> dict[str, int]:
+    """The first rank that has each weight of a copy."""
+    owners: dict[str, int] = {}
+    for rank, theirs in enumerate(everyone):
+        for name in theirs.get(place, ()):
+            owners.setdefault(name, rank)
+    return owners
+
+
+def _containers(state: Mapping[Any, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The dicts and lists of tensors in the state of a checkpoint, but for what is Lightning's."""
+    for key, value in state.items():
+        if not isinstance(key, str) or (not place and key in NOT_COPIES):
+            continue
+        if (isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value)) or (
+            isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values())
+        ):
+            yield (*place, key), value
+        elif isinstance(value, dict) and len(place) < DEPTH_OF_STATE:
+            yield from _containers(value, (*place, key))
+
+
+def _with(state: Mapping[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """``state`` with another value at a place; the program's own dicts on the way there stay as they are."""
+    key, *rest = place
+    return {**state, key: _with(state[key], tuple(rest), value) if rest else value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ from pytorch_lightning.tuner import Tuner
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
+from lightning_madpipe.checkpoint import checkpoint_folders
 from tests.lightning import checkpoint_cases
 from tests.lightning import lightning_cases as cases
 from tests.lightning.checkpoint_cases import Keeping
 from tests.lightning.lightning_cases import CUT, ENDS, end, refused, seeded, trained
+from tests.lightning.map_cases import plan_file
 
 # Hooks
 
@@ -720,6 +722,56 @@ def averages(host: cases.Host) -> dict[str, Any]:
     return record
 
 
+class Saved(pl.Callback):
+    """Averages that a checkpoint has: in the state of a callback, by name and in order, and beside it."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        weights = dict(module.named_parameters())
+        if not hasattr(self, "by_name"):
+            self.by_name = {name: weight.detach().clone() for name, weight in weights.items()}
+            self.in_order = [weight.detach().clone() for weight in weights.values()]
+            self.of_hook = {name: weight.detach().clone() for name, weight in weights.items()}
+        with torch.no_grad():
+            for place, (name, weight) in enumerate(weights.items()):
+                self.by_name[name].lerp_(weight, 0.2)
+                self.in_order[place].lerp_(weight, 0.3)
+                self.of_hook[name].lerp_(weight, 0.4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.2, "averages": {"by_name": self.by_name, "in_order": self.in_order}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.by_name, self.in_order = state["averages"]["by_name"], state["averages"]["in_order"]
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["averages of a hook"] = self.of_hook
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.of_hook = checkpoint["averages of a hook"]
+
+    def sums(self) -> list[Any]:
+        by_name, of_hook = sorted(self.by_name.items()), sorted(self.of_hook.items())
+        named = [[name, float(value.double().sum())] for name, value in (*by_name, *of_hook)]
+        return [*named, [float(value.double().sum()) for value in self.in_order]]
+
+
+def averages_resumed(host: cases.Host) -> dict[str, Any]:
+    """On another cut, and read by one process. They are written while each rank has its own layers."""
+    record, folder = {}, host.folder / f"averages-{host.pipelined}"
+    path = str(folder / "last.ckpt")
+    for epochs, name in enumerate(("two stages", "two others", "one stage"), start=1):
+        saved, checkpoint = Saved(), shipped.ModelCheckpoint(folder, save_last=True)
+        strategy = {"plan": plan_file(host, name), "num_stages": 1 if name == "one stage" else 2}
+        trainer = host.trainer(saved, checkpoint, max_epochs=epochs, strategy=strategy)
+        trainer.fit(seeded(), cases.loader(54), ckpt_path=path if epochs > 1 else None)
+        record[f"epoch {epochs}"] = saved.sums()
+    read = checkpoint_folders.whole_checkpoint(Path(path)) if host.pipelined else torch.load(path)
+    averages = read["averages of a hook"]
+    record["read"] = {name: float(value.double().sum()) for name, value in sorted(averages.items())}
+    record["keys"] = sorted(key for key in read if "averages" in key or "madpipe" in key)
+    return record
+
+
 def averages_that_stay(host: cases.Host) -> dict[str, Any]:
     def of(build: Any, *callbacks: Any) -> str:
         trainer = host.trainer(*callbacks, max_epochs=1, strategy={"warmup_epochs": 0})
@@ -737,6 +789,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         hooks, summaries, watching_callbacks, timed_out, rate_finder, rate_finder_with_a_plan,
         *checkpoint_cases.SAME_AS_SINGLE[2],
         optimizers, own_steps, settings, loggers, profilers, low_precision, after_an_exception, averages,
+        averages_resumed,
     ],
     4: checkpoint_cases.SAME_AS_SINGLE[4],
 }  # fmt: skip
