@@ -365,6 +365,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     optimizers=lambda: self.optimizers,
                     flattened=self.wraps_optimizer,
                     refusal=self._lightning.refusal,
+                    leaves_loop=self._leave_loop,
                 )
         self._start_runner(trainer)
         end_together_on_sigterm(trainer, self.deepspeed_engine, self.launcher)
@@ -568,6 +569,19 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         elif self._is_first_batch and (note := note_on_resuming(self._module.trainer, batch_idx)) is not None:
             announce(note, logging.WARNING)
         self._is_first_batch = False
+
+    def _leave_loop(self) -> None:
+        """Leave the loop over the batches of an epoch on all ranks, or on none."""
+        trainer = self._module.trainer
+        stops = (
+            "; trainer.should_stop is set there, which ranks have to decide alike, as by "
+            "trainer.strategy.reduce_boolean_decision(stop, all=False)"
+        )
+        number = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        self.deepspeed_engine.leave(
+            f"has left the loop over the batches of epoch {trainer.current_epoch} after {number} of them"
+            f"{stops if trainer.should_stop else ''}"
+        )
 
     def on_train_end(self) -> None:
         if self._warm_up is not None and self.deepspeed_engine.is_warming_up:

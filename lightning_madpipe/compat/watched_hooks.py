@@ -125,6 +125,7 @@ class HookWatch:
         optimizers: Gives the optimizers of the run, as the user's hooks see them.
         flattened: Whether DeepSpeed keeps gradients and weights of a step in flat buffers.
         refusal: Makes the error that says a sentence.
+        leaves_loop: Called when a rank has left the loop over the batches of an epoch, before any hook.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class HookWatch:
         optimizers: Callable[[], Iterable[Any]],
         flattened: bool,
         refusal: Callable[[str], Exception],
+        leaves_loop: Callable[[], None],
     ) -> None:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
+        self._leaves_loop = leaves_loop
         self._flattened, self._refusal = flattened, refusal
         self._norms = GradientNorms(module, mpu, flattened=flattened, refusal=refusal)
         self._mode: FollowedValues | None = None
@@ -165,6 +168,8 @@ class HookWatch:
             owner, hook = self._hook_of(action)
             if owner is None:
                 yield profiled
+                if action == "run_training_epoch":
+                    self._leaves_loop()
                 return
             self._step_is_made = False
             mode = FollowedValues(self._names, self._values, lambda *found: self._tell(owner, hook, *found))

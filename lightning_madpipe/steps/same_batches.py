@@ -46,23 +46,14 @@ class SameBatches:
         """Whether somebody reads what ``step`` returns, on any rank, as far as the last comparison knows."""
         return self._read[step]
 
-    def compare(self, step: str, batch: Any) -> None:
-        """Compare the batch that is read for ``step`` with those of other ranks, if it is time to.
-
-        Raises:
-            MisconfigurationException: the ranks read different batches.
-        """
-        if self._is_to_agree(step):
-            self._agree(step, batch)
-
-    def _is_to_agree(self, step: str) -> bool:
+    def is_due(self, step: str) -> bool:
         """Whether ranks compare what they read now: at an epoch's begin, batches 2, 4, ..., 128, each 128th."""
         begins, self.begins = self.begins or step not in self._read, False
         self._num_read[step] = number = 1 if begins else self._num_read[step] + 1
         return number & (number - 1) == 0 if number < AGREE_EVERY else number % AGREE_EVERY == 0
 
-    def _agree(self, step: str, batch: Any) -> None:
-        """Find out who reads what steps return, and whether all read the same batch.
+    def compare(self, step: str, batch: Any) -> None:
+        """Find out who reads what steps return, and whether all read the same batch. Collective.
 
         Random augmentation may make the inputs differ, of which only the first stage's count. Where samples
         come in another order, every tensor differs. It costs a checksum of the batch and a small collective.

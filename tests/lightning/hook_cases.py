@@ -410,6 +410,21 @@ def asked_in_steps(host: Host) -> dict[str, Any]:
     }
 
 
+class StoppingAlone(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = self.global_rank == 0 and batch_idx == 1
+
+
+class StoppingTogether(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 1
+
+
+class EpochEndedAlone(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.global_rank == 1 and batch_idx == 1 else None
+
+
 class SavingItself(Module):
     def on_train_epoch_end(self) -> None:
         self.state = {name: value.clone() for name, value in self.state_dict().items()}
@@ -458,7 +473,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         NormByHand, Stacked, RateOfAll, Noisy, NormsLogged, NormsOfLightning, ZeroingGradients, ListsOfOne,
         OnRankZero, ClippedInClosure, StepsByPlace, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
-        NormBeforeForward, StateInStep,
+        NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
     ):  # fmt: skip
         run(build.__name__, build)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})

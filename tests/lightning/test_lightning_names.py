@@ -201,6 +201,16 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
         ("NormInEvaluation", "validation_step uses embed.weight otherwise than by its call of self.forward()"),
         ("NormBeforeForward", "training_step uses embed.weight otherwise than by its call of self.forward()"),
         ("StateInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        (
+            "StoppingAlone",
+            "rank 0 has left the loop over the batches of epoch 0 after 2 of them; trainer.",
+        ),
+        ("StoppingAlone", "all=False), and rank 1 begins another batch"),
+        ("StoppingTogether", "not refused"),
+        (
+            "EpochEndedAlone",
+            "rank 1 has left the loop over the batches of epoch 0 after 1 of them, and rank 0",
+        ),
         ("OptimizerReplaced", "trainer.optimizers has another optimizer (Adam) than when fit began"),
         ("ClippingReplaced", "trainer.gradient_clip_val was None when fit began and is 0.05 now"),
         ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),

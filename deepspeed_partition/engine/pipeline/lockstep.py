@@ -54,7 +54,12 @@ class Lockstep:
             )
 
     def begin_together(
-        self, num_micro_batches: int, error: BaseException | None = None, *, asks: bool = False
+        self,
+        num_micro_batches: int,
+        error: BaseException | None = None,
+        *,
+        asks: bool = False,
+        leaves: str = "",
     ) -> bool:
         """Begin a batch together, or none. Collective.
 
@@ -62,6 +67,7 @@ class Lockstep:
             num_micro_batches: 0: this rank comes only to tell what it has met.
             error: what keeps this rank from it.
             asks: whether it asks for something that all ranks do together.
+            leaves: what this rank does in the place of another batch, in words.
 
         Returns:
             Whether any rank asks.
@@ -76,10 +82,15 @@ class Lockstep:
         if num_micro_batches:
             most[2 * mine : 2 * mine + 2] = num_micro_batches, -num_micro_batches
         begins = bool(num_micro_batches)
-        facts = [error is not None, begins and trains, begins and not trains, asks]
-        some_fail, some_train, some_evaluate, some_ask, *most = reduced([*facts, *most], dist.ReduceOp.MAX)
+        facts = [error is not None, begins and trains, begins and not trains, asks, bool(leaves)]
+        reached = reduced([*facts, *most], dist.ReduceOp.MAX)
+        some_fail, some_train, some_evaluate, some_ask, some_leave, *most = reached
         if some_fail:
             _raise_first(error)
+        if some_leave and (some_train or some_evaluate):
+            _raise_that_some_leave(leaves)
+        if some_leave:
+            return bool(some_ask)
         if (some_train and some_evaluate) or any(
             up != -down for up, down in zip(most[::2], most[1::2], strict=True)
         ):
@@ -119,6 +130,13 @@ class Lockstep:
             raise
         finally:
             watch.runs(None)
+
+
+def _raise_that_some_leave(leaves: str) -> None:
+    does = gather_objects(leaves)
+    some = next(f"rank {rank} {words}" for rank, words in enumerate(does) if words)
+    other = next(rank for rank, words in enumerate(does) if not words)
+    raise raised_by_all(RuntimeError(f"{some}, and rank {other} begins another batch"))
 
 
 def _raise_first(own: BaseException | None) -> None:

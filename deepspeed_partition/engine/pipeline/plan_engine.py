@@ -413,6 +413,18 @@ class AnyPlanEngine(AnyBoundaryEngine):
             return self._lockstep.begin_together(num_micro_batches, asks=asks)
         return any(reduced([int(asks)], dist.ReduceOp.MAX)) if dist.get_world_size() > 1 else asks
 
+    def leave(self, words: str) -> None:
+        """Leave a loop over batches together. Collective.
+
+        Args:
+            words: What this rank does, for the other ones.
+
+        Raises:
+            RuntimeError: another rank begins a batch instead; on every rank.
+        """
+        if self.runs_lists and self._lockstep.goes_on and dist.get_world_size() > 1:
+            self._lockstep.begin_together(0, leaves=words)
+
     def tell_at_next_batch(self, error: BaseException) -> None:
         """Let the other ranks raise an error of this rank, met between two batches, when they begin the next.
 
