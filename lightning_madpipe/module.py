@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +186,23 @@ def _original(child: nn.Module) -> nn.Module:
     return child._orig_mod if isinstance(child, OptimizedModule) else child
 
 
+def frozen_beside(module: nn.Module, owned: Collection[nn.Parameter]) -> list[nn.Module]:
+    """The largest children of a LightningModule that train nothing and share nothing with its layers.
+
+    A step may call them, such as the teacher of a distillation. Every rank has all of each.
+    """
+    found: list[nn.Module] = []
+    for name, child in module.named_children():
+        weights = list(child.parameters())
+        if name == PIPELINE or not weights:
+            continue
+        if not any(weight.requires_grad or weight in owned for weight in weights):
+            found.append(child)
+        elif not isinstance(child, Metric):
+            found += frozen_beside(child, owned)
+    return found
+
+
 def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
     owners: dict[nn.Parameter, int | str] = {}
     shared: dict[str, None] = {}
@@ -200,19 +217,21 @@ def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
             "stages these would train apart: list lightning_madpipe.TiedModule(key, module, forward_fn=...) of "
             "one key at both places"
         )
-    # A metric may compute with a network of its own, which nobody trains.
-    of_metrics = {weight for part in module.modules() if isinstance(part, Metric) for weight in part.parameters()}
+    # A metric may compute with a network of its own, which nobody trains; so may a step, with a teacher.
+    whole = {weight for part in module.modules() if isinstance(part, Metric) for weight in part.parameters()}
+    whole.update(weight for part in frozen_beside(module, owners) for weight in part.parameters())
     outside = [
         name
         for name, parameter in module.named_parameters()
-        if parameter not in owners and parameter not in of_metrics and not name.startswith(f"{PIPELINE}.")
+        if parameter not in owners and parameter not in whole and not name.startswith(f"{PIPELINE}.")
     ]
     if outside:
         shown = ", ".join(outside[:3]) + (", ..." if len(outside) > 3 else "")
         reasons.append(
             f"{type(module).__name__} has parameters outside its pipeline layers ({shown}; {len(outside)} in "
             f"all), and no stage would own them: {HOW_TO_SAY_IT}; what forward() never runs, such as an unused "
-            "head, has to leave the module (set it to None)"
+            "head, has to leave the module (set it to None) or to be frozen before fit, requires_grad_(False), as "
+            "a teacher that steps call, of which every rank then has a copy"
         )
     if reasons:
         raise ValueError(*reasons)

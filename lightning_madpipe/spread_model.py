@@ -13,8 +13,9 @@ from deepspeed.pipe import LayerSpec
 from deepspeed_partition.engine import PipelineModule
 from deepspeed_partition.engine.repartition.layer_moves import exchange_layers, has_layers
 from deepspeed_partition.engine.runtime.collectives import reduced
-from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.planner.units import format_bytes
 from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies, named_owners
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
@@ -27,6 +28,7 @@ from lightning_madpipe.module import (
     PipelineHolder,
     called_as_written,
     find_layers,
+    frozen_beside,
     pipeline_of,
     refuse_other_calls,
 )
@@ -129,9 +131,23 @@ class SpreadModel:
         self._copies = WeightCopies(module, lambda: named_owners(module), ignored, pipeline.elsewhere.lifted)
         pipeline.when_layers_moved = self._follow_layers
         pipeline.when_layers_moved()
+        self._say_what_is_beside(call)
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         if module.example_input_array is not None:
             pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def _say_what_is_beside(self, call: PipelineCall) -> None:
+        """Say once which frozen modules beside the layers every rank has."""
+        owned = {weight for _, layer in call.existing_modules() for weight in layer.parameters()}
+        names = {part: name for name, part in self.module.named_modules()}
+        found = [] if self.pipeline.num_stages == 1 else frozen_beside(self.module, owned)
+        for part in found if call.captured is None else ():
+            size = format_bytes(sum(weight.nbytes for weight in part.parameters()))
+            warn_once(
+                f"beside/{names[part]}",
+                f"self.{names[part]} ({size}) is frozen and beside the layers: every rank has all of it, which "
+                "the plan does not count, and steps may call it",
+            )
 
     @contextmanager
     def _all_can_run(self) -> Iterator[None]:

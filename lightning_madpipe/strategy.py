@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.runtime.collectives import own_groups
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.engine.runtime.joining import watch_joining
@@ -298,6 +300,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         refuse_callbacks(self._module.trainer, self._module, self._lightning)
         self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
         self.setup_distributed()
+        try:
+            dist.barrier(own_groups().objects)
+        except RuntimeError as error:  # after a run that ended so, in a script that went on
+            raise self._lightning.refusal(
+                f"the processes cannot reach each other: a process of this job has ended, or hung up "
+                f"({str(error).splitlines()[0]}); start the job again, from a checkpoint"
+            ) from error
 
     def setup_distributed(self) -> None:
         chosen, wanted = get_accelerator().device_name(), self.root_device.type

@@ -7,6 +7,7 @@ first backward."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,7 +184,12 @@ def writable(leaves: Tensors) -> Tensors:
     return tuple(_Writable.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves)
 
 
-def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Tensors]:
+def cut_inputs(
+    whole: Tensors,
+    piece: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    known: Sequence[tuple[int, int] | None] = (),
+) -> list[Tensors]:
     """What a step passes to ``forward`` for a whole batch, as inputs of its micro-batches.
 
     Args:
@@ -191,6 +197,7 @@ def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[i
         piece: The shapes that the same step passes for the first micro-batch, by which the dimension of the
             samples is known.
         sizes: Samples of each micro-batch, several of them.
+        known: What :func:`rows_of_inputs` has said of a batch before.
 
     Raises:
         ValueError: they cannot be cut.
@@ -201,8 +208,10 @@ def cut_inputs(whole: Tensors, piece: Sequence[Sequence[int]], sizes: Sequence[i
             f"the batch cannot be cut: {WAY_OUT}"
         )
     columns: list[Sequence[Tensor]] = []
-    for tensor, shape in zip(whole, piece, strict=True):
+    for tensor, shape, before in itertools.zip_longest(whole, piece, known[: len(whole)]):
         dim = _only_difference([tuple(tensor.shape), tuple(shape)])
+        if dim is not None and dim < 0:
+            dim = _samples_beside_lengths(tuple(tensor.shape), tuple(shape), sum(sizes), sizes[0], before)
         if dim is None:
             columns.append([tensor] * len(sizes))
             continue
@@ -228,6 +237,7 @@ def rows_of_inputs(piece: Tensors, whole: Tensors, size: int) -> list[tuple[int,
     """The dimension of each input that counts the samples of a micro-batch of this size, and how often."""
     rows: list[tuple[int, int] | None] = []
     for own, all_of_them in zip(piece, whole, strict=True):
+        # Pieces that were cut differ in one dimension alone.
         dim = _only_difference([tuple(own.shape), tuple(all_of_them.shape)])
         rows.append(None if dim is None else (dim, own.shape[dim] // size))
     return rows
@@ -269,6 +279,21 @@ def _only_difference(shapes: Sequence[tuple[int, ...]]) -> int | None:
         return -1
     different = [dim for dim, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
     return None if not different else different[0] if len(different) == 1 else -1
+
+
+def _samples_beside_lengths(
+    whole: tuple[int, ...], piece: tuple[int, ...], total: int, size: int, known: tuple[int, int] | None
+) -> int:
+    """The one dimension in proportion to the samples, where others are longer for the batch; else -1.
+
+    So are batches that a step cuts to their longest sample. Where several are, the one that is ``known``.
+    """
+    if len(whole) != len(piece) or any(own < part for own, part in zip(whole, piece, strict=True)):
+        return -1
+    found = [dim for dim, length in enumerate(whole) if length * size == piece[dim] * total]
+    if known is not None and known[0] in found:
+        return known[0]
+    return found[0] if len(found) == 1 else -1
 
 
 def _likely(place: int, shape: tuple[int, ...], size: int) -> int | None:

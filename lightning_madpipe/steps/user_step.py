@@ -102,6 +102,8 @@ class UserSteps:
         self._metrics = BatchMetrics()
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
+        self._dims_of_inputs: dict[str, list[tuple[int, int] | None]] = {}
+        """What :func:`rows_of_inputs` has said last, of each step."""
         self._told: set[str] = set()
         self.running: str | None = None
         """The name of the step that runs."""
@@ -233,7 +235,9 @@ class UserSteps:
         if not was_known:
             self._look_at_piece(first, key)
         try:
-            cut = cut_inputs(whole, self._shapes_of_pieces[key], run.sizes)
+            cut = cut_inputs(
+                whole, self._shapes_of_pieces[key], run.sizes, self._dims_of_inputs.get(first.step, ())
+            )
         except ValueError as error:
             if was_known:  # it may pass on other shapes now
                 del self._shapes_of_pieces[key]
@@ -241,8 +245,9 @@ class UserSteps:
             if isinstance(error, SamplesSelectedError) and self.rehearsing:
                 raise
             raise self._error(f"{first.step}: {error}") from None
+        self._dims_of_inputs[first.step] = rows_of_inputs(cut[0], whole, first.size)
         if first.step == "training_step":
-            self._rows = rows_of_inputs(cut[0], whole, first.size)
+            self._rows = self._dims_of_inputs[first.step]
         return cut
 
     def _look_at_piece(self, first: MicroBatch, key: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities import grad_norm
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
@@ -425,6 +426,38 @@ class EpochEndedAlone(Module):
         return -1 if self.global_rank == 1 and batch_idx == 1 else None
 
 
+class Taught(Module):
+    """A frozen teacher that the step calls, before and after the layers; the optimizer is given it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = nn.ModuleDict({"large": nn.Sequential(nn.Linear(cases.NUM_FEATURES, 32), nn.Tanh())})
+        self.teachers["head"] = nn.Linear(32, cases.NUM_CLASSES)
+        self.teachers.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.teachers["large"](batch[0])
+        logits = self(batch[0])
+        wanted = self.teachers["head"](hidden)
+        return F.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+
+
+class Mentored(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mentor = nn.Linear(cases.NUM_FEATURES, cases.NUM_CLASSES).requires_grad_(False)
+
+
+def taught(host: Host) -> dict[str, Any]:
+    recorder, path = cases.Recorder(), host.folder / f"taught-{host.pipelined}.ckpt"
+    module = seeded(Taught)
+    trained(host, module, recorder, validation=cases.loader(21, seed=3)).save_checkpoint(path)
+    again, more = seeded(Taught, seed=4), cases.Recorder()
+    trained(host, again, more, max_epochs=3, ckpt_path=path)
+    sums = {name: float(value.double().sum()) for name, value in again.state_dict().items()}
+    return {"rows": recorder.rows, "more": more.rows, "sums": sums}
+
+
 class SavingItself(Module):
     def on_train_epoch_end(self) -> None:
         self.state = {name: value.clone() for name, value in self.state_dict().items()}
@@ -480,6 +513,9 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
     run("HeadClamped measured", HeadClamped, strategy={"algorithm": "madpipe"})
     run("NormInEvaluation", NormInEvaluation, validation=cases.loader(21, seed=3))
+    with lines() as said:
+        trained(host, seeded(Mentored), max_epochs=1)
+    record["Mentored"] = {"end": "not refused", "said": [line for line in said if "mentor" in line]}
     run("LookingLate", Module, LookingLate())
     run("NormOfOneEach", NormOfOneEach, strategy={"algorithm": [0, 1, 3]})
     for name, arguments in (("zero", {"strategy": {"stage": 1}}), ("bf16", {"precision": "bf16-mixed"})):
@@ -490,7 +526,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [norms_over_ranks, each_by_itself, in_the_order_of_the_loader, own_ratio, asked_in_steps],
+    2: [norms_over_ranks, each_by_itself, in_the_order_of_the_loader, own_ratio, asked_in_steps, taught],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks], 4: []}

@@ -93,6 +93,14 @@ class Masked(LanguageModel):
         return loss
 
 
+class CutToLongest(LanguageModel):
+    """A batch is cut to its longest sample within the step, so that micro-batches have lengths of their own."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        longest = int(batch["attention_mask"].sum(1).max())
+        return super().loss_of({name: tensor[:, :longest] for name, tensor in batch.items()})
+
+
 class PaddingAsLabel(LanguageModel):
     """Padding is known by its token alone."""
 
@@ -581,6 +589,7 @@ def losses(host: Host) -> dict[str, Any]:
         "drawing": lambda: drawing(host, Drawing),
         "accumulated drawing": lambda: drawing(host, Drawing, accumulate_grad_batches=2),
         "drawing for samples": lambda: fitted(host, DrawingForSamples, labelled(54)),
+        "cut to the longest": lambda: fitted(host, CutToLongest, texts(54), texts(22, seed=2), batch_size=8),
         "clipped": lambda: fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
     return run_chosen(runs)

@@ -69,6 +69,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "drawing": (False, ["samples"]),
     "accumulated drawing": (False, ["samples"]),
     "drawing for samples": (True, ["samples"]),
+    "cut to the longest": (True, ["samples"]),
 }
 """Whether the step runs once per batch, and else how micro-batches are weighted."""
 
@@ -265,9 +266,15 @@ def test_inputs_are_cut_where_they_grow_with_the_samples() -> None:
     assert all(piece[1] is mask for piece in pieces)
     assert torch.equal(torch.cat([piece[0] for piece in pieces], 1), batch)
     with pytest.raises(ValueError, match="no dimension counts the samples"):
-        cut_inputs((torch.zeros(6, 7),), [(3, 2)], [3, 2, 1])
+        cut_inputs((torch.zeros(6, 6),), [(3, 3)], [3, 2, 1])
     with pytest.raises(SamplesSelectedError, match="for a batch of 6 samples and 3 for 3 of them"):
         cut_inputs((torch.zeros(7, 2),), [(3, 2)], [3, 2, 1])
+    # A step cuts its batch to the longest sample, of 9 in the batch and of 4 in the first micro-batch.
+    assert [tuple(piece[0].shape) for piece in cut_inputs((torch.zeros(6, 9),), [(3, 4)], [3, 3])] == [(3, 9)] * 2
+    known = [(1, 1)]
+    assert [tuple(piece[0].shape) for piece in cut_inputs((torch.zeros(6, 6),), [(3, 3)], [3, 3], known)] == [
+        (6, 3)
+    ] * 2
 
 
 def test_outputs_are_joined_where_micro_batches_differ() -> None:

@@ -138,7 +138,8 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["norms_over_ranks", "each_by_itself", "in_the_order_of_the_loader", "own_ratio", "asked_in_steps"]
+    "case",
+    ["norms_over_ranks", "each_by_itself", "in_the_order_of_the_loader", "own_ratio", "asked_in_steps", "taught"],
 )
 def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str) -> None:
     """``clip_grad_norm_`` in a hook took the norm of a part of the gradients, and nothing was said."""
@@ -167,6 +168,11 @@ def test_hooks_that_see_a_part_of_the_parameters_are_told_once(two: Records, cas
     [line] = [line for record in records for line in record["said"]]
     assert sentence in line  # of whichever rank knew first
     assert [record["end"] for record in records] == ["not refused"] * 2
+
+
+def test_frozen_modules_beside_the_layers_are_told_once(two: Records) -> None:
+    [line] = [line for rank in two.ranks for line in rank["told_of_hooks"]["Mentored"]["said"]]
+    assert line.startswith("self.mentor (144 B) is frozen and beside the layers: every rank has all of it")
 
 
 def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
