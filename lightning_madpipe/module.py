@@ -136,6 +136,17 @@ def outside_pipeline(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from _walk("", module, skipped)
 
 
+def named_owners(module: Any) -> dict[str, Any]:
+    """The module and the callbacks of its Trainer, in which a program keeps its own things."""
+    callbacks = {type(callback).__name__: callback for callback in reversed(module.trainer.callbacks)}
+    more = (
+        (f"{type(callback).__name__} {place}", callback)
+        for place, callback in enumerate(module.trainer.callbacks)
+        if callbacks[type(callback).__name__] is not callback
+    )
+    return {"self": module, **callbacks, **dict(more)}
+
+
 def _walk(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen.add(module)
     yield path, module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_madpipe.checkpoint.weight_copies import named_owners, refusals_of_averages
+from lightning_madpipe.checkpoint.weight_copies import refusals_of_averages
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.optimizers import configured_optimizer
 from lightning_madpipe.compat.unsupported import (
@@ -17,7 +17,7 @@ from lightning_madpipe.compat.unsupported import (
     refusals_of_hooks,
     refusals_of_normalization,
 )
-from lightning_madpipe.module import PipelineCall, pipeline_of
+from lightning_madpipe.module import PipelineCall, named_owners, pipeline_of
 from lightning_madpipe.spread_model import layers_of
 
 

@@ -16,7 +16,7 @@ from deepspeed_partition.engine.runtime.collectives import reduced
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.units import format_bytes
-from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies, named_owners
+from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewhere
@@ -29,6 +29,7 @@ from lightning_madpipe.module import (
     called_as_written,
     find_layers,
     frozen_beside,
+    named_owners,
     pipeline_of,
     refuse_other_calls,
 )

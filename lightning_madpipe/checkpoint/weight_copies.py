@@ -334,17 +334,6 @@ def is_copy(value: Any, module: nn.Module) -> bool:
     )
 
 
-def named_owners(module: Any) -> dict[str, Any]:
-    """The module and the callbacks of its Trainer, in which a program keeps its own things."""
-    callbacks = {type(callback).__name__: callback for callback in reversed(module.trainer.callbacks)}
-    more = (
-        (f"{type(callback).__name__} {place}", callback)
-        for place, callback in enumerate(module.trainer.callbacks)
-        if callbacks[type(callback).__name__] is not callback
-    )
-    return {"self": module, **callbacks, **dict(more)}
-
-
 def refusals_of_averages(module: nn.Module, owners: Mapping[str, Any]) -> Iterator[str]:
     """Yield why averages of a module that exist before its layers are spread cannot run, one sentence each."""
     inside = ((f"self.{name}", part) for name, part in module.named_modules())

@@ -54,7 +54,8 @@ class ElsewhereError(RuntimeError):
 class StandIn(Tensor):
     """What can be read where another rank has the values: that there is a tensor, and its form.
 
-    ``layer.bias is not None``, ``layer.weight.shape`` and a ``repr`` of the module answer; all else raises.
+    ``layer.bias is not None``, ``layer.weight.shape``, ``next(self.parameters()).new_zeros(3)`` and a ``repr`` of
+    the module answer; all else raises.
     """
 
     _refusal: str
@@ -85,6 +86,13 @@ class StandIn(Tensor):
     ) -> Any:
         if function == _DEVICE:
             return arguments[0]._place
+        if function in _ITSELF and HiddenTensors.listing is not None:  # in a step, on the way to one of its kind
+            return arguments[0]
+        if function in _FACTORIES and isinstance(arguments[0], StandIn):
+            like = arguments[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                empty = torch.empty(like._form.shape, dtype=like._form.dtype, device=like._place)
+                return function(empty, *arguments[1:], **(keywords or {}))
         if function in _OF_THE_FORM:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*(_form(value) for value in arguments), **(keywords or {}))
@@ -92,6 +100,12 @@ class StandIn(Tensor):
 
 
 _DEVICE = getattr(Tensor.device, "__get__")  # noqa: B009  of a property, which mypy takes for its value
+_ITSELF = frozenset((getattr(Tensor.data, "__get__"), Tensor.detach))  # noqa: B009
+_FACTORIES = frozenset((
+    Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
+    torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
+))  # fmt: skip
+"""What makes a tensor like another one without its values."""
 _PROPERTIES = ("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf")
 _METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__")
 _OF_THE_FORM = frozenset(

@@ -24,8 +24,7 @@ import numpy
 from torch import Tensor, nn
 
 from deepspeed_partition.profiling.attributes import GENERATORS
-from lightning_madpipe.checkpoint.weight_copies import named_owners
-from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.module import named_owners, outside_pipeline
 from lightning_madpipe.steps.code_names import STEPS, Name, function_of, is_librarys, names_read
 from lightning_madpipe.steps.step_side_effects import Place
 
