@@ -309,10 +309,10 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("keywords", "training_step calls self.forward() with the keyword arguments x"),
         ("no forward", "training_step does not call self.forward()"),
         ("parts", "forward(), uses parts of self.net"),
-        ("penalty", "the loss of training_step depends on weights otherwise than through self.forward()"),
+        ("penalty", "training_step uses embed.weight otherwise than by its call of self.forward()"),
         (
             "penalty on a layer",
-            "the loss of training_step depends on weights otherwise than through self.forward()",
+            "training_step uses embed.weight otherwise than by its call of self.forward()",
         ),
         ("penalty on parts", "forward(), uses parts of self.net"),
         ("forward in a hook", "self.forward() is called outside a step"),
