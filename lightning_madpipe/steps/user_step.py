@@ -512,11 +512,11 @@ class UserSteps:
     def _uses_weights(self, micro_batch: MicroBatch, error: Exception) -> Exception:
         name = str(error).partition(" is asked for ")[0]
         return self._error(
-            f"{micro_batch.step} uses {name} otherwise than by its call of {self._called} "
-            f"({line_of_users(error)}), and in a pipeline a "
+            f"{micro_batch.step} uses {name} otherwise than by its call of {self._called}, and in a pipeline a "
             "step has the weights of one stage only: for a penalty use the optimizer's weight_decay, to change "
             "weights a hook, such as on_train_batch_end, for a norm that is logged a hook and "
-            "torch.distributed.all_reduce; or let the layers return what the step needs"
+            "torch.distributed.all_reduce; or let the layers return what the step needs "
+            f"({line_of_users(error)})"
         )
 
     def _other_weights(self, micro_batch: MicroBatch) -> Exception:
