@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_madpipe.compat.watched_hooks import FollowedValues
+from lightning_madpipe.compat.followed_values import FollowedValues
 
 NUM_LAYERS, WIDTH, NUM_RUNS = 100, 64, 20
 

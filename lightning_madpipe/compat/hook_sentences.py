@@ -1,0 +1,56 @@
+"""What is told of hooks that compute with the parameters of one rank, in the words that the user sees.
+
+Each sentence has places for the hook (``place``) and for parameters (``names``).
+"""
+
+from __future__ import annotations
+
+SEVERAL = (
+    "{place} computes with several parameters or gradients together ({names}, ...), and a rank of a pipeline has "
+    "those of its own layers only: a norm, a sum or a decision over all of them is that of a part, another one "
+    "on each rank. For the norm of all gradients: torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step "
+    "counts all ranks, as does Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by "
+    "torch.distributed.all_reduce"
+)
+NUMBERS_OF_SEVERAL = (
+    "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
+    "those of its own layers only: what is computed or decided from all of them is that of a part, another one "
+    "on each rank; where each is treated by itself, nothing differs. For the norm of all gradients: "
+    "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step counts all ranks, as does "
+    "Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by torch.distributed.all_reduce"
+)
+ELEMENTS_OF_SEVERAL = (
+    "{place} counts the elements of several parameters ({names}, ...), and a rank of a pipeline has those of its "
+    "own layers only: a number of all is that of a part, another one on each rank; where each is treated by "
+    "itself, nothing differs. Count them before fit, or in a step, which is shown all, or bring the ranks' parts "
+    "together, as by torch.distributed.all_reduce"
+)
+LOGGED = (
+    "{place} logs values of single parameters ({names}, ...): each rank logs those of its own layers, and the "
+    "loggers, which are rank 0's, get those of rank 0's layers alone. Bring them together first, as by "
+    "torch.distributed.all_gather_object, and log the same on each rank"
+)
+RANDOM = (
+    "{place} draws random numbers for parameters ({names}, ...), and each rank of a pipeline draws them for its "
+    "own layers only: weights, and what is drawn later, become other ones than in one process. Draw from a "
+    "generator for each parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
+)
+WHOLE_STATE = (
+    "{place} asks for state_dict(), which has the layers of this rank only: a file that rank 0 writes of it has "
+    "its layers alone. trainer.strategy.lightning_module_state_dict(), called on every rank, gives the whole to "
+    "rank 0, and trainer.save_checkpoint(path, weights_only=True) writes it"
+)
+CLEARED = (
+    "{place} looks at gradients ({names}, ...), which the pipeline's engine has cleared with the optimizer's "
+    "step: they are None there. on_before_optimizer_step has them"
+)
+IN_BUFFERS = (
+    "{place} looks at gradients ({names}, ...), and under stage=1, bf16 and fp16 those of a step lie in flat "
+    "buffers of DeepSpeed's: what is there is None or a part. Trainer(gradient_clip_val=...) clips them; "
+    "precision='32-true' and stage=0 show them"
+)
+AFTER_THE_CLOSURE = (
+    "{place} looks at gradients after the closure ({names}, ...), which has made the optimizer's step already, "
+    "so that nothing that is done to them counts: clip by Trainer(gradient_clip_val=...), and do what else is to "
+    "be done in on_before_optimizer_step"
+)

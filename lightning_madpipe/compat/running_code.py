@@ -1,0 +1,57 @@
+"""Whose code is running, told by the frames on the way to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import FrameType
+
+OTHERS = (
+    "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
+)  # fmt: skip
+"""Packages whose own work in a hook is none of its user's, such as saving a checkpoint."""
+
+
+def is_of_the_user(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` computes for a hook's user, and not a library for itself."""
+    for caller in _callers(frame):
+        package = (caller.f_globals.get("__name__") or "").partition(".")[0]
+        if package != "torch" and not caller.f_code.co_filename.endswith(WATCHING):
+            return package not in OTHERS or caller.f_code.co_filename.endswith(LIGHTNING_NORMS)
+    return True
+
+
+def is_logged(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` is on the way of ``self.log()``, which copies a value first."""
+    return any(
+        caller.f_code.co_name == "log" and caller.f_code.co_filename.endswith(LIGHTNING_MODULE)
+        for caller in _callers(frame)
+    )
+
+
+def is_saved(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` is on the way of ``state_dict()``."""
+    return any(caller.f_code.co_name == "_save_to_state_dict" for caller in _callers(frame))
+
+
+WATCHING = tuple(
+    os.path.join("lightning_madpipe", "compat", file) for file in ("watched_hooks.py", "followed_values.py")
+)
+"""The files that watch a hook, whose frames are between it and the function of torch that it calls."""
+
+LIGHTNING_NORMS = os.path.join("utilities", "grads.py")
+"""The file of Lightning's ``grad_norm``, which a hook calls for its user."""
+
+LIGHTNING_MODULE = os.path.join("core", "module.py")
+"""The file of Lightning's ``LightningModule.log``."""
+
+
+def clears_gradients(frame: FrameType | None) -> bool:
+    """Whether the code at ``frame`` is on the way of ``zero_grad()``, which looks whether there is anything."""
+    return any(caller.f_code.co_name == "zero_grad" for caller in _callers(frame))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
