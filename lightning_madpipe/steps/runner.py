@@ -242,7 +242,7 @@ class BatchRunner:
     def _run_of(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> BatchRun:
         if self._reading.is_due(step):
             self._engine.meet(1)  # a rank may have left the loop alone
-            self._reading.compare(step, batch)
+            self._reading.compare_batches(step, batch)
         # Primes keep the seeds of ranks, batches and pieces apart.
         data_parallel_rank = self._pipeline.mpu().get_data_parallel_rank()
         seed = self._base_seed + 7919 * next(self._batch_numbers) + data_parallel_rank

@@ -52,7 +52,7 @@ class SameBatches:
         self._num_read[step] = number = 1 if begins else self._num_read[step] + 1
         return number & (number - 1) == 0 if number < AGREE_EVERY else number % AGREE_EVERY == 0
 
-    def compare(self, step: str, batch: Any) -> None:
+    def compare_batches(self, step: str, batch: Any) -> None:
         """Find out who reads what steps return, and whether all read the same batch. Collective.
 
         Random augmentation may make the inputs differ, of which only the first stage's count. Where samples

@@ -62,7 +62,7 @@ _OPERATIONS = {
     "agree": "the agreement at the end of a batch",
     "begin_together": "the beginning of a batch",
     "is_over": "the beginning of a batch",
-    "_agree": "the beginning of an epoch",
+    "compare_batches": "the beginning of an epoch",
     "share_with_pipeline": "what a batch has logged and returned",
     "save_checkpoint": "saving a checkpoint",
     "load_checkpoint": "loading a checkpoint",
