@@ -5,18 +5,17 @@ in a callback or in the data set is to be on every rank what it is there, and a 
 trace.
 
 Found are the names that the steps' code reads, and that of the program's functions which it calls; the attributes
-of callbacks, of the data module and of the data sets, where a program wrote their classes.
+of callbacks, of the data module and of the data sets, where a program wrote their classes; what is set on the
+Trainer and in the environment.
 """
 
 from __future__ import annotations
 
 import inspect
-import site
+import os
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
-from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
@@ -25,9 +24,19 @@ from torch import Tensor, nn
 
 from deepspeed_partition.profiling.attributes import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
-from lightning_madpipe.steps.code_names import STEPS, Name, function_of, is_librarys, names_read
+from lightning_madpipe.steps.code_names import (
+    STEPS,
+    Name,
+    function_of,
+    is_installed,
+    is_librarys,
+    names_in,
+    names_read,
+    set_by_class,
+)
 from lightning_madpipe.steps.step_side_effects import Place
 
+TRAINER, ENVIRONMENT = "trainer", "os.environ"
 MOST_FUNCTIONS = 200
 MOST_ITEMS = 1000
 """Items of a container, elements of an array or a tensor, up to which it is always looked into."""
@@ -59,6 +68,9 @@ class BesideModule:
             search.read(type(owner).forward, type(owner))
             for value in vars(owner).values():
                 search.read(value, None)
+        kind: Any = type(module.trainer)
+        self._of_trainer = search.written - set_by_class(kind)
+        self._sees_environment = "environ" in search.written
         self._names = {Place(owner, "beside", key): name for (owner, key), name in search.found.items()}
 
     def places(self) -> Iterator[tuple[Place, Any]]:
@@ -72,12 +84,23 @@ class BesideModule:
                 if _is_data(value):
                     yield Place(owner, "beside", key), value
 
+        if self._sees_environment:
+            yield from ((Place(ENVIRONMENT, "beside", key), value) for key, value in sorted(os.environ.items()))
+        attributes = vars(self._module.trainer)
+        for key in sorted(self._of_trainer & attributes.keys()):
+            if _is_data(attributes[key]):
+                yield Place(TRAINER, "beside", key), attributes[key]
+
     def table(self, owner: str) -> MutableMapping[str, Any]:
         """Where the values of an owner stand.
 
         Raises:
             KeyError: no such owner is on this rank.
         """
+        if owner == ENVIRONMENT:
+            return os.environ
+        if owner == TRAINER:
+            return vars(self._module.trainer)
         for place, name in self._names.items():
             if place.owner == owner:
                 return name.table
@@ -108,7 +131,7 @@ class BesideModule:
         return self._is_of_program(type(value).__module__)
 
     def _is_of_program(self, module: str | None) -> bool:
-        return (module or "").partition(".")[0] == self._package or not _is_installed(module)
+        return (module or "").partition(".")[0] == self._package or not is_installed(module)
 
     def _found_owners(self) -> dict[str, Any]:
         trainer = self._module.trainer
@@ -127,6 +150,8 @@ class BesideModule:
 class _Search:
     def __init__(self, is_of_program: Callable[[str | None], bool]) -> None:
         self.found: dict[tuple[str, str], Name] = {}
+        self.written = set[str]()
+        """All names in the code."""
         self._is_of_program, self._seen = is_of_program, set[int]()
 
     def read(self, code: Any, kind: type | None) -> None:
@@ -136,6 +161,7 @@ class _Search:
         if function is None or known or not self._is_of_program(function.__module__):
             return
         self._seen.add(id(function))
+        self.written.update(names_in(function.__code__))
         for name in names_read(function, kind):
             value = name.value
             if function_of(value) is not None:
@@ -192,13 +218,3 @@ def _is_data(value: Any) -> bool:
     ):
         return False
     return not isinstance(value, GENERATORS)
-
-
-@cache
-def _is_installed(module: str | None) -> bool:
-    """Whether a module, by its name, is Python's own or lies among installed packages."""
-    if (module or "").partition(".")[0] in sys.stdlib_module_names:
-        return True
-    paths = map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))
-    folders = (*site.getsitepackages(), site.getusersitepackages(), *paths)
-    return (getattr(sys.modules.get(module or ""), "__file__", None) or "").startswith(folders)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
 from lightning_madpipe.module import PipelineCall, called_as_written
+from lightning_madpipe.steps.code_names import is_librarys
 from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, Verdict
 
 
@@ -68,6 +69,11 @@ class CapturedCheck(LayerCheck):
                 f"{self._call.called} of {self._name} reads {', '.join(asked[:3])}, which its layers have as "
                 "it was when they were found: they are compared with it again at the start of each epoch"
             )
+
+    def _outside(self) -> dict[str, nn.Module]:
+        """All modules of libraries, too: a number that a program has given one stands in the layers as it was."""
+        of_libraries = {path: part for path, part in self._module.named_modules() if is_librarys(type(part))}
+        return {**of_libraries, **super()._outside()}
 
     def _anchors(self) -> dict[nn.Module, None]:
         return {}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import site
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -59,7 +63,7 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
         around = function.__qualname__.partition(".<locals>")[0]
         for key in cells:
             yield Name(around, key, cells, key)
-    names = _names_in(function.__code__)
+    names = names_in(function.__code__)
     for key in names:
         value = function.__globals__.get(key)
         if isinstance(value, ModuleType):
@@ -80,9 +84,33 @@ def is_librarys(value: Any) -> bool:
     return name.partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")
 
 
-def _names_in(code: CodeType) -> list[str]:
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names_in(each)]
+@cache
+def is_installed(module: str | None) -> bool:
+    """Whether a module, by its name, is Python's own or lies among installed packages."""
+    if (module or "").partition(".")[0] in sys.stdlib_module_names:
+        return True
+    paths = map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))
+    folders = (*site.getsitepackages(), site.getusersitepackages(), *paths)
+    return (getattr(sys.modules.get(module or ""), "__file__", None) or "").startswith(folders)
+
+
+def names_in(code: CodeType) -> list[str]:
+    """All names in compiled code and in the functions within it."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
     return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+@cache
+def set_by_class(kind: Any) -> frozenset[str]:
+    """The attributes that the constructors of a class set, and other names in them."""
+    constructors = (function_in(vars(base).get("__init__")) for base in kind.__mro__)
+    return frozenset(name for each in constructors if each is not None for name in each.__code__.co_names)
+
+
+def function_in(value: Any) -> FunctionType | None:
+    """The function that decorators are around."""
+    function = inspect.unwrap(value) if callable(value) else None
+    return function if isinstance(function, FunctionType) else None
 
 
 class _Cells(MutableMapping[str, Any]):

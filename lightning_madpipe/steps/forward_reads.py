@@ -8,15 +8,16 @@ two are compared again. The epoch counts as such an attribute where ``forward()`
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_madpipe.steps.code_names import Name, function_of, is_installed, names_read, set_by_class
 from lightning_madpipe.steps.step_side_effects import LIBRARIES, PLAIN
 
 OF_THE_TRAINER = frozenset(("current_epoch", "global_step", "trainer", "lr_schedulers", "optimizers"))
@@ -27,6 +28,7 @@ MOST_TIMES = 3
 
 DEPTH = 4
 MOST_MEMBERS = 1000
+MOST_FUNCTIONS = 100
 
 
 class Read(NamedTuple):
@@ -56,7 +58,11 @@ def noted_reads(owners: Mapping[str, nn.Module], ignored: Collection[str]) -> It
     found: dict[Read, None] = {}
     with ExitStack() as stack:
         for path, owner in owners.items():
-            if _is_librarys(type(owner)):  # such as an nn.ModuleList
+            if _is_librarys(type(owner)):  # its own code is known; a program may have given it a number
+                kind: Any = type(owner)
+                for name, value in vars(owner).items():
+                    if type(value) in PLAIN and _is_users(name, ignored) and name not in set_by_class(kind):
+                        found[Read(path, name)] = None
                 continue
             for name in _names_of_file(owner):
                 found[Read(path, name, True)] = None
@@ -111,7 +117,8 @@ def _is_value(owner: Any, name: str) -> bool:
     """Whether a name is an attribute of the object, or a plain one of its class, and no method or property."""
     if name in object.__getattribute__(owner, "__dict__"):
         return True
-    return type(_of_class(type(owner), name)) in (*PLAIN, list, tuple, dict)
+    # A method, too: a program may put another one in its place.
+    return type(_of_class(type(owner), name)) in (*PLAIN, list, tuple, dict, FunctionType)
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -128,19 +135,42 @@ _MISSING = object()
 
 
 def _names_of_file(owner: nn.Module) -> list[str]:
-    return [name for name, value in _outer_values(owner).items() if type(value) in (*PLAIN, list, tuple, dict)]
+    return [name for name, value in _outer_values(owner).items() if _is_data(value)]
+
+
+def _is_data(value: Any) -> bool:
+    return type(value) in (*PLAIN, list, tuple, dict) or (
+        not isinstance(value, ModuleType) and _members(value) is not None
+    )
 
 
 def _outer_values(owner: nn.Module) -> dict[str, Any]:
-    """The names that ``forward()`` of a user's class reads from its file and from functions around it."""
-    forward = inspect.unwrap(getattr(type(owner), "forward", _outer_values))
-    if not isinstance(forward, FunctionType) or _is_librarys(forward):
+    """What ``forward()`` of a user's class reads from its file, from functions around it, and by what it calls."""
+    forward = function_of(getattr(type(owner), "forward", None))
+    if forward is None:
         return {}
-    try:
-        outer = inspect.getclosurevars(forward)
-    except ValueError:  # a cell that is still empty
-        return {}
-    return {**outer.globals, **outer.nonlocals}
+    kind: Any = type(owner)
+    return {written: name.value for written, name in _names_of(forward, kind).items()}
+
+
+@functools.cache
+def _names_of(forward: Any, kind: Any) -> dict[str, Name]:
+    found: dict[str, Name] = {}
+    todo: list[tuple[FunctionType, type | None]] = [(forward, kind)]
+    seen = {forward}
+    while todo and len(seen) < MOST_FUNCTIONS:
+        function, of = todo.pop()
+        for name in names_read(function, of):
+            called = function_of(name.value)
+            if called is None and not name.is_member:
+                written = name.written
+                while written in found and not found[written].is_at(name):
+                    written = f"{name.owner}.{written}"
+                found[written] = name
+            elif called is not None and called not in seen and not is_installed(called.__module__):
+                seen.add(called)
+                todo.append((called, of if name.is_member else None))
+    return found
 
 
 class ForwardWatch:

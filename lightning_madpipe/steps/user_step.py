@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
@@ -48,6 +49,7 @@ from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
+from lightning_madpipe.steps.written_files import writing_told
 
 SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
 
@@ -540,6 +542,10 @@ class UserSteps:
                 todo.extend(following for following, _ in node.next_functions)
         return False
 
+    @staticmethod
+    def _say_of_files(sentence: str) -> None:
+        warn_once(f"written/{sentence.partition(' ')[0]}", sentence)
+
     def _say(self, sentence: str) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
@@ -593,6 +599,7 @@ class UserSteps:
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
             left_untouched(self._module, micro_batch.step, self._error) if self._is_cut else nullcontext(),
             pipeline_of(self._module).elsewhere.listed() if self._is_cut else nullcontext(),
+            writing_told(micro_batch.step, self._say_of_files) if self._is_cut else nullcontext(),
         ):
             try:
                 return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)

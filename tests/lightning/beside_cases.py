@@ -5,6 +5,7 @@ Written like ``lightning_cases.py``.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -100,6 +101,8 @@ class Beside(cases.Classifier):
         type(self).num_told += len(batch[1])
         keeper = next(each for each in self.trainer.callbacks if isinstance(each, Keeper))
         keeper.labels += batch[1].tolist()
+        self.trainer.samples_told = getattr(self.trainer, "samples_told", 0) + len(batch[1])
+        os.environ["MADPIPE_TEST_SAMPLES"] = str(self.trainer.samples_told)
         data = self.trainer.train_dataloader.dataset
         data.num_told += len(batch[1])
         data.history = [*data.history, int(batch[1].sum())] if len(data.history) < 2 else data.history
@@ -123,7 +126,8 @@ def beside_the_module(host: Host) -> dict[str, Any]:
     loader = DataLoader(data, batch_size=16)
     strategy = {"loss": "batch", "warmup_steps": 2}
     module = seeded(Beside)
-    trained(host, module, recorder, keeper, data=loader, validation=cases.loader(21, seed=3), strategy=strategy)
+    validation = cases.loader(21, seed=3)
+    trainer = trained(host, module, recorder, keeper, data=loader, validation=validation, strategy=strategy)
     return {
         "rows": recorder.rows,
         "seen": SEEN[:],
@@ -132,6 +136,7 @@ def beside_the_module(host: Host) -> dict[str, Any]:
         "bank": BANK.tolist(),
         "large": [LARGE[:4].tolist(), LOSS_OF[:4], RECENT[:4].tolist()],
         "of functions": [module.add(0), module.add_twice(0)],
+        "of the trainer": [trainer.samples_told, os.environ.pop("MADPIPE_TEST_SAMPLES")],
         "of the class": Beside.num_told,
         "of the callback": [keeper.labels, keeper.ends],
         "of the data": [data.num_told, data.history],
@@ -173,6 +178,8 @@ class OfObjects(cases.Classifier):
         HUGE[batch_idx] += 1
         SEEN.append(batch_idx)
         METER.add(1.0)
+        with open(os.devnull, "a") as file:
+            file.write("a line for each micro-batch")
         return F.cross_entropy(self(batch[0]), batch[1])
 
 

@@ -441,9 +441,24 @@ class Unequal(OtherOrder):
         return self.factor * super().forward(x)
 
 
+class Attached(OtherOrder):
+    """The number that its code reads belongs to a module of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        next(self.encoder.modules()).register_module("gain", nn.Identity())
+        self.encoder.gain.alpha = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.encoder.gain.alpha = 1.0 + self.current_epoch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.encoder.gain.alpha * super().forward(x)
+
+
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
-    for build in (Noisy, NoCall, OtherOrder, ChangingCall, Branching, Resized, Generating, Unequal):
+    for build in (Noisy, NoCall, OtherOrder, ChangingCall, Branching, Resized, Generating, Unequal, Attached):
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
         validates = data if build in (OtherOrder, Generating) else None
         try:

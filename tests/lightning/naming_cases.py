@@ -305,6 +305,26 @@ class ScaledBySettings(Scaled):
         return x if scale == 1.0 else x * scale
 
 
+FACTORS = {"scale": 1.0}
+
+
+def factor() -> float:
+    return FACTORS["scale"]
+
+
+class ScaledByCalls(Scaled):
+    """By what a function of the file reads that a method calls."""
+
+    def on_train_epoch_start(self) -> None:
+        FACTORS["scale"] = 0.5 if self.current_epoch >= 2 else 1.0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if factor() == 1.0 else x * factor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(cases.Classifier.forward(self, x))
+
+
 class ScaledByEpoch(cases.Classifier):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -462,8 +482,9 @@ def different_later(host: Host) -> dict[str, Any]:
     """What ends each run, with its losses until then; and what is said where none is ended."""
     record: dict[str, Any] = {}
     builds = [
-        Scaled, ScaledBySettings, ScaledByEpoch, ScaledInEvaluation, Replaced, Unfrozen, UnfrozenWithoutRate,
-        WithAuxiliary, WithAuxiliaryAtTheEnd, WithCollected, PenalizedGradient, Compiled, Asking,
+        Scaled, ScaledBySettings, ScaledByCalls, ScaledByEpoch, ScaledInEvaluation, Replaced, Unfrozen,
+        UnfrozenWithoutRate, WithAuxiliary, WithAuxiliaryAtTheEnd, WithCollected, PenalizedGradient, Compiled,
+        Asking,
     ]  # fmt: skip
     for build in builds:
         if not is_chosen(build.__name__):

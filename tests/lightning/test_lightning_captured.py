@@ -30,6 +30,7 @@ def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> N
         ("Resized", "self.model.transformer.wte.weight has the shape (20, 16) now and had (17, 16)"),
         ("Generating", "captured_cases.py:"),
         ("Unequal", "since self.factor has changed, the layers that were found of self()"),
+        ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_its_line(two: Records, module: str, sentence: str) -> None:

@@ -103,6 +103,7 @@ def test_layers_that_a_hook_changes_train_like_one_process(two: Records, case: s
             "since self.scale has changed, pipeline_layers() of Scaled is not what forward() computes: ",
         ),
         ("ScaledBySettings", 4, "since self.settings has changed, pipeline_layers() of ScaledBySettings is not"),
+        ("ScaledByCalls", 4, "since FACTORS has changed, pipeline_layers() of ScaledByCalls is not"),
         ("ScaledByEpoch", 4, "since self.current_epoch has changed, pipeline_layers() of ScaledByEpoch is not"),
         ("ScaledInEvaluation", 6, "since self.scale has changed, pipeline_layers() of ScaledInEvaluation is not"),
         ("Replaced", 4, "self.head is another module than when this run began"),
@@ -243,5 +244,6 @@ def test_what_steps_change_beside_their_module_is_on_every_rank(two: Records, ca
 def test_what_cannot_follow_beside_the_module_is_told(two: Records) -> None:
     said = [line for rank in two.ranks for line in rank["told_of_what_is_beside"]["said"]]
     assert any("training_step changes a Meter, and objects of this class are not sent" in line for line in said)
+    assert any("training_step opens '/dev/null' for writing, and a step runs on" in line for line in said)
     assert any("a step changes tests.lightning.beside_cases.HUGE in place" in line for line in said)
     assert any("tests.lightning.beside_cases.SEEN gets 4 entries instead of 1" in line for line in said)
