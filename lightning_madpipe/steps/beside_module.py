@@ -68,7 +68,7 @@ class BesideModule:
             search.read(type(owner).forward, type(owner))
             for value in vars(owner).values():
                 search.read(value, None)
-        kind: Any = type(module.trainer)
+        kind: Any = type(getattr(module, "_trainer", None))
         self._of_trainer = search.written - set_by_class(kind)
         self._sees_environment = "environ" in search.written
         self._names = {Place(owner, "beside", key): name for (owner, key), name in search.found.items()}
@@ -86,7 +86,7 @@ class BesideModule:
 
         if self._sees_environment:
             yield from ((Place(ENVIRONMENT, "beside", key), value) for key, value in sorted(os.environ.items()))
-        attributes = vars(self._module.trainer)
+        attributes = vars(self._module.trainer) if self._of_trainer else {}
         for key in sorted(self._of_trainer & attributes.keys()):
             if _is_data(attributes[key]):
                 yield Place(TRAINER, "beside", key), attributes[key]

@@ -117,6 +117,8 @@ def _is_value(owner: Any, name: str) -> bool:
     """Whether a name is an attribute of the object, or a plain one of its class, and no method or property."""
     if name in object.__getattribute__(owner, "__dict__"):
         return True
+    if name == "forward":  # which is called, and is replaced while steps run
+        return False
     # A method, too: a program may put another one in its place.
     return type(_of_class(type(owner), name)) in (*PLAIN, list, tuple, dict, FunctionType)
 
