@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from hypothesis import given, settings
 
 from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
@@ -167,3 +171,22 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     finally:
         os.chmod(tmp_path, 0o700)
     assert sorted(os.listdir(tmp_path)) == ["step"]
+
+
+class _AsOlderPythons:
+    """What Python 3.11.0 to 3.11.3 write for a member of an enumeration."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return getattr, (ZeroStageEnum, self.name)
+
+
+def test_enumerations_of_older_pythons_are_read_and_no_other_getattr(tmp_path: Path) -> None:
+    """A checkpoint of ZeRO could not be loaded under Python 3.11.2, "holds builtins.getattr"."""
+    torch.save({"stage": _AsOlderPythons("weights")}, tmp_path / "member.pt")
+    assert Reader(unpickle=False).load(tmp_path / "member.pt") == {"stage": ZeroStageEnum.weights}
+    torch.save({"stage": _AsOlderPythons("__init__")}, tmp_path / "other.pt")
+    with pytest.raises((pickle.UnpicklingError, PlanFormatError)):
+        Reader(unpickle=False).load(tmp_path / "other.pt")
