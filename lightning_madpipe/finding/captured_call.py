@@ -196,7 +196,7 @@ class CapturedCall:
         return found if found.num_outputs == own.num_outputs else own
 
     def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedCall:
-        """The same call for arguments of another kind of sizes."""
+        """Capture the call anew for arguments in which other sizes are 1, such as a batch of a single sample."""
         return CapturedCall(self.model, self.called, args, kwargs, self._first)
 
     def returned_for(self, outputs: Any, inputs: Sequence[Tensor]) -> Any:

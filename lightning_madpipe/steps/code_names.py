@@ -47,8 +47,8 @@ def function_of(value: Any) -> FunctionType | None:
     """The function of the program in a method, a property or a decorated function; None where there is none."""
     if isinstance(value, property):
         value = value.fget
-    function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
-    return function if isinstance(function, FunctionType) and not is_librarys(function) else None
+    function = function_in(getattr(value, "__func__", value))
+    return None if function is None or is_librarys(function) else function
 
 
 def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
