@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import numbers
-import random
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
-from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
-from lightning_madpipe.finding.captured_calls import CapturedCalls
-from lightning_madpipe.finding.step_call import line_of_users, replaced
+from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
@@ -40,16 +30,16 @@ from lightning_madpipe.steps.batch_runs import (
 )
 from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
 from lightning_madpipe.steps.beside_module import BesideModule
-from lightning_madpipe.steps.left_untouched import left_untouched
+from lightning_madpipe.steps.layers_call import LayersCall
+from lightning_madpipe.steps.log_calls import LogCalls
 from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLossError, operations_of
 from lightning_madpipe.steps.losses import Tried
-from lightning_madpipe.steps.metrics import BatchMetrics, MetricValue, metrics_of
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
+from lightning_madpipe.steps.other_weights import has_other_weights, loss_depends_on_weights, uses_weights
 from lightning_madpipe.steps.own_generators import OwnGenerators
-from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
+from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
-from lightning_madpipe.steps.written_files import writing_told
 
 SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
 
@@ -90,25 +80,18 @@ class UserSteps:
         captured: CapturedCall | None = None,
     ) -> None:
         self._module = module
-        self._found = captured
-        self._data: Any = None
-        """What the step that runs is given."""
+        self.call = LayersCall(module, attribute, error, captured)
+        """The steps' call of the layers."""
         self._is_cut = is_cut
         self._may_run_again = may_run_again
-        self._traces = traces
-        self._attribute = attribute
-        self._context = context
         self._error = error
         self._ignored = ignored
-        self._log_signature = inspect.signature(type(module).log)
-        self._metrics = BatchMetrics()
+        self._logs = LogCalls(module, error)
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
         self._dims_of_inputs: dict[str, list[tuple[int, int] | None]] = {}
         """What :func:`rows_of_inputs` has said last, of each step."""
         self._told: set[str] = set()
-        self.running: str | None = None
-        """The name of the step that runs."""
         self.watches = False
         """Whether a training step that shows a sign of a loss that was not tried gives its batch up."""
         self._tried: set[tuple[str, str]] = set()
@@ -123,15 +106,17 @@ class UserSteps:
         self.draws = OwnGenerators(module, ignored, error)
         self.beside = BesideModule(module)
         """What steps may change beside the module."""
-        self._ended: Mapping[str, int] = {}
-        """Where generators were when a step that was rehearsed had ended."""
-        self.drawn_from: set[str] = set()
-        """The common generators that steps which were rehearsed have drawn from."""
+        self._runs = StepRuns(module, self.call, context, error, self.draws, is_cut, traces)
 
     @property
-    def _captured(self) -> CapturedCall | None:
-        """The call that the layers run now."""
-        return None if self._found is None else self._found.now
+    def running(self) -> str | None:
+        """The name of the step that runs."""
+        return self.call.running
+
+    @property
+    def drawn_from(self) -> set[str]:
+        """The common generators that steps which were rehearsed have drawn from."""
+        return self._runs.drawn_from
 
     def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
         """The module as it is now, to tell later what a step left behind."""
@@ -172,15 +157,15 @@ class UserSteps:
             with pipeline_of(self._module).elsewhere.lifted():
                 taken = self._taken(micro_batch, is_last_stage)
             if taken is not None:
-                raise self._uses_weights(micro_batch, error) from None
+                raise self._error(uses_weights(micro_batch.step, self.call.called, error)) from None
         if taken is None:
             raise self._error(
-                f"{micro_batch.step} does not call {self._called}, which runs the pipeline: call it once"
+                f"{micro_batch.step} does not call {self.call.called}, which runs the pipeline: call it once"
             )
         if not taken or not all(isinstance(value, Tensor) for value in taken):
             kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
             raise self._error(
-                f"{micro_batch.step} calls {self._called} with {kinds}: only tensors can be sent to a pipeline"
+                f"{micro_batch.step} calls {self.call.called} with {kinds}: only tensors can be sent to a pipeline"
             )
         return taken[0] if len(taken) == 1 else taken
 
@@ -190,24 +175,24 @@ class UserSteps:
 
         def take(*arguments: Any, **keywords: Any) -> None:
             nonlocal taken
-            if self._captured is not None:
-                taken = self._inputs_of_call(arguments, keywords)
-                raise _InputTaken
-            if keywords:
-                raise self._error(
-                    f"{micro_batch.step} calls {self._called} with the keyword arguments "
-                    f"{', '.join(keywords)}: only positional tensors can be sent to a pipeline"
-                )
-            taken = arguments
+            taken = self.call.inputs(arguments, keywords)
             raise _InputTaken
 
-        if isinstance(self._captured, CapturedCalls):
-            with self._as_running(micro_batch.step):
-                return self._inputs_of_call((micro_batch.data,), {})
+        if self.call.is_of_several:
+            with self.call.within(micro_batch.step, micro_batch.data):
+                return self.call.inputs_for_data()
         before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad():
-                self._run(micro_batch, take, lambda *_, **__: None, lambda _: None, again=True, only_inputs=True)
+                self._runs.run(
+                    micro_batch,
+                    take,
+                    log=lambda *_, **__: None,
+                    record=lambda _: None,
+                    again=True,
+                    rehearsing=self.rehearsing,
+                    only_inputs=True,
+                )
         except _InputTaken:
             pass
         finally:
@@ -324,7 +309,7 @@ class UserSteps:
         loss = self._loss_or_error(given if is_tuple else given[0], run.whole)
         if trains and not loss.requires_grad:
             raise self._error(
-                f"the loss of {step} needs no gradient: it does not depend on what {self._called} returns"
+                f"the loss of {step} needs no gradient: it does not depend on what {self.call.called} returns"
             )
         return loss
 
@@ -367,19 +352,20 @@ class UserSteps:
         logged: list[LogCall] = []
 
         def answer(*arguments: Any, **keywords: Any) -> Any:
-            if isinstance(self._captured, CapturedCalls):
-                passed.append(self._inputs_of_call((self._data,), {}))
-                return self._answers(given if is_tuple else given[0])
-            passed.append(self._inputs_of_call(arguments, keywords))
-            return self._answer(given if is_tuple else given[0], arguments, keywords)
+            if self.call.is_of_several:
+                passed.append(self.call.inputs_for_data())
+                return self.call.answers(given if is_tuple else given[0])
+            passed.append(self.call.inputs(arguments, keywords))
+            return self.call.answer(given if is_tuple else given[0], arguments, keywords)
 
         def log(*arguments: Any, **keywords: Any) -> None:
-            bound = self._log_signature.bind(self._module, *arguments, **keywords)
-            logged.append(self._checked(micro_batch, bound.arguments))
+            logged.append(self._logs.checked(micro_batch, arguments, keywords))
 
         with torch.enable_grad():
             start = _now(self._module.device)
-            returned = self._run(micro_batch, answer, log, lambda _: None, again=True)
+            returned = self._runs.run(
+                micro_batch, answer, log, record=lambda _: None, again=True, rehearsing=self.rehearsing
+            )
             middle = _now(self._module.device)
             loss = returned.get("loss") if isinstance(returned, Mapping) else returned
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
@@ -393,7 +379,7 @@ class UserSteps:
             loss=float(loss.detach()),
             gradients=gradients,
             passed=passed[0],
-            drawn=self._ended,
+            drawn=self._runs.ended,
             log_calls=logged,
             seconds=(middle - start, end - middle),
         )
@@ -404,7 +390,7 @@ class UserSteps:
         except Exception as error:
             if not self.rehearsing:
                 if isinstance(error, ElsewhereError):
-                    raise self._uses_weights(micro_batch, error) from None
+                    raise self._error(uses_weights(micro_batch.step, self.call.called, error)) from None
                 raise
             self.error_in_rehearsal = error
             return _nothing_of(outputs)
@@ -413,32 +399,38 @@ class UserSteps:
         micro_batch.log_calls, micro_batch.calls = [], []
         micro_batch.loss = micro_batch.returned = None
         if micro_batch.place == 0:
-            self._metrics.begin()
+            self._logs.begin_batch()
         num_calls = 0
 
         def answer(*arguments: Any, **keywords: Any) -> Any:
             nonlocal num_calls
-            if isinstance(self._captured, CapturedCalls):
+            if self.call.is_of_several:
                 self.draws.note_call()
-                return self._answers(outputs)
+                return self.call.answers(outputs)
             num_calls += 1
             if num_calls > 1:
                 raise self._error(
-                    f"{micro_batch.step} calls {self._called} a second time: a pipeline runs once per "
+                    f"{micro_batch.step} calls {self.call.called} a second time: a pipeline runs once per "
                     "micro-batch; make one call, on inputs joined along dimension 0"
                 )
             self.draws.note_call()
-            return self._answer(outputs, arguments, keywords)
+            return self.call.answer(outputs, arguments, keywords)
 
         def log(*arguments: Any, **keywords: Any) -> None:
-            bound = self._log_signature.bind(self._module, *arguments, **keywords)
-            micro_batch.log_calls.append(self._checked(micro_batch, bound.arguments))
+            micro_batch.log_calls.append(self._logs.checked(micro_batch, arguments, keywords))
 
         ends = _graph_of(outputs)
-        with self._metrics.watching(self._module):
+        with self._logs.watching_metrics():
             # A step that is watched may show a sign of another loss: then its batch runs again.
             again = self.rehearsing or self._may_run_again() or self._is_watched(micro_batch)
-            returned = self._run(micro_batch, answer, log, micro_batch.calls.append, again=again)
+            returned = self._runs.run(
+                micro_batch,
+                answer,
+                log,
+                record=micro_batch.calls.append,
+                again=again,
+                rehearsing=self.rehearsing,
+            )
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
@@ -448,8 +440,8 @@ class UserSteps:
                 self._check_operations(micro_batch, operations_of(loss, ends))
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
-            if micro_batch.place == 0 and self._is_cut and self._has_other_weights(loss, ends):
-                raise self._other_weights(micro_batch)
+            if micro_batch.place == 0 and self._is_cut and has_other_weights(self._module, loss, ends):
+                raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called))
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":
             raise self._error(
@@ -461,250 +453,10 @@ class UserSteps:
     def _is_watched(self, micro_batch: MicroBatch) -> bool:
         return self.watches and not self.rehearsing and micro_batch.step == "training_step"
 
-    def _inputs_of_call(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the first layer is given, where a step calls the layers so."""
-        if self._captured is None:
-            return arguments
-        try:
-            return self._captured.inputs(arguments, keywords)
-        except OtherCallError as error:
-            raise self._error(f"{self.running} calls {self._called} {error}") from None
-
-    def _answer(self, outputs: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What a step's call of the layers returns."""
-        outputs = self._cut_off(outputs, self._inputs_of_call(arguments, keywords))
-        return outputs if self._captured is None else self._captured.returned(outputs, arguments, keywords)
-
-    def _answers(self, outputs: Any) -> Callable[..., Any]:
-        """What stands for each of several modules that a step calls."""
-        assert isinstance(self._captured, CapturedCalls)
-        inputs = self._inputs_of_call((self._data,), {})
-        answer = self._captured.answers(self._cut_off(outputs, inputs), self._data)
-
-        def call(path: str, *arguments: Any, **keywords: Any) -> Any:
-            try:
-                return answer(path, arguments, keywords)
-            except OtherCallError as error:
-                called = f"self.{path}()" if path else "self()"
-                raise self._error(f"{self.running} calls {called} {error}") from None
-
-        return call
-
-    def _cut_off(self, outputs: Any, arguments: Sequence[Any]) -> Any:
-        """``outputs``, whose gradients by ``arguments`` a step may not ask for: it would find none."""
-        asked = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
-        if not asked or not torch.is_grad_enabled():
-            return outputs
-
-        def refuse() -> None:
-            if self.running is not None:
-                raise self._error(
-                    f"{self.running} asks for gradients by what it passes to {self._called}, such as for a "
-                    "gradient penalty, and in a pipeline these go back through the stages only when the step has "
-                    "ended: let the layers compute what needs them, or train with a strategy that has the whole "
-                    "model on each device, such as 'ddp'"
-                )
-
-        cut = [
-            _CutOff.apply(refuse, tensor, *asked) if tensor.is_floating_point() else tensor
-            for tensor in as_tuple(outputs)
-        ]
-        return tuple(cut) if isinstance(outputs, tuple) else cut[0]
-
-    def _uses_weights(self, micro_batch: MicroBatch, error: Exception) -> Exception:
-        name = str(error).partition(" is asked for ")[0]
-        return self._error(
-            f"{micro_batch.step} uses {name} otherwise than by its call of {self._called}, and in a pipeline a "
-            "step has the weights of one stage only: for a penalty use the optimizer's weight_decay, to change "
-            "weights a hook, such as on_train_batch_end, for a norm that is logged a hook and "
-            "torch.distributed.all_reduce; or let the layers return what the step needs "
-            f"({line_of_users(error)})"
-        )
-
-    def _other_weights(self, micro_batch: MicroBatch) -> Exception:
-        return self._error(
-            f"the loss of {micro_batch.step} depends on weights otherwise than through {self._called}, "
-            "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
-            "optimizer's weight_decay, or let the layers return what the loss needs"
-        )
-
-    def _has_other_weights(self, loss: Tensor, ends: Collection[Any]) -> bool:
-        """Whether gradients of ``loss`` reach weights other than through the graph of the outputs, ``ends``."""
-        of_metrics = {weight for metric in metrics_of(self._module).values() for weight in metric.parameters()}
-        todo, seen = [loss.grad_fn], set(ends)
-        while todo:
-            node = todo.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                leaf = getattr(node, "variable", None)
-                if isinstance(leaf, nn.Parameter) and leaf not in of_metrics:
-                    return True
-                todo.extend(following for following, _ in node.next_functions)
-        return False
-
-    @staticmethod
-    def _say_of_files(sentence: str) -> None:
-        warn_once(f"written/{sentence.partition(' ')[0]}", sentence)
-
     def _say(self, sentence: str) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(f"madpipe: {sentence}", stacklevel=2)
-
-    @property
-    def _called(self) -> str:
-        return f"self.{self._attribute}()" if self._captured is None else self._captured.called
-
-    def _run(
-        self,
-        micro_batch: MicroBatch,
-        call: Callable[..., Any],
-        log: Callable[..., None],
-        record: Callable[[Call], None],
-        *,
-        again: bool,
-        only_inputs: bool = False,
-    ) -> Any:
-        """Run the step while ``call`` stands for the layers and ``log`` for ``self.log``.
-
-        Args:
-            again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
-            only_inputs: It ends at its call of the layers.
-        """
-        data = _cloned(micro_batch.data) if again else micro_batch.data
-        self._data = data
-        stand_ins = [(self._module, self._attribute, call)]
-        if isinstance(self._captured, CapturedCalls):
-            stand_ins = self._captured_calls(call)
-        elif self._captured is not None:
-            stand_ins = [(self._captured.model, "forward", call)]
-        elif self._attribute != "forward":
-            sequential = getattr(self._module, self._attribute)
-            stand_in = _SequentialStandIn(sequential, call, self._called, self._error)
-            stand_ins = [(self._module, self._attribute, stand_in)]
-
-        def show(*values: Any, **keywords: Any) -> None:
-            record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
-
-        what = "inputs" if only_inputs else "all"
-        with (
-            self._context(),
-            _seeded(micro_batch),
-            self.draws.of_step(what, micro_batch.batch_seed, self._note_end if self.rehearsing else None),
-            self._as_running(micro_batch.step),
-            _all_replaced(stand_ins),
-            replaced(self._module, "log", log),
-            replaced(self._module, "print", show),
-            _recorded(self._module, record),
-            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
-            left_untouched(self._module, micro_batch.step, self._error) if self._is_cut else nullcontext(),
-            pipeline_of(self._module).elsewhere.listed() if self._is_cut else nullcontext(),
-            writing_told(micro_batch.step, self._say_of_files) if self._is_cut else nullcontext(),
-        ):
-            try:
-                return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
-            except StopIteration as error:  # by which Lightning would end the epoch
-                raise self._error(
-                    f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning would "
-                    "end the epoch on some ranks alone: catch it there; -1 from on_train_batch_start ends an epoch"
-                ) from error
-
-    def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
-        self._ended = ended
-        self.drawn_from.update(common)
-
-    def _captured_calls(self, call: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
-        """The forwards of all modules that a step calls; ``call()`` gives what stands for them."""
-        assert isinstance(self._captured, CapturedCalls)
-        answer: Callable[..., Any] | None = None
-
-        def stand_in(path: str, *arguments: Any, **keywords: Any) -> Any:
-            nonlocal answer
-            answer = answer or call()
-            return answer(path, *arguments, **keywords)
-
-        modules = self._captured.modules.items()
-        return [(module, "forward", functools.partial(stand_in, path)) for path, module in modules]
-
-    @contextmanager
-    def _as_running(self, step: str) -> Iterator[None]:
-        self.running = step
-        try:
-            yield
-        finally:
-            self.running = None
-
-    def _checked(self, micro_batch: MicroBatch, arguments: Mapping[str, Any]) -> LogCall:
-        log_call = {name: value for name, value in arguments.items() if name != "self"}
-        key, value, step = log_call["name"], log_call["value"], micro_batch.step
-        if isinstance(value, Metric):
-            log_call["value"] = self._metric_value(value, log_call, micro_batch)
-        elif isinstance(value, Tensor) and value.numel() == 1:
-            log_call["value"] = value.detach().reshape(())
-        elif not isinstance(value, numbers.Real):
-            raise self._error(
-                f"{step} logs {key!r}, a {type(value).__name__}: with a pipeline self.log takes numbers, "
-                "tensors of one element and torchmetrics metrics"
-            )
-        if log_call.get("sync_dist_group") is not None:
-            raise self._error(
-                f"{step} logs {key!r} with a sync_dist_group, which the strategy itself sets: leave it out"
-            )
-        return log_call
-
-    def _metric_value(self, metric: Metric, log_call: LogCall, micro_batch: MicroBatch) -> MetricValue:
-        path = next((path for path, child in metrics_of(self._module).items() if child is metric), None)
-        if path is None:
-            raise self._error(
-                f"{micro_batch.step} logs {log_call['name']!r}, a {type(metric).__name__} that is no attribute of "
-                f"the {type(self._module).__name__}: set it as one, so that the other ranks have it, too"
-            )
-        on_step = log_call.get("on_step")
-        shown = micro_batch.step == "training_step" if on_step is None else on_step
-        return MetricValue(path, self._metrics.value_of(metric) if shown and micro_batch.is_last else None)
-
-
-class _CutOff(torch.autograd.Function):
-    """Hands on an output of the layers, and calls ``refuse`` where a gradient is to go back to their inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, refuse: Callable[[], None], output: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.refuse, ctx.num_inputs = refuse, len(inputs)
-        return output.clone()  # and no view, which the step could not change in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.refuse()
-        return None, gradient, *[None] * ctx.num_inputs
-
-
-class _SequentialStandIn:
-    """What ``self.net`` is while a step runs: it can be called as a whole, and nothing else."""
-
-    def __init__(
-        self, sequential: nn.Module, call: Callable[..., Any], called: str, error: type[Exception]
-    ) -> None:
-        self._sequential, self._call = sequential, call
-        self._refusal = error(
-            f"the step, or forward(), uses parts of {called.removesuffix('()')}, whose layers run on other ranks "
-            "and leave there what they set on themselves: call it as a whole, let it return all that the step "
-            "needs, or name the layers in pipeline_layers()"
-        )
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        with replaced(self._sequential, "forward", self._call):
-            return self._sequential(*arguments, **keywords)  # with its hooks
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self._refusal
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._refusal
-
-    def __getitem__(self, index: Any) -> Any:
-        raise self._refusal
 
 
 def _nothing_of(outputs: Any) -> Tensor:
@@ -724,51 +476,5 @@ def _graph_of(outputs: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
 
 
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else map_children(value, _cloned)
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else map_children(value, _detached)
-
-
-@contextmanager
-def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
-    """Let ``self.logger`` record what it is told."""
-    trainer = getattr(module, "_trainer", None)
-    if trainer is None:
-        yield
-        return
-    loggers = trainer.loggers
-    trainer.loggers = recorded_loggers(loggers, record)
-    try:
-        yield
-    finally:
-        trainer.loggers = loggers
-
-
-@contextmanager
-def _all_replaced(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, value in values:
-            stack.enter_context(replaced(owner, name, value))
-        yield
-
-
-@contextmanager
-def _seeded(micro_batch: MicroBatch) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's random numbers, and restore them afterwards.
-
-    The first and the last stage run the same step on the same micro-batch: what it draws, such as the shares of a
-    mix-up of inputs and labels, must be the same on both. From Python's and NumPy's generators all micro-batches
-    of a batch draw alike, as for the batch: which branch a step takes, say.
-    """
-    batch_seed = micro_batch.batch_seed
-    seed = batch_seed if micro_batch.draws_alike else micro_batch.seed
-    with preserved_random_state():
-        random.seed(batch_seed)
-        numpy.random.seed(batch_seed % 2**32)
-        torch.random.default_generator.manual_seed(seed)
-        if get_accelerator().device_name() != "cpu":
-            get_accelerator().manual_seed(seed)
-        yield

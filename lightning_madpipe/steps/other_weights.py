@@ -1,0 +1,47 @@
+"""A step that uses weights otherwise than by its call of the layers: no rank of a pipeline has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_madpipe.finding.step_call import line_of_users
+from lightning_madpipe.steps.metrics import metrics_of
+
+
+def uses_weights(step: str, called: str, error: Exception) -> str:
+    """Why a step cannot run that asks for weights of another rank, as ``error`` names them."""
+    name = str(error).partition(" is asked for ")[0]
+    return (
+        f"{step} uses {name} otherwise than by its call of {called}, and in a pipeline a "
+        "step has the weights of one stage only: for a penalty use the optimizer's weight_decay, to change "
+        "weights a hook, such as on_train_batch_end, for a norm that is logged a hook and "
+        "torch.distributed.all_reduce; or let the layers return what the step needs "
+        f"({line_of_users(error)})"
+    )
+
+
+def loss_depends_on_weights(step: str, called: str) -> str:
+    """Why a step cannot run whose loss has gradients by weights that are not those of its call."""
+    return (
+        f"the loss of {step} depends on weights otherwise than through {called}, "
+        "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
+        "optimizer's weight_decay, or let the layers return what the loss needs"
+    )
+
+
+def has_other_weights(module: nn.Module, loss: Tensor, ends: Collection[Any]) -> bool:
+    """Whether gradients of ``loss`` reach weights other than through the graph of the outputs, ``ends``."""
+    of_metrics = {weight for metric in metrics_of(module).values() for weight in metric.parameters()}
+    todo, seen = [loss.grad_fn], set(ends)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and leaf not in of_metrics:
+                return True
+            todo.extend(following for following, _ in node.next_functions)
+    return False

@@ -1,0 +1,171 @@
+"""A run of the user's ``*_step`` as in one process: its random numbers, its precision, and what it may touch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from lightning_madpipe.finding.step_call import line_of_users, replaced
+from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.steps.batches import map_children
+from lightning_madpipe.steps.layers_call import LayersCall
+from lightning_madpipe.steps.left_untouched import left_untouched
+from lightning_madpipe.steps.micro_batches import MicroBatch
+from lightning_madpipe.steps.own_generators import OwnGenerators
+from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
+from lightning_madpipe.steps.what_layers_set import LayerTraces
+from lightning_madpipe.steps.written_files import writing_told
+
+
+class StepRuns:
+    """Runs the steps of a module while something stands for its call of the layers.
+
+    Args:
+        module: The LightningModule.
+        call: Its steps' call of the layers.
+        context: A context for each step, such as the precision's.
+        error: The host's exception for a step that cannot run on a pipeline.
+        draws: The generators of the program's own.
+        is_cut: Whether other ranks have some of the layers.
+        traces: What layers set on themselves, which a step may not read; None: it may.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        call: LayersCall,
+        context: Callable[[], AbstractContextManager],
+        error: type[Exception],
+        draws: OwnGenerators,
+        is_cut: bool,
+        traces: LayerTraces | None,
+    ) -> None:
+        self._module = module
+        self._call = call
+        self._context = context
+        self._error = error
+        self._draws = draws
+        self._is_cut = is_cut
+        self._traces = traces
+        self.ended: Mapping[str, int] = {}
+        """Where generators were when a step that was rehearsed had ended."""
+        self.drawn_from: set[str] = set()
+        """The common generators that steps which were rehearsed have drawn from."""
+
+    def run(
+        self,
+        micro_batch: MicroBatch,
+        answer: Callable[..., Any],
+        log: Callable[..., None],
+        record: Callable[[Call], None],
+        *,
+        again: bool,
+        rehearsing: bool = False,
+        only_inputs: bool = False,
+    ) -> Any:
+        """Run the step while ``answer`` stands for the layers and ``log`` for ``self.log``.
+
+        Args:
+            record: What is given the calls of loggers and of ``self.print``.
+            again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
+            rehearsing: Whether it is to leave no trace; then what it draws from is noted.
+            only_inputs: It ends at its call of the layers.
+        """
+        data = _cloned(micro_batch.data) if again else micro_batch.data
+
+        def show(*values: Any, **keywords: Any) -> None:
+            record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
+
+        what = "inputs" if only_inputs else "all"
+        with (
+            self._context(),
+            _seeded(micro_batch),
+            self._draws.of_step(what, micro_batch.batch_seed, self._note_end if rehearsing else None),
+            self._call.within(micro_batch.step, data),
+            _all_replaced(
+                *self._call.stand_ins(answer), (self._module, "log", log), (self._module, "print", show)
+            ),
+            _recorded(self._module, record),
+            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
+            self._on_a_stage(micro_batch.step) if self._is_cut else nullcontext(),
+        ):
+            try:
+                return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+            except StopIteration as error:  # by which Lightning would end the epoch
+                raise self._error(
+                    f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning would "
+                    "end the epoch on some ranks alone: catch it there; -1 from on_train_batch_start ends an epoch"
+                ) from error
+
+    @contextmanager
+    def _on_a_stage(self, step: str) -> Iterator[None]:
+        """What a step may not touch, or what is said of it, where other ranks have some of the layers."""
+        with (
+            left_untouched(self._module, step, self._error),
+            pipeline_of(self._module).elsewhere.listed(),
+            writing_told(step, _say_of_files),
+        ):
+            yield
+
+    def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
+        self.ended = ended
+        self.drawn_from.update(common)
+
+
+def _say_of_files(sentence: str) -> None:
+    warn_once(f"written/{sentence.partition(' ')[0]}", sentence)
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else map_children(value, _cloned)
+
+
+@contextmanager
+def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
+    """Let ``self.logger`` record what it is told."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    loggers = trainer.loggers
+    trainer.loggers = recorded_loggers(loggers, record)
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+@contextmanager
+def _all_replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, value in values:
+            stack.enter_context(replaced(owner, name, value))
+        yield
+
+
+@contextmanager
+def _seeded(micro_batch: MicroBatch) -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's random numbers, and restore them afterwards.
+
+    The first and the last stage run the same step on the same micro-batch: what it draws, such as the shares of a
+    mix-up of inputs and labels, must be the same on both. From Python's and NumPy's generators all micro-batches
+    of a batch draw alike, as for the batch: which branch a step takes, say.
+    """
+    batch_seed = micro_batch.batch_seed
+    seed = batch_seed if micro_batch.draws_alike else micro_batch.seed
+    with preserved_random_state():
+        random.seed(batch_seed)
+        numpy.random.seed(batch_seed % 2**32)
+        torch.random.default_generator.manual_seed(seed)
+        if get_accelerator().device_name() != "cpu":
+            get_accelerator().manual_seed(seed)
+        yield
