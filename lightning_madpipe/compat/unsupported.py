@@ -183,16 +183,19 @@ def notes_on_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
     """What hooks on layers and gradients do otherwise than the user may expect, one sentence each."""
     names = {part: f"self.{name}" for name, part in module.named_modules()}
     hung: dict[str, str] = {}
+    of_gradients = False
     for owner, layer in call.existing_modules():
         for path, part in layer.named_modules():
-            for hooks in hooks_of(part).values():
+            for kind, hooks in hooks_of(part).items():
+                of_gradients |= "backward" in kind
                 place = names.get(part, f"layer {owner}{'.' if path else ''}{path}")
                 hung.setdefault(place, _named(hooks))
     if hung:
         shown = _some([f"{hook} on {place}" for place, hook in hung.items()])
+        gradients = ", and the gradient that they are given is that of a micro-batch" if of_gradients else ""
         yield (
-            f"hooks on layers ({shown}) run where the layer runs, once per micro-batch: what they collect stays "
-            "on that rank"
+            f"hooks on layers ({shown}) run where the layer runs, once per micro-batch{gradients}: what they "
+            "collect stays on that rank"
         )
     on_weights = [
         f"self.{name}"
@@ -279,18 +282,27 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
         )
 
 
-def notes_on_parts(mixing: Sequence[str], keeping: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+def notes_on_parts(
+    mixing: Sequence[str], keeping: Sequence[str], mixing_gradients: Sequence[str], sizes: Sequence[int]
+) -> Iterator[str]:
     """Yield what layers compute otherwise for a part of a batch, and what can be done about it.
 
     Args:
         mixing: The layers whose result for a sample depends on the others of its batch.
         keeping: What layers change whenever they run.
+        mixing_gradients: The layers whose gradient for a sample depends on the others of its batch.
         sizes: Of the micro-batches of a batch.
     """
     if mixing:
         yield (
             f"what {_all_of(mixing, 'layers ')} gives for a sample depends on the others, and in a pipeline it "
             f"sees those of {_piece_of(sizes)}: {ANOTHER_TRAINING}; a layer that treats each sample by itself"
+        )
+    if mixing_gradients:
+        yield (
+            f"the gradient that {_all_of(mixing_gradients, 'layers ')} gives for a sample depends on the others, "
+            f"and in a pipeline it sees those of {_piece_of(sizes)}: {ANOTHER_TRAINING}; a backward, or a hook on "
+            "a tensor, that treats each sample by itself"
         )
     if keeping:
         yield (

@@ -131,8 +131,9 @@ class LayerComparison:
         if len(sizes) > 1:
             mixing = [name for name in on_parts.mixing if name not in (*statistics, *self._named)]
             keeping = [name for name in on_parts.keeping if name not in self._named]
-            self._named.update(mixing, keeping)
-            notes += notes_on_parts(mixing, keeping, sizes)
+            gradients = [name for name in on_parts.mixing_gradients if name not in self._named]
+            self._named.update(mixing, keeping, gradients)
+            notes += notes_on_parts(mixing, keeping, gradients, sizes)
         for note in notes:
             if note not in self._noted:
                 self._lightning.warn(note)

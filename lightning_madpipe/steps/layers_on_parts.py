@@ -11,9 +11,10 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 - twice in a row: attributes and buffers that the second run changes again, such as a counter or a running average,
   are kept; so is something if the second run gives something else.
 
-Batch normalization is named elsewhere, and does not count meanwhile. All of it takes place on copies of parameters
-and buffers; attributes and random numbers are put back. It costs seven forwards of one layer for at most four
-samples.
+A layer that passes so in training runs backward, too (``gradients_on_parts.py``). Batch normalization is named
+elsewhere, and does not count meanwhile. All of it takes place on copies of parameters and buffers; attributes and
+random numbers are put back. It costs seven forwards of one layer for at most four samples, and four or five
+forwards with their backwards.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling.attributes import (
     GENERATORS,
@@ -41,6 +42,13 @@ from deepspeed_partition.profiling.attributes import (
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.compat.unsupported import layers_of_statistics
 from lightning_madpipe.module import PipelineCall, TiedModule
+from lightning_madpipe.steps.gradients_on_parts import (
+    BackwardRun,
+    Directions,
+    Gradients,
+    Halves,
+    gradients_depend_on_others,
+)
 from lightning_madpipe.steps.module_state import modes, silenced
 from lightning_madpipe.steps.tensor_comparison import TOLERANCES
 from lightning_madpipe.steps.what_steps_leave import Numbers, numbers_of
@@ -69,6 +77,8 @@ class OnParts:
     mixing: list[str] = field(default_factory=list)
     keeping: list[str] = field(default_factory=list)
     """Attributes and buffers that a layer changes whenever it runs, and layers that keep something elsewhere."""
+    mixing_gradients: list[str] = field(default_factory=list)
+    """Layers that mix samples in their backward alone."""
 
 
 def few_samples(all_of_them: Tensors, half: Tensors) -> FewSamples:
@@ -113,6 +123,7 @@ def layers_on_parts(
     names = {part: f"self.{name}" for name, part in module.named_modules() if name}
     is_training = module.training and torch.is_grad_enabled()
     passed: Tensors | None = samples.inputs
+    needed = tuple(tensor.requires_grad for tensor in samples.inputs)
     parts = _Parts.of(samples)
     with (
         silenced([module, *layers]),
@@ -127,10 +138,11 @@ def layers_on_parts(
             modules = [own] if isinstance(own, nn.Module) else []
             name = names.get(modules[0], f"layer {place}") if modules else f"layer {place}"
             kind = type(own).__name__ if modules else getattr(own, "__name__", type(own).__name__)
-            look = _Look(name, f"{name} ({kind})", function, modules, found)
+            look = _Look(name, f"{name} ({kind})", function, modules, found, needed)
             try:
                 with stand_ins(modules, device, dtype=dtype, trains=False):
                     passed, parts = look.at(passed, parts)
+                needed = look.needed_behind
             except Exception:  # it is told where the layer runs for good
                 break
     return found
@@ -170,13 +182,25 @@ class _Parts:
 
 
 class _Look:
-    """A look at one layer, whose parameters and buffers are copies."""
+    """A look at one layer, whose parameters and buffers are copies.
+
+    Args:
+        needed: Whether training needs the gradient of each input.
+    """
 
     def __init__(
-        self, name: str, shown: str, function: Callable[[Any], Any], modules: list[nn.Module], found: OnParts
+        self,
+        name: str,
+        shown: str,
+        function: Callable[[Any], Any],
+        modules: list[nn.Module],
+        found: OnParts,
+        needed: tuple[bool, ...],
     ) -> None:
         self._name, self._shown, self._function = name, shown, function
-        self._modules, self._found = modules, found
+        self._modules, self._found, self._needed = modules, found, needed
+        self.needed_behind: tuple[bool, ...] = ()
+        """Whether training needs the gradient of each output."""
         inside = [part for module in modules for part in module.modules()]
         self._statistics = [part for part in inside if _has_statistics(part)]
 
@@ -204,28 +228,77 @@ class _Look:
             self._found.mixing.append(self._shown)
         if mixes:
             return whole, self._parted(whole, following)
+        with modes(dict.fromkeys(self._statistics, False)):
+            self._look_at_gradients(passed, parts, whole, following, draws, restore)
         return whole, _Parts(other_first, other_second, self._halves(whole, following)) if draws else following
 
     def _run(self, inputs: Tensors, restore: Callable[[], None]) -> tuple[Tensors, bool, bytes]:
         """Return what the layer makes of ``inputs``, whether it draws, and where random numbers are then."""
         restore()
-        begin = torch.get_rng_state()
+        begin = torch_state()
         with attributes_kept(self._modules, buffers=True):
             outputs = self._called(inputs)
-        end = torch.get_rng_state()
-        return outputs, not torch.equal(begin, end), end.numpy().tobytes()
+        end = torch_state()
+        return outputs, begin != end, end
 
     def _called(self, inputs: Tensors) -> Tensors:
-        leaves = [tensor.detach().clone() for tensor in inputs]
+        _, outputs = self._recorded(inputs)
+        self.needed_behind = tuple(output.requires_grad for output in outputs)
+        return tuple(output.detach() for output in outputs)
+
+    def _recorded(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
+        """The inputs as leaves of a graph, and what the layer makes of them."""
         grad = torch.is_grad_enabled()
-        given = tuple(
-            leaf.requires_grad_(grad and leaf.is_floating_point()).clone() for leaf in leaves
-        )  # which a layer may change in place, as no leaf may be
+        leaves = tuple(
+            tensor.detach().clone().requires_grad_(grad and needed)
+            for tensor, needed in zip(inputs, self._needed, strict=True)
+        )
+        given = tuple(leaf.clone() for leaf in leaves)  # which a layer may change in place, as no leaf may be
         outputs = self._function(given[0] if len(given) == 1 else given)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if not all(isinstance(output, Tensor) for output in outputs):
             raise TypeError("a layer hands on something else than tensors")
-        return tuple(output.detach() for output in outputs)
+        return leaves, outputs
+
+    def _look_at_gradients(
+        self,
+        passed: Tensors,
+        parts: _Parts,
+        whole: Tensors,
+        following: _Parts,
+        draws: bool,
+        restore: Callable[[], None],
+    ) -> None:
+        """Name a layer whose gradient for a sample depends on other samples, and what its backward keeps."""
+        ways = []
+        for own, between in ((passed, parts), (whole, following)):
+            if between.alone is None or self._halves(own, between) is None:
+                return  # it is not known where either half stands
+            ways.append(Halves(between.alone, tuple(map(grown_dim, own, between.alone[0]))))
+        parameters = [weight for module in self._modules for weight in module.parameters() if weight.requires_grad]
+        if not any(self.needed_behind):
+            return
+        run = BackwardRun(self._recorded, restore, parameters)
+
+        def run_anew(inputs: Tensors, directions: Directions) -> Gradients:
+            with attributes_kept(self._modules, buffers=True):
+                return run(inputs, directions)
+
+        try:
+            with attributes_kept(self._modules, buffers=True):
+                first = run(passed, ways[1].directions())
+                between_runs = dict(self._kept())
+                second = run(passed, ways[1].directions())
+                after = dict(self._kept())
+            changed = [name for name, value in after.items() if not _are_same(value, between_runs.get(name))]
+            is_known = bool(changed) or not first.differs_from(second)
+            changed = changed if is_known else [f"something in {self._shown}"]
+            self._found.keeping.extend(name for name in changed if name not in self._found.keeping)
+            depends = is_known and gradients_depend_on_others(run_anew, first, passed, *ways, draws=draws)
+        except Exception:  # it is told where the layer runs for good
+            return
+        if depends:
+            self._found.mixing_gradients.append(self._shown)
 
     def _alone(self, parts: _Parts, restore: Callable[[], None]) -> tuple[Tensors, Tensors] | None:
         if parts.alone is None:

@@ -219,6 +219,7 @@ class BatchNormalized(cases.SequentialClassifier):
         self.net.insert(3, nn.BatchNorm1d(WIDTH).eval())
         self.net[0].weight.register_hook(lambda gradient: gradient)
         self.net[0].register_forward_hook(lambda *_: None)
+        self.net[2].register_full_backward_hook(lambda *_: None)
 
 
 class Centered(nn.Module):
@@ -234,15 +235,33 @@ class Centered(nn.Module):
         return x - x.mean(0) / self.calls - self.average * self.generator.random()
 
 
+class DividedGradient(torch.autograd.Function):
+    """Divides the gradient by its norm over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class Divided(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return DividedGradient.apply(x)
+
+
 class CenteredClassifier(cases.SequentialClassifier):
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(1, Centered())
+        self.net.insert(3, Divided())
 
 
 def whole_batches(host: Host) -> dict[str, Any]:
     """With one micro-batch a layer may do all that, and trials leave nothing of it."""
-    strategy = {"num_micro_batches": 1, "algorithm": [0, 3, 6], "warmup_epochs": 0}
+    strategy = {"num_micro_batches": 1, "algorithm": [0, 3, 7], "warmup_epochs": 0}
     return cases.fit(host, CenteredClassifier, cases.loader(32), max_epochs=1, strategy=strategy)
 
 

@@ -116,6 +116,58 @@ def shown(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + m.cache
 
 
+class Normalizing(torch.autograd.Function):
+    """Divides the gradient by its norm over the batch, or by each sample's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.kind = kind
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        by = {
+            "batch": lambda: gradient.norm(),
+            "sample": lambda: gradient.norm(dim=-1, keepdim=True),
+            "number": lambda: len(gradient),
+            "sign": lambda: gradient.abs() + 1e-12,
+        }
+        return gradient / by[ctx.kind](), None
+
+
+def hooked(x: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    x = x * 1.0
+    if x.requires_grad:
+        x.register_hook(hook)
+    return x
+
+
+class Hooked(nn.Module):
+    """A linear layer, or an embedding, with a hook on what it returns."""
+
+    def __init__(
+        self, hook: Callable[[Any, torch.Tensor], torch.Tensor], inner: nn.Module | None = None, p: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.inner, self.p, self.hook, self.seen = inner or nn.Linear(WIDTH, WIDTH), p, hook, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x.abs().long().clamp(max=3) if isinstance(self.inner, nn.Embedding) else x)
+        return F.dropout(hooked(x, lambda gradient: self.hook(self, gradient)), self.p)
+
+
+def normed(m: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / gradient.norm()
+
+
+def summing(m: Any, gradient: torch.Tensor) -> None:
+    m.seen += float(gradient.sum())
+
+
+def reentrant(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda y: hooked(m.linear(y), lambda g: g / g.norm()), x, use_reentrant=True)
+
+
 TEXTS = (4, LENGTH, WIDTH)
 APART: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]]]] = {
     "linear": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH), torch.tanh]),
@@ -145,6 +197,23 @@ APART: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]]]] = {
     "weight normalization": ((4, WIDTH), 0, lambda: [nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2))]),
     "a sample's own": (TEXTS, 0, lambda: [lambda x: (x - x.mean((1, 2), keepdim=True)).softmax(1).cumsum(1)]),
     "what is shown": ((4, WIDTH), 0, lambda: [Layer(shown)]),
+    "reentrant checkpoint": ((4, WIDTH), 0, lambda: [
+        nn.Linear(WIDTH, WIDTH), Layer(lambda m, x: checkpoint(m.linear, x, use_reentrant=True))]),
+    "a sample's own gradient": ((4, WIDTH), 0, lambda: [
+        nn.Linear(WIDTH, WIDTH), lambda x: Normalizing.apply(x, "sample"),
+        lambda x: Normalizing.apply(x, "sign")]),
+    "a hook on each number": ((4, WIDTH), 0, lambda: [
+        Hooked(lambda m, g: g.clamp(-0.1, 0.1)), Hooked(lambda m, g: -g, p=0.5)]),
+    "what needs no gradient": ((4, WIDTH), 0, lambda: [
+        lambda x: hooked(x, lambda g: g / g.norm()), nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        lambda x: hooked(x, lambda g: g / g.norm()), nn.Linear(WIDTH, WIDTH)]),
+    "no gradient at all": ((4, WIDTH), 0, lambda: [
+        nn.Linear(WIDTH, WIDTH), lambda x: x.argmax(-1), nn.Embedding(WIDTH, WIDTH), lambda x: x.detach()]),
+    "rounding alone": ((4, 3, 9, 9), 0, lambda: [
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.ReLU())]),
+    "in place": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), lambda x: x.mul_(2)]),
+    "a backward that fails": ((4, WIDTH), 0, lambda: [
+        nn.Linear(WIDTH, WIDTH), lambda x: hooked(x, lambda g: 1 / 0), nn.Tanh()]),
 }  # fmt: skip
 MIXING: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]], list[int]]] = {
     "mean": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), lambda x: x - x.mean(0), nn.Linear(WIDTH, 2)], [1]),
@@ -162,6 +231,20 @@ MIXING: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]], list[int]
     "a number handed on": ((4, WIDTH), 0, lambda: [lambda x: (x, x.std()), lambda p: p[0] / p[1]], [1]),
     "similarities": ((4, WIDTH), 0, lambda: [lambda x: x @ x.t(), nn.ReLU()], [0]),
     "pair": ((2, WIDTH), 0, lambda: [lambda x: x - x.mean(0)], [0]),
+}  # fmt: skip
+MIXING_GRADIENTS: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]], list[int]]] = {
+    "function": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), lambda x: Normalizing.apply(x, "batch")], [1]),
+    "number": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), lambda x: Normalizing.apply(x, "number")], [1]),
+    "hook": ((4, WIDTH), 0, lambda: [Hooked(normed), nn.Linear(WIDTH, WIDTH)], [0]),
+    "mean": ((4, WIDTH), 0, lambda: [nn.Tanh(), Hooked(lambda m, g: g - g.mean(0)), nn.Tanh()], [1]),
+    "dropout": ((4, WIDTH), 0, lambda: [nn.Dropout(0.3), Hooked(normed, p=0.4), Hooked(normed)], [1, 2]),
+    "of parameters alone": ((4, WIDTH), 0, lambda: [Hooked(normed, nn.Embedding(4, WIDTH)), nn.Tanh()], [0]),
+    "with dropout": ((4, WIDTH), 0, lambda: [Hooked(normed, nn.Embedding(4, WIDTH), 0.4), nn.Tanh()], [0]),
+    "reentrant checkpoint": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), Layer(reentrant)], [1]),
+    "texts": (TEXTS, 0, lambda: [Attention(batch_first=True), Hooked(normed), lambda x: x.flatten(0, 1)], [1]),
+    "flattened": (TEXTS, 0, lambda: [lambda x: x.flatten(0, 1), Hooked(normed), nn.Tanh()], [1]),
+    "time first": ((LENGTH, 4, WIDTH), 1, lambda: [Recurrent(), Hooked(normed), lambda x: x[-1]], [1]),
+    "a counter": ((4, WIDTH), 0, lambda: [Hooked(normed), Layer(counted)], [0]),
 }  # fmt: skip
 KEEPING: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "a counter": (counted, ["self.net.1.calls"]),
@@ -205,6 +288,48 @@ def test_layers_that_mix_samples_are_named_and_those_behind_them_are_not(case: s
     found = looked_at(shape, dim, layers())
     assert [int(re.sub(r"self\.net\.|layer | \(.*", "", name)) for name in found.mixing] == places
     assert not found.keeping
+
+
+@pytest.mark.parametrize("case", MIXING_GRADIENTS)
+def test_layers_that_mix_samples_in_their_backward_are_named(case: str) -> None:
+    """A layer that divided its gradient by the norm over the batch trained otherwise in a pipeline, in silence."""
+    shape, dim, layers, places = MIXING_GRADIENTS[case]
+    torch.manual_seed(0)
+    made = layers()
+    found = looked_at(shape, dim, made)
+    assert [int(re.sub(r"self\.net\.|layer | \(.*", "", name)) for name in found.mixing_gradients] == places
+    assert not found.mixing and found.keeping == (["self.net.1.calls"] if case == "a counter" else [])
+    assert looked_at(shape, dim, made, "eval").mixing_gradients == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["sample", "batch"])
+def test_rounding_of_half_precision_is_no_mixing(dtype: torch.dtype, kind: str) -> None:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(16, 16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(),
+        nn.Linear(8 * 36, 32), lambda x: Normalizing.apply(x, kind), nn.GELU(), nn.Linear(32, 4),
+    ]  # fmt: skip
+    module = nn.Module()
+    module.net = nn.ModuleList(layer for layer in layers if isinstance(layer, nn.Module))
+    x = torch.randn(4, 3, 8, 8).to(dtype)
+    call = PipelineCall(layers=tuple(layers), attribute="forward")
+    found = layers_on_parts(module, call, few_samples((x,), (x[:2],)), device=torch.device("cpu"), dtype=dtype)
+    assert found == OnParts(mixing_gradients=["layer 6 (<lambda>)"] if kind == "batch" else [])
+
+
+def test_what_a_backward_keeps_is_named_and_put_back() -> None:
+    layer = Hooked(summing)
+    found = looked_at((4, WIDTH), 0, [nn.Linear(WIDTH, WIDTH), layer, nn.Tanh()])
+    assert found == OnParts(keeping=["self.net.1.seen"]) and layer.seen == 0.0
+    numbers: list[int] = []
+
+    def collecting(m: Any, gradient: torch.Tensor) -> torch.Tensor:
+        numbers.append(1)
+        return gradient * len(numbers)
+
+    found = looked_at((4, WIDTH), 0, [nn.Linear(WIDTH, WIDTH), Hooked(collecting), nn.Tanh()])
+    assert found == OnParts(keeping=["something in self.net.1 (Hooked)"])
 
 
 @pytest.mark.parametrize("case", KEEPING)

@@ -69,6 +69,7 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     said, others = (rank["said_of_layers"] for rank in two.ranks)
     about_hooks, about_gradients, about_statistics = said["batch normalization"]
     assert "self.net.0" in about_hooks and "once per micro-batch" in about_hooks
+    assert "self.net.2" in about_hooks and "the gradient that they are given is that of a micro" in about_hooks
     assert "gradient hooks (self.net.0.weight)" in about_gradients
     assert "self.net.1 (BatchNorm1d) are those of a micro-batch, 4 of the 16 samples" in about_statistics
     assert "net.3" not in about_statistics and "num_micro_batches" in about_statistics
@@ -76,10 +77,15 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
 
 
 def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
-    """A layer that took the mean of its batch away, or counted its calls, trained otherwise in silence."""
-    mixing, keeping = two.ranks[0]["said_of_layers"]["centered"]
+    """A layer that took the mean of its batch away, or counted its calls, trained otherwise in silence.
+
+    So did one that divided its gradient by the norm over the batch.
+    """
+    mixing, keeping, gradients = two.ranks[0]["said_of_layers"]["centered"]
     assert "what self.net.1 (Centered) gives for a sample depends on the others" in mixing
     assert "of the 16 samples" in mixing and "num_micro_batches" in mixing
+    assert "the gradient that self.net.3 (Divided) gives for a sample depends on the others" in gradients
+    assert "4 of the 16 samples" in gradients
     kept = "self.net.1.calls, self.net.1.average, self.net.1.generator"
     assert f"{kept} changes whenever the layer runs" in keeping and "4 times per batch" in keeping
     assert two.ranks[1]["said_of_layers"]["centered"] == []

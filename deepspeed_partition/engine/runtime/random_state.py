@@ -27,6 +27,15 @@ def random_state() -> Callable[[], None]:
     return restore
 
 
+def torch_state() -> bytes:
+    """Return where torch's generators are, of the CPU and the accelerator: it changes when one is drawn from."""
+    accelerator = get_accelerator()
+    states = [torch.get_rng_state()]
+    if accelerator.device_name() != "cpu":
+        states.append(accelerator.get_rng_state())
+    return b"".join(state.cpu().numpy().tobytes() for state in states)
+
+
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Leave every random generator that building a layer may draw from as it was."""
