@@ -18,6 +18,7 @@ from lightning_madpipe.compat.unsupported import (
     refusals_of_normalization,
 )
 from lightning_madpipe.module import PipelineCall, named_owners, pipeline_of
+from lightning_madpipe.settings import fewer_stages
 from lightning_madpipe.spread_model import layers_of
 
 
@@ -39,6 +40,7 @@ def refuse_what_cannot_run(
     lightning: Lightning,
     *,
     num_stages: Callable[[], int],
+    num_processes: int,
     flattened: bool,
     captured: Callable[[], PipelineCall],
 ) -> None:
@@ -46,6 +48,7 @@ def refuse_what_cannot_run(
 
     Args:
         num_stages: Returns the stages of the pipeline, asked for when layers are looked at.
+        num_processes: All processes of the run.
         flattened: Whether DeepSpeed puts an optimizer of its own around the user's.
         captured: Finds the layers of a module that does not name them.
 
@@ -57,14 +60,16 @@ def refuse_what_cannot_run(
     averages = list(refusals_of_averages(module, named_owners(module))) if fitting else []
     # A step that steps its optimizers cannot be run to find what it calls.
     is_found = module.automatic_optimization or hasattr(module, "pipeline_layers")
-    reasons += averages or (_refusals_of_layers(module, num_stages(), captured) if is_found else [])
+    reasons += averages or (_refusals_of_layers(module, num_stages(), num_processes, captured) if is_found else [])
     if reasons and fitting:
         reasons += _refusals_of_optimizer(module, lightning, flattened)
     if reasons:
         raise lightning.refusal(all_at_once(type(module).__name__, reasons))
 
 
-def _refusals_of_layers(module: Any, num_stages: int, captured: Callable[[], PipelineCall]) -> list[str]:
+def _refusals_of_layers(
+    module: Any, num_stages: int, num_processes: int, captured: Callable[[], PipelineCall]
+) -> list[str]:
     try:
         call = layers_of(module, captured)
     except ValueError as error:
@@ -73,8 +78,8 @@ def _refusals_of_layers(module: Any, num_stages: int, captured: Callable[[], Pip
     reasons = [*refusals_of_normalization(module, num_stages), *refusals_of_hooks(module, call)]
     if num_layers < num_stages:
         reasons.append(
-            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages: take fewer "
-            "stages, or finer layers"
+            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages: "
+            f"{fewer_stages(num_layers, num_processes)}; or name finer layers in pipeline_layers()"
         )
     return reasons
 

@@ -99,6 +99,16 @@ def check_count(name: str, value: Any, *, least: int) -> None:
         raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
 
 
+def fewer_stages(most: int, num_processes: int) -> str:
+    """What to write where a pipeline may have so many stages at the most."""
+    dividing = max(number for number in range(1, most + 1) if num_processes % number == 0)
+    pipelines = num_processes // dividing
+    return (
+        f"use at most {most} stages, MadPipeStrategy(num_stages={dividing}), which makes {pipelines} "
+        f"pipelines of the {num_processes} processes, or Trainer(devices={most})"
+    )
+
+
 def resolved_num_stages(num_stages: int | None, num_processes: int) -> int:
     """The stages of a pipeline; all processes, where ``num_stages`` is None.
 

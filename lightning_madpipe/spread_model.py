@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 
 from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.pipeline.module import TooManyStagesError
 from deepspeed_partition.engine.repartition.layer_moves import exchange_layers, has_layers
 from deepspeed_partition.engine.runtime.collectives import reduced
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
@@ -33,6 +34,7 @@ from lightning_madpipe.module import (
     pipeline_of,
     refuse_other_calls,
 )
+from lightning_madpipe.settings import fewer_stages
 
 
 def layers_of(module: Any, captured: Callable[[], PipelineCall] | None = None) -> PipelineCall:
@@ -94,7 +96,7 @@ class SpreadModel:
             captured: Finds the layers of a module that does not name them.
 
         Raises:
-            MisconfigurationException: the layers lie on the ranks of another pipeline.
+            MisconfigurationException: the layers lie on the ranks of another pipeline, or are too few to train.
         """
         module, pipeline, call = self.module, self.pipeline, layers_of(self.module, captured)
         if pipeline is not None:
@@ -111,7 +113,11 @@ class SpreadModel:
                     "trainer.strategy.gather_model() on every rank"
                 )
         if pipeline is None:
-            pipeline = _built_pipeline(call, type(module).__name__, num_stages, base_seed, plan)
+            try:
+                pipeline = _built_pipeline(call, type(module).__name__, num_stages, base_seed, plan)
+            except TooManyStagesError as error:
+                way_out = fewer_stages(error.most, dist.get_world_size())
+                raise self._lightning.refusal(f"{type(module).__name__}: {error.what}: {way_out}") from None
         pipeline.call_of_module = call
         pipeline.one_device_names = one_device_names(module, call)
         whole = whole_module(module, call)

@@ -341,6 +341,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             module,
             self._lightning,
             num_stages=self._resolved_num_stages,
+            num_processes=self.world_size,
             flattened=self.wraps_optimizer,
             captured=captured,
         )

@@ -26,7 +26,7 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     if found is None:
         return InfeasibleError(
             f"no cut into {problem.constraints.max_stages} stages gives each stage trainable parameters: "
-            "use fewer stages"
+            "use a smaller num_stages"
         )
     cuts, smallest = found
     if isinstance(cuts, Placement):

@@ -397,7 +397,7 @@ def _check_counts(chain: Chain, platform: Platform, num_micro_batches: int | Non
     if num_stages is not None and num_stages > chain.num_layers:
         raise ValueError(
             f"{num_stages} stages need at least {num_stages} layers and the chain has {chain.num_layers}: "
-            "use fewer stages, or split the layers more finely"
+            f"use num_stages={chain.num_layers} or fewer, or split the layers more finely"
         )
 
 
@@ -412,7 +412,7 @@ def _check_trainable(
     if (every_stage_trains or every_device_trains) and training < needed:
         raise ValueError(
             f"{needed} {parts} with trainable parameters each need as many such layers and the chain "
-            f"has {training}: use fewer {parts}"
+            f"has {training}: use num_{parts}={training} or fewer"
         )
 
 

@@ -178,7 +178,11 @@ def test_every_stage_of_the_trial_cut_trains():
             assert all(type(cut) is int for cut in cuts)
             assert all(sum(counts[start:stop]) for start, stop in itertools.pairwise(cuts)), (counts, cuts)
         # A frozen model was told to use at most 0 stages.
-        told = f"use at most {trainable} stages" if trainable else "give the boundaries as a list"
+        told = (
+            f"use at most {trainable} stages, PipelineModule.num_stages={trainable}."
+            if trainable
+            else "give the boundaries as a list"
+        )
         with pytest.raises(ValueError, match=told):
             trial_boundaries(counts, trainable + 1)
 

@@ -63,6 +63,24 @@ class OutsideParameter(cases.Classifier):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class OneLayer(cases.Classifier):
+    """Told to use at most one stage, its user found no option of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(self.embed, *self.blocks, nn.Tanh(), self.head)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.net]
+
+
+class OneTrained(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.blocks.requires_grad_(False)
+
+
 class TwoOptimizers(cases.Classifier):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.embed.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
@@ -136,6 +154,8 @@ def refusals(host: cases.Host) -> dict[str, Any]:
     lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
     return {
         "outside": refused(lambda: fit_changed(host, OutsideParameter())),
+        "one layer": refused(lambda: fit_changed(host, OneLayer())),
+        "one trained layer": refused(lambda: fit_changed(host, OneTrained())),
         "optimizers": refused(lambda: fit_changed(host, TwoOptimizers())),
         "manual": refused(lambda: fit_changed(host, Manual())),
         "backward": refused(lambda: fit_changed(host, OwnBackward())),

@@ -133,9 +133,9 @@ def test_what_an_engine_with_one_stage_per_rank_needs():
     assert make_plan(made, fast_links, num_stages=2).boundaries == [0, 2, 4]
     plan = make_plan(made, slow_links, num_stages=2, every_stage_trains=True)
     assert len(plan.stages) == 2
-    with pytest.raises(ValueError, match="chain has 2: use fewer stages"):
+    with pytest.raises(ValueError, match="chain has 2: use num_stages=2 or fewer"):
         make_plan(made, replace(fast_links, num_devices=3), num_stages=3, every_stage_trains=True)
-    with pytest.raises(ValueError, match="5 stages need at least 5 layers and the chain has 4"):
+    with pytest.raises(ValueError, match="5 layers and the chain has 4: use num_stages=4 or fewer"):
         make_plan(made, replace(fast_links, num_devices=5), num_stages=5)
 
 

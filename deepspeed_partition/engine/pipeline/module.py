@@ -189,6 +189,22 @@ def check_same_model(plan: Plan, num_trainable_parameters: Sequence[int]) -> Non
             )
 
 
+class TooManyStagesError(ValueError):
+    """More stages than there are layers for them.
+
+    Args:
+        what: How many there are of both.
+        most: The most stages.
+    """
+
+    def __init__(self, what: str, most: int) -> None:
+        super().__init__(
+            f"{what}: use at most {most} stages, PipelineModule(num_stages={most}) or another number that divides "
+            f"the processes, or start {most} processes"
+        )
+        self.what, self.most = what, most
+
+
 def trial_boundaries(
     num_trainable_parameters: Sequence[int], num_stages: int, num_frozen_parameters: Sequence[int] = ()
 ) -> list[int]:
@@ -207,9 +223,10 @@ def trial_boundaries(
             "made for training: give the boundaries as a list"
         )
     if num_trainable < num_stages:
-        raise ValueError(
+        raise TooManyStagesError(
             f"the pipeline has {num_stages} stages and the model {len(num_trainable_parameters)} layers, "
-            f"{num_trainable} of them with trainable parameters: use at most {num_trainable} stages"
+            f"{num_trainable} of them with trainable parameters",
+            num_trainable,
         )
     if not any(num_frozen_parameters):
         return [int(cut) for cut in partition_balanced(list(num_trainable_parameters), num_stages)]
@@ -304,9 +321,8 @@ def partition_layers(
             "use one of DeepSpeed's methods"
         )
     if num_layers < num_stages:
-        raise ValueError(
-            f"the pipeline has {num_stages} stages and the model {num_layers} layers: "
-            f"use at most {num_layers} stages"
+        raise TooManyStagesError(
+            f"the pipeline has {num_stages} stages and the model {num_layers} layers", num_layers
         )
     if planning_is_off() and (asks_for_plan(method) or isinstance(method, Plan)):
         announce("MADPIPE=0: no planning, the layers are cut by DeepSpeed's default method 'parameters'")
