@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, raised_together
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.finding.captured_calls import CapturedCalls
+from lightning_madpipe.finding.coarse_call import CoarseCall
 from lightning_madpipe.finding.example_batch import STEPS, example_batch
 from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
@@ -32,19 +36,28 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
         try:
             call = find_call(module, step, batch, lambda: undone(module, lightning))
         except SeveralCallsError as error:
-            return _several_calls(module, step, batch, before, error, lightning)
+            found = _several_calls(module, step, batch, before, error, lightning)
+            if found is not before:
+                _say(found.captured, num_micro_batches)
+            return found
         if before is not None and before.attribute == call.attribute:
             assert before.captured is not None
             if before.captured.holds_for(call.args, call.kwargs):
                 return before
-        found = _captured(module, call)
+        found = _captured(module, call, lambda: undone(module, lightning))
         assert found.captured is not None
         found.captured.know(key_of(step, batch), found.captured)
-        for note in found.captured.notes:
-            announce(note)
+        _say(found.captured, num_micro_batches)
         return found
     except ValueError as error:
         raise unknown_layers(module, error) from error
+
+
+def _say(captured: CapturedCall | None, num_micro_batches: int) -> None:
+    """Say once what a user should know of layers that were found."""
+    assert captured is not None
+    for note in (*captured.notes, *(captured.notes_on_decisions() if num_micro_batches > 1 else ())):
+        announce(note)
 
 
 def unknown_layers(module: Any, reason: Exception) -> ValueError:
@@ -61,9 +74,46 @@ def _call_before(module: Any) -> PipelineCall | None:
     return call if call is not None and call.captured is not None else None
 
 
-def _captured(module: Any, call: StepCall) -> PipelineCall:
-    captured = CapturedCall(module.get_submodule(call.path), call.in_words, call.args, call.kwargs)
+def _captured(module: Any, call: StepCall, undone: Callable[[], AbstractContextManager[None]]) -> PipelineCall:
+    """The layers of a call: of its capture, or where data decides of what it runs in order. Collective then."""
+    model = module.get_submodule(call.path)
+    captured: CapturedCall | None = None
+    try:
+        captured = CapturedCall(model, call.in_words, call.args, call.kwargs)
+        whole = captured.undivided()
+    except CaptureError as error:
+        whole = "", error
+    if whole is not None:
+        captured = _of_elements(model, call, *whole, undone, captured)
+    assert captured is not None
     return PipelineCall(layers=captured.layers, attribute=call.attribute, captured=captured)
+
+
+def _of_elements(
+    model: Any, call: StepCall, within: str, reason: CaptureError,
+    undone: Callable[[], AbstractContextManager[None]], captured: CapturedCall | None,
+) -> CapturedCall:  # fmt: skip
+    """What a model runs in order, found by running it on the example. Collective.
+
+    Args:
+        captured: What is taken where it runs nothing in order; None: that is refused.
+    """
+    try:
+        found = raised_together(
+            lambda: CoarseCall(model, call.in_words, call.args, call.kwargs, reason, within, undone)
+        )
+    except CaptureError as error:
+        if captured is None:
+            raise
+        captured.why_few = str(error)
+        captured.notes.append(captured.why_few)
+        return captured
+    if len(set(gather_objects(found.coarse.description()))) > 1:
+        raise CaptureError(
+            f"{reason}. Ranks go different ways there: make the module from the same random numbers on all of "
+            "them (seed_everything)"
+        )
+    return found
 
 
 def _several_calls(

@@ -77,8 +77,10 @@ def _refusals_of_layers(
     num_layers = len(call.layers)
     reasons = [*refusals_of_normalization(module, num_stages), *refusals_of_hooks(module, call)]
     if num_layers < num_stages:
+        why = call.captured.why_few if call.captured is not None else ""
         reasons.append(
-            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages: "
+            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages"
+            f"{f' ({why})' * bool(why)}: "
             f"{fewer_stages(num_layers, num_processes)}; or name finer layers in pipeline_layers()"
         )
     return reasons

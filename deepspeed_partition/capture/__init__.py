@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_partition.capture.coarse import coarse_layers
+from deepspeed_partition.capture.coarse import coarse_layers, undivided
 from deepspeed_partition.capture.model_layers import Captured, Layers, TiedLayer, capture, layers_from
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError
@@ -36,4 +36,11 @@ def layers_as_they_are(
         captured = capture(model, args, kwargs)
     except CaptureError as error:
         return coarse_layers(model, args, kwargs, error, wrap)
+    whole = undivided(captured)
+    if whole is not None:
+        within, reason = whole
+        try:
+            return coarse_layers(model, args, kwargs, reason, wrap, within)
+        except CaptureError as error:
+            captured.notes.append(str(error))
     return layers_from(captured, wrap)

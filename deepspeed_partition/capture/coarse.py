@@ -11,22 +11,39 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill, input_names_of
+from deepspeed_partition.capture.graph import Graph
+from deepspeed_partition.capture.model_layers import (
+    Captured,
+    Layers,
+    TiedLayer,
+    fill,
+    input_names_of,
+    without_a_cache,
+)
 from deepspeed_partition.capture.program import ShapeError
-from deepspeed_partition.capture.recorder import CaptureError, patched
-from deepspeed_partition.capture.structure import Structure, build, flatten, names_of
+from deepspeed_partition.capture.recorder import DECIDES, CaptureError, patched
+from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
 
 WAY_OUT = (
     "put what depends on the data into a module of its own, which then runs whole, or write the model's layers as "
     "a list"
 )
+
+
+class _Tensor:
+    """The place of a tensor among leaves."""
+
+
+_TENSOR = _Tensor()
+_OF_A_COPY = {"_parameters", "_buffers", "_modules", "training", "forward"}
+"""What a copy of a module has for itself; hosts put something in the place of ``forward``."""
 
 
 class Given(NamedTuple):
@@ -49,12 +66,12 @@ class Element:
     leaves: list[Any]
     structure: Structure
     returned: list[Any]
-    """The leaves of what the call returned; None in the place of tensors."""
+    """The leaves of what the call returned, with the places of tensors."""
     returned_structure: Structure
 
     @property
     def num_passed(self) -> int:
-        return sum(leaf is None for leaf in self.returned)
+        return sum(leaf is _TENSOR for leaf in self.returned)
 
 
 class _Reached(BaseException):
@@ -73,13 +90,28 @@ class Unknown(torch.Tensor):
         raise CaptureError("the model's code uses what an element returned other than for the next element")
 
 
-class Gap(nn.Module):
-    """The place of an element in the code around them."""
+class _Original:
+    """Knows an element; a copy of a layer has no copy of it."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, element: nn.Module) -> None:
+        self.element = element
+
+    def __deepcopy__(self, _: Any) -> _Original:
+        return self
+
+
+class Gap(nn.Module):
+    """The place of an element in the code around them, which may read the element's attributes."""
+
+    def __init__(self, place: int, element: nn.Module) -> None:
         super().__init__()
-        self.place = place
+        self.place, self._original = place, _Original(element)
         self.called: Callable[[int, Any, Any], Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_original":  # while it is built or copied
+            raise AttributeError(name)
+        return getattr(self._original.element, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.called is not None
@@ -96,42 +128,67 @@ class Coarse:
     """The tensors that the first element is given."""
     arguments_structure: Structure
     argument_leaves: list[Any]
-    """None in the place of tensors, which are the first layer's input."""
+    """The places of tensors, which are the first layer's input, and all other leaves."""
     input_names: list[str]
     output_names: list[str]
     first_names: dict[str, str]
     notes: list[str]
-    returned: list[Any]
-    returned_structure: Structure
+    output_shapes: list[tuple[int, ...]]
+    copied: tuple[str, ...] = ()
+    """The modules around the elements that layers have copies of, by name."""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Gives a context in which the model's code runs."""
+    returned: list[Any] | None = None
+    """The places of tensors, and all other leaves, of what the model returns; None: not known before it runs."""
+    returned_structure: Structure | None = None
 
     def rebuilt(self, tensors: Any) -> Any:
+        """What the model itself returns, made of the last layer's tensors."""
+        if self.returned is None or self.returned_structure is None:
+            raise ValueError(f"what {type(self.model).__name__} returns is known where its last layer runs")
         given = iter(tensors if isinstance(tensors, tuple | list) else (tensors,))
-        return build(self.returned_structure, [next(given) if leaf is None else leaf for leaf in self.returned])
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.returned]
+        return build(self.returned_structure, leaves)
+
+    def for_other_arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Coarse:
+        """The same run for a call with other arguments; what it returns is known when it has run."""
+        leaves, structure = flatten((tuple(args), kwargs))
+        return replace(
+            self, arguments_structure=structure, argument_leaves=_without_tensors(leaves), notes=[],
+            input_names=input_names_of(self.model, args, kwargs), returned=None, returned_structure=None,
+        )  # fmt: skip
 
     def inputs_of(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         return tuple(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+
+    def description(self) -> str:
+        """What all processes must have found alike, in words."""
+        leaves = [[leaf if _is_plain(leaf) else type(leaf) for leaf in each.leaves] for each in self.elements]
+        return repr([(each.name, own, each.num_passed) for each, own in zip(self.elements, leaves, strict=True)])
 
     def __deepcopy__(self, _: Any) -> Coarse:
         return self
 
     # What layers run
 
-    def _arguments(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def arguments(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """What the model is called with, of the tensors among it."""
         given = iter(inputs)
-        leaves = [next(given) if leaf is None else leaf for leaf in self.argument_leaves]
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.argument_leaves]
         return build(self.arguments_structure, leaves)
 
     def before(self, outside: nn.Module, inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the model's code up to its first element; return what that is given, and what the end needs."""
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         random = _random_state(inputs)
-        args, kwargs = self._arguments(inputs)
+        args, kwargs = self.arguments(inputs)
 
         def called(_: int, args: Any, kwargs: Any) -> Any:
             raise _Reached((args, kwargs))
 
+        self._follow_attributes(outside)
         try:
-            with _gaps(outside, called):
+            with self.context(), _gaps(outside, called):
                 outside(*args, **kwargs)
         except _Reached as reached:
             leaves, _ = flatten(reached.arguments)
@@ -155,8 +212,12 @@ class Coarse:
             leaves.append(leaf)
         args, kwargs = build(element.structure, leaves)
         leaves, _ = flatten(module(*args, **kwargs))
-        if len(leaves) != len(element.returned):
-            raise ShapeError(f"{element.name} returned {len(leaves)} values and not {len(element.returned)}")
+        if len(leaves) != len(element.returned) or not all(
+            map(_is_same, _without_tensors(leaves), element.returned)
+        ):
+            raise ShapeError(
+                f"{element.name} returned something else beside tensors than when the layers were found: {WAY_OUT}"
+            )
         return (*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *rest)
 
     def after(self, outside: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -164,7 +225,7 @@ class Coarse:
         last = len(self.elements) - 1
         passed, rest = tensors[: self.elements[last].num_passed], tensors[self.elements[last].num_passed :]
         inputs, random = rest[self.num_given : -1], rest[-1]
-        args, kwargs = self._arguments(inputs)
+        args, kwargs = self.arguments(inputs)
         now = _random_state(inputs)
         given: list[Any] = []
         unknown: list[Any] = []
@@ -178,7 +239,7 @@ class Coarse:
             element, made = self.elements[place], iter(passed)
             leaves = []
             for leaf in element.returned:
-                if leaf is None:
+                if leaf is _TENSOR:
                     leaf = next(made) if place == last else torch.empty(0).as_subclass(Unknown)
                     unknown.append(leaf)
                 leaves.append(leaf)
@@ -186,11 +247,33 @@ class Coarse:
                 _set_random_state(now, inputs)
             return build(element.returned_structure, leaves)
 
+        self._follow_attributes(outside)
         _set_random_state(random, inputs)
-        with _gaps(outside, called):
+        with self.context(), _gaps(outside, called):
             returned = outside(*args, **kwargs)
-        tensors = tuple(leaf for leaf in flatten(returned)[0] if isinstance(leaf, torch.Tensor))
+        leaves, structure = flatten(returned)
+        self._verify_returned(leaves, structure)
+        tensors = tuple(filter(_is_tensor, leaves))
         return tensors if len(tensors) > 1 else tensors[0]
+
+    def _follow_attributes(self, outside: nn.Module) -> None:
+        """Let the copies of modules around the elements have the attributes that the model's own have now."""
+        for name in self.copied:
+            now, own = vars(self.model.get_submodule(name)), vars(outside.get_submodule(name))
+            for each in own.keys() - now.keys() - _OF_A_COPY:
+                del own[each]
+            own.update((each, value) for each, value in now.items() if each not in _OF_A_COPY)
+
+    def _verify_returned(self, leaves: Sequence[Any], structure: Structure) -> None:
+        """Refuse a batch for which the model returns other numbers, or other kinds of things, than before."""
+        found = _without_tensors(leaves)
+        if self.returned is None:
+            self.returned, self.returned_structure = found, structure
+        elif len(found) != len(self.returned) or not all(map(_is_same, found, self.returned)):
+            raise ShapeError(
+                f"{type(self.model).__name__} returns something else beside tensors for this batch than when its "
+                f"layers were found: let it return tensors, or {WAY_OUT}"
+            )
 
     def _verify(
         self, place: int, leaves: Sequence[Any], given: Sequence[Any] | None = None, passed: Sequence[Any] = ()
@@ -203,13 +286,24 @@ class Coarse:
                 same &= isinstance(leaf, torch.Tensor) and (given is None or leaf is given[expected.place])
             elif isinstance(expected, Passed):
                 same &= leaf is passed[expected.place]
-            elif isinstance(expected, bool | int | float | str) or expected is None:
-                same &= leaf is None if expected is None else type(leaf) is type(expected) and leaf == expected
+            else:
+                same &= _is_same(leaf, expected)
         if not same:
             raise ShapeError(
                 f"{type(self.model).__name__} gives {element.name} something else for this batch than when its "
                 f"layers were found: {WAY_OUT}"
             )
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, bool | int | float | str | Given | Passed)
+
+
+def _is_same(leaf: Any, expected: Any) -> bool:
+    """Whether a leaf that is no tensor is what it was; objects of other kinds are not compared."""
+    if isinstance(expected, bool | int | float | str):
+        return type(leaf) is type(expected) and leaf == expected
+    return leaf is expected if expected is None or expected is _TENSOR else not _is_tensor(leaf)
 
 
 @contextmanager
@@ -242,79 +336,122 @@ def _set_random_state(state: torch.Tensor, inputs: Sequence[torch.Tensor]) -> No
 # Layers
 
 
+@dataclass(slots=True, eq=False)
+class CoarseRecipe:
+    """What all layers need to know: the run that they are parts of, and the other one that they run now."""
+
+    captured: Coarse
+    running: Coarse | None = None
+
+    @property
+    def now(self) -> Coarse:
+        return self.running or self.captured
+
+    def other_call(self, *_: Any) -> Any:
+        """Refuse another call of the model's modules than one of the model itself."""
+        name, first = type(self.captured.model).__name__, self.captured.elements[0].name
+        raise CaptureError(f"they run the code of {name} around {first}, and no other")
+
+    def program(self, number: int, _: nn.Module) -> _Before | _After:
+        """What the first layer runs, or the last one: the code around the elements."""
+        return _After(self) if number else _Before(self)
+
+    def __deepcopy__(self, _: Any) -> CoarseRecipe:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    recipe: CoarseRecipe
+
+    def run(self, outside: nn.Module, inputs: Any) -> Any:
+        return self.recipe.now.before(outside, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _After:
+    recipe: CoarseRecipe
+
+    def run(self, outside: nn.Module, inputs: Any) -> Any:
+        return self.recipe.now.after(outside, inputs)
+
+
 class ElementLayer(nn.Module):
     """One element of the run, under its own name."""
 
-    def __init__(self, coarse: Coarse, place: int, modules: Any) -> None:
+    def __init__(self, recipe: CoarseRecipe, place: int, modules: Any) -> None:
         super().__init__()
-        self._coarse, self._place = coarse, place
-        self.training = coarse.model.training
-        fill(self, modules, {}, [coarse.elements[place].name])
+        self._recipe, self._place = recipe, place
+        self.training = recipe.captured.model.training
+        fill(self, modules, {}, [self.name])
+
+    @property
+    def name(self) -> str:
+        """The element's name in the model."""
+        return self._recipe.captured.elements[self._place].name
 
     def forward(self, tensors: Any) -> Any:
         module: Any = self
-        for part in self._coarse.elements[self._place].name.split("."):
+        for part in self.name.split("."):
             module = module._modules[part]
-        return self._coarse.element(self._place, module, tensors)
-
-
-class _Around:
-    """In the place of a recipe: the two layers that run the code around the elements."""
-
-    def __init__(self, coarse: Coarse) -> None:
-        self._coarse = coarse
-
-    def program(self, number: int, _: nn.Module) -> _Around | _After:
-        return self if number == 0 else _After(self._coarse)
-
-    def run(self, module: Any, inputs: Any) -> Any:
-        return self._coarse.before(module.model, inputs)
-
-
-class _After:
-    def __init__(self, coarse: Coarse) -> None:
-        self._coarse = coarse
-
-    def run(self, module: Any, inputs: Any) -> Any:
-        return self._coarse.after(module.model, inputs)
-
-
-class Outside(nn.Module):
-    """The model without the elements."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.training = model.training
-        self.model = model
+        return self._recipe.now.element(self._place, module, tensors)
 
 
 class OutsideLayer(nn.Module):
     """The code around the elements, where it has no weights to tie."""
 
-    def __init__(self, around: _Around, number: int, shared: Outside) -> None:
+    def __init__(self, recipe: CoarseRecipe, number: int, shared: nn.Module) -> None:
         super().__init__()
-        self._around, self._number, self.shared = around, number, shared
+        self._recipe, self._number, self.shared = recipe, number, shared
+        self.training = shared.training
 
     def forward(self, inputs: Any) -> Any:
-        return self._around.program(self._number, self.shared).run(self.shared, inputs)
+        return self._recipe.program(self._number, self.shared).run(self.shared, inputs)
+
+
+def undivided(captured: Captured) -> tuple[str, CaptureError] | None:
+    """The module that most weights of a captured model are in and that stays whole, and why; None: there is none.
+
+    Its own code decides by data, so that it would be a single layer.
+    """
+    modules = captured.graph.recording.modules
+    half = _num_weights(captured.model) / 2
+    for call in (node.call for node in captured.graph.nodes):
+        if call.is_module and call.why_whole and _num_weights(modules[call.target]) > half:
+            return call.target, CaptureError(f"{call.target} ({call.module_type}) stays whole: {call.why_whole}")
+    return None
+
+
+def deciding(graph: Graph) -> list[str]:
+    """The modules that ask whether something holds for the numbers in their tensors, each with its line."""
+    calls = [node.call for node in graph.nodes if node.is_module and node.call.why_whole.startswith(DECIDES)]
+    found = {call.why_whole.partition(" at ")[2]: call.target for call in calls}
+    return [f"{name} ({line})" for line, name in found.items() if line]  # torch's own has none
 
 
 def coarse_layers(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], reason: CaptureError,
-    wrap: Callable[[TiedLayer], Any] = lambda layer: layer,
+    wrap: Callable[[TiedLayer], Any] = lambda layer: layer, within: str = "",
 ) -> Layers:  # fmt: skip
     """The layers of a model that runs elements in order, found by running it on its arguments.
+
+    Args:
+        within: The module whose elements are meant, if these make smaller layers of it; else all are.
 
     Raises:
         CaptureError: the reason, where there are no such elements, or the code around them does more.
     """
+    if any(weight.is_meta for weight in model.parameters()):
+        raise reason  # it has no data to be run on
+    kwargs, notes = without_a_cache(model, args, kwargs)
     try:
-        coarse = _found(model, tuple(args), kwargs, reason)
+        coarse = _found(model, tuple(args), kwargs, reason, within)
+        coarse.notes += notes
         modules = dict(model.named_modules())
-        outside = Outside(_without(model, [element.name for element in coarse.elements]))
-        around: Any = _Around(coarse)
-        elements = [ElementLayer(coarse, place, modules) for place in range(len(coarse.elements))]
-        plain = [OutsideLayer(around, 0, outside), *elements, OutsideLayer(around, len(elements) + 1, outside)]
+        outside, coarse.copied = _without(model, [element.name for element in coarse.elements])
+        recipe = CoarseRecipe(coarse)
+        elements = [ElementLayer(recipe, place, modules) for place in range(len(coarse.elements))]
+        plain = [OutsideLayer(recipe, 0, outside), *elements, OutsideLayer(recipe, len(elements) + 1, outside)]
         _try_out(model, coarse, plain, args, kwargs)
     except CaptureError as error:
         if error is reason:
@@ -323,61 +460,74 @@ def coarse_layers(
     layers = Layers(plain)
     if any(weight.requires_grad for weight in outside.parameters()):
         for place in (0, -1):
-            layers[place] = wrap(TiedLayer(around, place % len(plain), "around_elements", outside))
-    layers.captured = coarse
+            layers[place] = wrap(TiedLayer(recipe, place % len(plain), "around_elements", outside))
+    layers.captured, layers.recipe = coarse, recipe
     layers.input_names, layers.output_names = coarse.input_names, coarse.output_names
     layers.boundary_bytes, layers.boundary_shapes = [], []
     return layers
 
 
-def _without(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The model with gaps in the places of modules; all other modules are the model's own objects."""
-    outside = copy.copy(model)
-    outside._modules = dict(model._modules)
+def _without(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model with gaps in the places of modules, and the names of the modules that are copies for that.
+
+    All other modules are the model's own objects, and all weights are.
+    """
+    outside = _copy_of(model)
     copied: dict[str, nn.Module] = {"": outside}
     for place, name in enumerate(names):
         *path, last = name.split(".")
         for depth in range(len(path)):
             above, here = ".".join(path[:depth]), ".".join(path[: depth + 1])
             if here not in copied:
-                inner = copy.copy(copied[above]._modules[path[depth]])
+                inner = copied[above]._modules[path[depth]]
                 assert inner is not None
-                inner._modules = dict(inner._modules)
-                copied[above]._modules[path[depth]] = copied[here] = inner
-        copied[".".join(path)]._modules[last] = Gap(place)
-    return outside
+                copied[above]._modules[path[depth]] = copied[here] = _copy_of(inner)
+        copied[".".join(path)]._modules[last] = Gap(place, model.get_submodule(name))
+    return outside, tuple(copied)
 
 
-def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: CaptureError) -> Coarse:
+def _copy_of(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
+    vars(copied).pop("forward", None)
+    return copied
+
+
+def _found(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: CaptureError, within: str
+) -> Coarse:
     calls, returned = _calls_of(model, args, kwargs)
     modules = dict(model.named_modules())
     best: list[Any] = []
     for name, module in modules.items():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        is_within = not within or f"{name}.".startswith(f"{within}.")
+        if is_within and isinstance(module, nn.ModuleList | nn.Sequential):
             run = _run_in_order(name, module, calls)
             if len(run) > 1 and _weight(modules, run) > _weight(modules, best):
                 best = run
-    if not best:
+    if not best or (within and not _is_worth_it(modules, best, within)):
         raise reason
     first = [leaf for leaf in best[0][1][0] if isinstance(leaf, torch.Tensor)]
     elements = []
     before: list[Any] = []
     for name, (leaves, structure), (outs, out_structure) in best:
+        if any(not _is_tensor(leaf) and holds_tensors(leaf) for leaf in (*leaves, *outs)):
+            raise CaptureError(f"{name} is given, or returns, an object that holds tensors (use_cache=False)")
         own = [_origin(leaf, first, before) for leaf in leaves]
-        elements.append(
-            Element(name, own, structure, [None if _is_tensor(leaf) else leaf for leaf in outs], out_structure)
-        )
+        elements.append(Element(name, own, structure, _without_tensors(outs), out_structure))
         before = [leaf for leaf in outs if _is_tensor(leaf)]
     argument_leaves, structure = flatten((args, kwargs))
     out_leaves, out_structure = flatten(returned)
     names = names_of(out_structure)
     return Coarse(
-        model, elements, len(first), structure, [None if _is_tensor(leaf) else leaf for leaf in argument_leaves],
+        model, elements, len(first), structure, _without_tensors(argument_leaves),
         input_names_of(model, args, kwargs),
         [name or "output" for name, leaf in zip(names, out_leaves, strict=True) if _is_tensor(leaf)],
-        {},
+        _first_names(model),
         [f"{type(model).__name__} is cut between {best[0][0]} and its followers alone: {reason}"],
-        [None if _is_tensor(leaf) else leaf for leaf in out_leaves], out_structure,
+        [tuple(leaf.shape) for leaf in out_leaves if _is_tensor(leaf)],
+        returned=_without_tensors(out_leaves), returned_structure=out_structure,
     )  # fmt: skip
 
 
@@ -385,8 +535,30 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """One name for each parameter and buffer, by all of its names."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _is_worth_it(modules: dict[str, nn.Module], run: Sequence[Any], within: str) -> bool:
+    """Whether each layer, of an element or around them, has at most half of what a module has that stays whole."""
+    elements = [_num_weights(modules[name]) for name, *_ in run]
+    around = _num_weights(modules[""]) - sum(elements)
+    return 2 * max(around, *elements) <= _num_weights(modules[within])
+
+
+def _without_tensors(leaves: Sequence[Any]) -> list[Any]:
+    return [_TENSOR if _is_tensor(leaf) else leaf for leaf in leaves]
+
+
 def _weight(modules: dict[str, nn.Module], run: Sequence[Any]) -> int:
-    return sum(weight.numel() for name, *_ in run for weight in modules[name].parameters())
+    return sum(_num_weights(modules[name]) for name, *_ in run)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[Any]], Any]:
@@ -467,8 +639,11 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
                 try:
                     for layer in layers:
                         passed = layer(passed)
-                except ShapeError as error:
-                    raise CaptureError(str(error)) from error
+                except CaptureError:
+                    raise
+                except Exception as error:
+                    kind = "" if isinstance(error, ShapeError) else f"{type(error).__name__}: "
+                    raise CaptureError(f"{kind}{error}") from error
                 buffers = list(model.buffers())
                 if any(not torch.equal(one, other) for one, other in zip(buffers, changed, strict=True)):
                     raise CaptureError("the code around its elements changes a buffer, and would change it twice")

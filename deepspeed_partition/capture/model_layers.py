@@ -100,18 +100,25 @@ def capture(
     Raises:
         CaptureError: it cannot be captured; the message names the line of the model's source.
     """
-    args, kwargs, notes = tuple(args), dict(kwargs or {}), []
-    if call is None and _keeps_a_cache(model, args, kwargs):
-        kwargs["use_cache"] = False
-        notes.append(
-            f"{type(model).__name__} runs with use_cache=False: a pipeline has no cache of keys and values"
-        )
+    args, kwargs, notes = tuple(args), dict(kwargs or {}), list[str]()
+    if call is None:
+        kwargs, notes = without_a_cache(model, args, kwargs)
     graph = _graph_of(model, args, kwargs, call)
     shells = tuple(_without_data(part) for part in (args, kwargs))
     return Captured(
         model, graph, input_names_of(call or model, args, kwargs), _output_names(graph), (shells[0], shells[1]),
         model.training, _autocast(graph.recording.device), notes, call,
     )  # fmt: skip
+
+
+def without_a_cache(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Keyword arguments with which a Hugging Face model makes no cache for generation, and what to say of that."""
+    if not _keeps_a_cache(model, args, kwargs):
+        return kwargs, []
+    said = f"{type(model).__name__} runs with use_cache=False: a pipeline has no cache of keys and values"
+    return {**kwargs, "use_cache": False}, [said]
 
 
 def _keeps_a_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -512,8 +519,8 @@ class Layers(list[Any]):
     """The layers of a model, in order: a list for ``PipelineModule(layers=...)``."""
 
     captured: Any
-    recipe: Recipe
-    """What all of the layers run, in each state."""
+    recipe: Any
+    """What all of the layers run, in each state: a ``Recipe``, or that of elements that run in order."""
     input_names: list[str]
     """The names of the tensors that the first layer takes, in order."""
     output_names: list[str]

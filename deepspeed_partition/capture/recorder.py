@@ -20,7 +20,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -558,7 +564,8 @@ class Tape:
             raise error from None
         scope.calls.clear()
         scope.conditions.clear()
-        scope.why_whole = f"{type(error).__name__} without data at {line}"
+        why = _WHY_WHOLE.get(type(error), f"{type(error).__name__} without data")
+        scope.why_whole = f"{why} at {line}" if line else why
         scope.effects.random = True
         outs, out_structure = flatten(result)
         wants = any(parameter.requires_grad for parameter in module.parameters()) or any(
@@ -696,6 +703,13 @@ class Tape:
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         self._module_names.pop(id(self.model), None)
         return self.call(*args, **kwargs)
+
+
+DECIDES = "its code decides by the numbers in a tensor"
+_WHY_WHOLE: dict[type[Exception], str] = {
+    DataDependentOutputException: DECIDES,
+    DynamicOutputShapeException: "the numbers in a tensor give a shape",
+}
 
 
 def _is_small_and_exact(leaf: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from deepspeed_partition.capture import Captured, Layers, layers_as_they_are, layers_from
+from deepspeed_partition.capture import Captured, CaptureError, Layers, layers_as_they_are, layers_from
+from deepspeed_partition.capture.coarse import coarse_layers
 from deepspeed_partition.capture.model_layers import TiedLayer
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 from deepspeed_partition.engine.runtime.environment import announce
@@ -24,6 +26,20 @@ def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
 def layers_of_captured(captured: Captured) -> Layers:
     """The layers of a model that was captured already."""
     return layers_from(captured, wrap=_tied)
+
+
+def layers_of_elements(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], reason: CaptureError, within: str = ""
+) -> Layers:
+    """The layers of a model that cannot be captured: elements that it runs in order, and the code around them.
+
+    Args:
+        within: The module whose elements are meant.
+
+    Raises:
+        CaptureError: the reason, where it runs none, or its code does more around them.
+    """
+    return coarse_layers(model, args, kwargs, reason, _tied, within)
 
 
 def _tied(layer: TiedLayer) -> TiedModule:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_partition.capture import capture
+from deepspeed_partition.capture import CaptureError, capture
+from deepspeed_partition.capture.coarse import deciding, undivided
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.model_layers import OtherCall
 from deepspeed_partition.capture.structure import build, flatten, names_of
@@ -24,6 +25,10 @@ from deepspeed_partition.engine.captured_model import layers_of_captured
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 
 NO_CACHE = "a pipeline has no cache of keys and values"
+DECIDES_APART = (
+    "code there decides by the numbers in tensors, of each micro-batch and not of the batch as in one process; "
+    "with num_micro_batches=1 it does as there"
+)
 
 
 class OtherCallError(ValueError):
@@ -65,6 +70,8 @@ class CapturedCall:
         self._of_steps: dict[Hashable, CapturedCall] = {}
         """What steps call, by their names and the kind of sizes that they are given."""
         self._other: OtherCall | None = None
+        self.why_few = ""
+        """Why most of the model is one layer; empty where it is not."""
         self.root: nn.Module = model if first is None else first.root
         """The module whose layers these are."""
         self._reach: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -80,7 +87,7 @@ class CapturedCall:
         model = self.model
         with without_caches(model) as kinds:
             captured = capture(model, args, kwargs)
-        self.notes = [*captured.notes, *(f"{kind} runs with use_cache=False: {NO_CACHE}" for kind in kinds)]
+        self.notes = [*captured.notes, *notes_on_caches(kinds)]
         """What a user should be told once."""
         self._cut(captured.graph, captured.training)
         captured.changed = self._cut
@@ -110,6 +117,25 @@ class CapturedCall:
         self.now = self._of_steps[step]
         self._recipe.running = self.now._other
         return True
+
+    def undivided(self) -> tuple[str, CaptureError] | None:
+        """The module that most of the work is in and that stays whole, and why."""
+        return undivided(self._captured)
+
+    def notes_on_decisions(self) -> list[str]:
+        """What a user should be told once where a batch is cut into micro-batches."""
+        found = deciding(self._captured.graph)
+        return [f"{', '.join(found[:3])}{', ...' * (len(found) > 3)}: {DECIDES_APART}"] if found else []
+
+    def another(
+        self, model: nn.Module, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CapturedCall:
+        """Another call, which these layers are to run.
+
+        Raises:
+            CaptureError: they cannot.
+        """
+        return CapturedCall(model, called, args, kwargs, self)
 
     def know(self, step: Hashable, call: CapturedCall) -> None:
         """Know what a step calls: this call, or another one of the same layers."""
@@ -273,6 +299,10 @@ def _in_form(model: nn.Module, forms: Mapping[int, Tensor]) -> Iterator[None]:
                     stack.callback(table.__setitem__, name, tensor)
                     table[name] = stand_ins[id(tensor)]
         yield
+
+
+def notes_on_caches(kinds: Iterable[str]) -> list[str]:
+    return [f"{kind} runs with use_cache=False: {NO_CACHE}" for kind in kinds]
 
 
 @contextmanager

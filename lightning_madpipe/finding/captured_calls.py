@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deepspeed_partition.capture.graph import Graph
+from deepspeed_partition.capture.recorder import patched
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.capture.tail import leave_out
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
@@ -64,6 +65,7 @@ class CapturedCalls(CapturedCall):
         """Let a call of the module be its step, which returns what its calls were given and returned."""
         calls: list[tuple[str, Any, Any]] = []
         inside = False
+        raised: list[str] = []
 
         def called(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,6 +75,9 @@ class CapturedCalls(CapturedCall):
                 inside = True
                 try:
                     returned = run(*args, **kwargs)
+                except Exception:
+                    raised.append(path)
+                    raise
                 finally:
                     inside = False
                 calls.append((path, (args, kwargs), returned))
@@ -89,8 +94,20 @@ class CapturedCalls(CapturedCall):
                 return forward(*args, **kwargs)
             is_running = True
             calls.clear()
+            raised.clear()
+            call = nn.Module.__call__
+
+            def run_alone(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                """Note what stands for a module that a capture has run alone, for want of data."""
+                num_calls, num_raised = len(calls), len(raised)
+                returned = call(part, *args, **kwargs)
+                if len(raised) > num_raised:
+                    calls[num_calls:] = [(raised.pop(), (args, kwargs), returned)]
+                return returned
+
             try:
-                getattr(module, self._step)(*args, *rest_of_arguments(module, self._step))
+                with patched(nn.Module, "__call__", run_alone):
+                    getattr(module, self._step)(*args, *rest_of_arguments(module, self._step))
             except Exception as error:  # of what comes after the last call, such as a loss that asks for data
                 self._error = error
             finally:

@@ -276,7 +276,7 @@ class BatchRunner:
             return
         try:
             with self._pipeline.elsewhere.lifted(), self._trainer.precision_plugin.forward_context():
-                follow_step(self._module, call, step, batch, self._lightning)
+                raised_together(lambda: follow_step(self._module, call, step, batch, self._lightning))
         except ValueError as error:
             raise self._refusal(f"{step} calls {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -410,6 +411,50 @@ def test_blocks_of_a_model_that_cannot_be_captured_are_layers():
     assert_same(model, layers, [one(padded(3, 7)), one(padded(2, 5))])
     with pytest.raises(ShapeError, match=r"gives blocks\.0 something else"):
         run_in_order(layers, words(3, 7).clamp(min=1))
+
+
+def test_weights_around_blocks_have_the_models_names():
+    """The model's own ``state_dict`` had those that were trained there as they were in the beginning."""
+    model = networks.DataDependent()
+    layers = layers_as_they_are(model, (padded(3, 7),), {})
+    held = {"tied_modules.around_elements": layers[0].shared, **dict(enumerate(layers[1:-1], 1))}
+    state = {f"{key}.{name}": weight for key, part in held.items() for name, weight in part.named_parameters()}
+    found = layers.model_state_dict({name: weight.detach() + 1.0 for name, weight in state.items()})
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found[name], weight + 1.0), name
+
+
+class Wrapped(nn.Module):
+    """Most of it is in a part that decides by data and reads an attribute of a block. It returns a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last, self.scale = networks.DataDependent(), nn.Linear(20, 4), 1.0
+        self.inner.blocks[0].kind = "causal"
+        self.inner.register_forward_pre_hook(self._ask)
+
+    def _ask(self, *_: Any) -> None:
+        assert self.inner.blocks[0].kind == "causal"
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
+        return {"x": self.last(self.inner(tokens)["logits"]) * self.scale, "scale": self.scale}
+
+
+def test_blocks_within_a_part_that_cannot_be_captured_are_layers():
+    """The part was a single layer; what code around blocks read of modules was what it had been in the capture."""
+    torch.manual_seed(0)
+    model = Wrapped()
+    layers = layers_as_they_are(model, (padded(3, 7),), {})
+    assert len(layers) == 5
+    assert (
+        "inner (DataDependent) stays whole: its code decides by the numbers in a tensor"
+        in layers.captured.notes[0]
+    )
+    assert_same(model, layers, [one(padded(3, 7)), one(padded(2, 5))])
+    assert layers.output(run_in_order(layers, padded(2, 5)))["scale"] == 1.0
+    model.scale = 2.0
+    with pytest.raises(ShapeError, match="returns something else beside tensors for this batch"):
+        run_in_order(layers, padded(2, 5))
 
 
 def padded(batch: int, length: int) -> torch.Tensor:

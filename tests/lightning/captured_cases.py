@@ -377,6 +377,107 @@ def recurrent(host: cases.Host) -> dict[str, Any]:
     return trained(host, Recurrent, sentences())
 
 
+class Routed(nn.Module):
+    """Each sample goes to the expert that a router chooses for it; an expert that nobody chooses does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.router(x).softmax(-1)
+        chosen, changed = shares.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            samples = (chosen == number).nonzero().flatten()
+            if len(samples):
+                changed[samples] = expert(x[samples]) * shares[samples, number, None]
+        return x + changed
+
+
+class Guarded(nn.Module):
+    """Asks for its numbers before it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        return x / 2 if x.abs().max() > 1e3 else x
+
+
+class DecidingBlocks(Sgd):
+    """Blocks decide by data, each for itself; the step calls them one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Routed(), Guarded(), Routed(), Guarded()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), batch[0])
+
+
+class Bounded(nn.Module):
+    """Its own code decides by data before its blocks and after them; what is around them shares a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList([Routed(), nn.Linear(8, 8), Guarded(), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor, weight: Any = None) -> dict[str, Any]:
+        x = self.norm(self.embed(x))
+        far = x.abs() > 2.0
+        if far.any():
+            x = x.masked_fill(far, 2.0)
+        for block in self.blocks:
+            x = block(x)
+        if x.isnan().any():
+            x = x.nan_to_num()
+        return {"x": self.head(x) if weight is None else self.head(x) * weight, "bound": 2.0}
+
+
+class DecidingModel(Sgd):
+    """Calls such a model within its ``forward``, otherwise in its validation, with a factor of its own."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = Bounded(), nn.Linear(8, 8)
+
+    def on_train_epoch_start(self) -> None:
+        self.factor = 1.0 + 0.5 * self.current_epoch
+
+    def forward(self, x: torch.Tensor, weight: Any = None) -> torch.Tensor:
+        found = self.net(x * self.factor, weight)
+        return self.last(found["x"]) * found["bound"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.mse_loss(self(batch[0], torch.full_like(batch[0], 0.5)), batch[0])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[0]))
+
+
+def deciding_blocks(host: cases.Host) -> dict[str, Any]:
+    """Where a step itself called a module that decides by data, its layers computed something else."""
+    return trained(host, DecidingBlocks, cases.loader(NUM_SAMPLES))
+
+
+def deciding_model(host: cases.Host) -> dict[str, Any]:
+    """A model whose own code decides by data was refused, or was a single layer within another module."""
+    return trained(host, DecidingModel, cases.loader(NUM_SAMPLES))
+
+
 class Noisy(SeveralCalls):
     """Draws random numbers between two calls, and those of the step are not those of the layers."""
 
@@ -408,13 +509,48 @@ class ChangingCall(OtherOrder):
         return self(batch[0], scale=1.0 + self.global_step).square().mean()
 
 
-class Branching(SeveralCalls):
+class Branching(Sgd):
+    """Decides between its blocks, where what one of them returns goes to the next one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.encoder(x)
-        return self.decoder(x if x.sum() > 0 else -x)
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 0:
+                x = x * 2
+        return x
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0]).square().mean()
+
+
+class BranchingInside(Sgd):
+    """Its network keeps statistics around its blocks, and would count each batch twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Bounded()
+        self.net.norm = nn.BatchNorm1d(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)["x"]
+
+
+class BranchingLoss(BranchingInside):
+    """Returns a loss, which is that of a micro-batch where its code decides by data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.net.norm = nn.Identity()
+        return self.net(x)["x"].square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
 
 
 class Resized(CausalLanguageModel):
@@ -458,7 +594,10 @@ class Attached(OtherOrder):
 
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
-    for build in (Noisy, NoCall, OtherOrder, ChangingCall, Branching, Resized, Generating, Unequal, Attached):
+    for build in (
+        Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
+        Unequal, Attached,
+    ):  # fmt: skip
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
         validates = data if build in (OtherOrder, Generating) else None
         try:
@@ -477,6 +616,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         translator,
         recurrent,
         several_calls,
+        deciding_blocks,
+        deciding_model,
         unnamed,
         runs,
         other_signatures,
