@@ -10,6 +10,7 @@ from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, raised_together
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.coarse_call import CoarseCall
@@ -44,7 +45,13 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
             assert before.captured is not None
             if before.captured.holds_for(call.args, call.kwargs):
                 return before
-        found = _captured(module, call, lambda: undone(module, lightning))
+        try:
+            found = _captured(module, call, lambda: undone(module, lightning))
+        except Exception as error:  # also the model's own, where it runs with data
+            state = state_of_other_size(module, (call.args, call.kwargs))
+            if state is None:
+                raise
+            raise ValueError(f"{error}; {state}") from error
         assert found.captured is not None
         found.captured.know(key_of(step, batch), found.captured)
         _say(found.captured, num_micro_batches)

@@ -23,6 +23,7 @@ from deepspeed_partition.capture.structure import build, flatten, names_of
 from deepspeed_partition.capture.tail import Tail, cut_tail
 from deepspeed_partition.engine.captured_model import layers_of_captured
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+from lightning_madpipe.finding.batch_states import FROM_THE_FIRST
 
 NO_CACHE = "a pipeline has no cache of keys and values"
 DECIDES_APART = (
@@ -189,9 +190,10 @@ class CapturedCall:
         for name in dict.fromkeys((*known, *given)):
             before, now = known.get(name), given.get(name)
             if not _alike(before, now):
+                begins = f"; {FROM_THE_FIRST}" if isinstance(now, Tensor) and before is None else ""
                 raise OtherCallError(
                     f"with {name}={_shown(now)}, and its layers were found for {name}={_shown(before)}: call it "
-                    "alike in all steps, in whose tensors alone batches differ"
+                    f"alike in all steps, in whose tensors alone batches differ{begins}"
                 )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.layer_calls import needs_unpacking, unpacking
 from deepspeed_partition.profiling.isolation import stand_ins
+from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
@@ -208,6 +209,9 @@ class LayerCheck:
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:
+                state = state_of_other_size(self._module, self._arguments)
+                if state is not None:
+                    raise LayersDifferError(f"forward() of {self._name} raises {error}: {state}") from error
                 self._notes.append(
                     f"pipeline_layers() could not be compared with forward() of {self._name}, which raises "
                     f"{type(error).__name__} here: {error}"

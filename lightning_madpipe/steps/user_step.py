@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from lightning_madpipe.compat.elsewhere import ElsewhereError
+from lightning_madpipe.finding.batch_states import FROM_THE_FIRST
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batch_runs import (
@@ -164,8 +165,10 @@ class UserSteps:
             )
         if not taken or not all(isinstance(value, Tensor) for value in taken):
             kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
+            hint = f"; {FROM_THE_FIRST}" if any(value is None for value in taken) else ""
             raise self._error(
-                f"{micro_batch.step} calls {self.call.called} with {kinds}: only tensors can be sent to a pipeline"
+                f"{micro_batch.step} calls {self.call.called} with {kinds}: only tensors can be sent to a "
+                f"pipeline{hint}"
             )
         return taken[0] if len(taken) == 1 else taken
 

@@ -592,11 +592,60 @@ class Attached(OtherOrder):
         return self.encoder.gain.alpha * super().forward(x)
 
 
+class Carrying(Sgd):
+    """Gives its model a state that is None in the first step, and then what the model has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Linear(8, 12), nn.GRUCell(12, 12), nn.Linear(12, 8)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None) -> Any:
+        state = self.cell(torch.tanh(self.embed(x)), state)
+        return self.head(state), state
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs, state = self(batch[0], self.state)
+        self.state = state.detach()
+        return outputs.square().mean()
+
+
+class CarryingForBatches(Carrying):
+    """Its state begins with the size of a batch, and not with that of what the step is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(16, 12)
+
+
+class CarryingByLayers(CarryingForBatches):
+    def pipeline_layers(self) -> list[Any]:
+        return [Both(self.embed), self.cell, nn.Identity(), Twice(self.head)]
+
+
+class Both(nn.Module):
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:
+        return torch.tanh(self.embed(x)), state
+
+
+class Twice(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, state: torch.Tensor) -> Any:
+        return self.head(state), state
+
+
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
-        Unequal, Attached,
+        Unequal, Attached, Carrying, CarryingForBatches, CarryingByLayers,
     ):  # fmt: skip
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
         validates = data if build in (OtherOrder, Generating) else None

@@ -35,6 +35,15 @@ def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> N
         ("BranchingLoss", "captured_cases.py:"),
         ("Resized", "self.model.transformer.wte.weight has the shape (20, 16) now and had (17, 16)"),
         ("Generating", "captured_cases.py:"),
+        ("Carrying", "a state that begins as None is to be a tensor from the first step on, made in the step for"),
+        (
+            "CarryingForBatches",
+            "self.state, of shape (16, 12), is given with ",
+        ),
+        (
+            "CarryingByLayers",
+            "self.state, of shape (16, 12), is given with ",
+        ),
         ("Unequal", "since self.factor has changed, the layers that were found of self()"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
