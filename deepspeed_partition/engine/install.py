@@ -7,13 +7,14 @@ import logging
 from typing import Any
 
 import deepspeed.pipe
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine.engine import MadPipeEngine
-from deepspeed_partition.engine.pipeline.module import Cut, partition_layers
+from deepspeed_partition.engine.pipeline.module import Cut, asks_for_plan, partition_layers
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime import accelerator
-from deepspeed_partition.engine.runtime.environment import announce, prepare_cpu
+from deepspeed_partition.engine.runtime.environment import announce, planning_is_off, prepare_cpu
 
 
 def install() -> None:
@@ -49,20 +50,26 @@ def install() -> None:
     PipelineEngine.__new__ = _new_engine
 
 
-def _new_engine(cls: type, *_: Any, **arguments: Any) -> Any:
+def _new_engine(cls: type, *positional: Any, **named: Any) -> Any:
     """``PipelineEngine.__new__``. Python then calls the ``__init__`` of the class that was chosen here."""
     if cls is PipelineEngine:
         cls = MadPipeEngine
-    module: Any = arguments.get("model")
-    derive = "derive it from deepspeed_partition.engine.MadPipeEngine"
-    if issubclass(cls, MadPipeEngine) or getattr(module, "madpipe_cut", None) is None:
+    if issubclass(cls, MadPipeEngine):
         return object.__new__(cls)
-    if not allocation_of(module).is_contiguous:
+    given = [*positional, *named.values()]
+    module: Any = next((each for each in given if isinstance(each, deepspeed.pipe.PipelineModule)), None)
+    config: Any = next((each for each in given if isinstance(each, DeepSpeedConfig)), None)
+    cut = getattr(module, "madpipe_cut", None)
+    derive = "derive it from deepspeed_partition.engine.MadPipeEngine"
+    if cut is not None and not allocation_of(module).is_contiguous:
         raise ValueError(
             f"{cls.__name__} is an engine of your own, and DeepSpeed's schedule does not run a plan with several "
             f"stages on a rank, or stages out of order: {derive}"
         )
-    if module.madpipe_cut == Cut("trial"):
+    # Such an engine does not read the method in the configuration, where a module that is cut already has it.
+    configured = None if config is None else config.pipeline.get("partition_method")
+    asked = isinstance(configured, list | tuple) or (asks_for_plan(configured) and not planning_is_off())
+    if module is not None and (cut == Cut("trial") or asked):
         announce(
             f"{cls.__name__} is an engine of your own and does not plan, so the layers stay cut at "
             f"{module.parts}: {derive}",

@@ -28,6 +28,8 @@ BANK = torch.zeros(cases.NUM_CLASSES)
 LARGE = torch.zeros(2000)
 LOSS_OF = [0.0] * 2000
 RECENT = numpy.zeros(2000)
+VAST = numpy.zeros(3 * 2**20)
+LATE = [0.0] * 2000
 TABLE = {place: float(place) for place in range(5000)}  # which nobody changes
 
 
@@ -98,6 +100,9 @@ class Beside(cases.Classifier):
         LARGE[batch_idx] += batch[0].sum()
         LOSS_OF[batch_idx] = float(batch[0].sum())
         RECENT[batch_idx] = float(batch[0].sum())
+        VAST[batch_idx] = float(batch[0].sum())
+        if self.global_step == 4:  # the first change, at a batch at which nothing is looked at closely
+            LATE.append(float(batch[0].sum()))
         type(self).num_told += len(batch[1])
         keeper = next(each for each in self.trainer.callbacks if isinstance(each, Keeper))
         keeper.labels += batch[1].tolist()
@@ -122,6 +127,8 @@ def beside_the_module(host: Host) -> dict[str, Any]:
     LARGE.zero_()
     LOSS_OF[:] = [0.0] * len(LOSS_OF)
     RECENT[:] = 0.0
+    VAST[:] = 0.0
+    LATE[:] = [0.0] * 2000
     recorder, keeper, data = cases.Recorder(), Keeper(), Samples()
     loader = DataLoader(data, batch_size=16)
     strategy = {"loss": "batch", "warmup_steps": 2}
@@ -135,6 +142,7 @@ def beside_the_module(host: Host) -> dict[str, Any]:
         "samples": NUM_SAMPLES,
         "bank": BANK.tolist(),
         "large": [LARGE[:4].tolist(), LOSS_OF[:4], RECENT[:4].tolist()],
+        "vast": [VAST[:4].tolist(), LATE[2000:]],
         "of functions": [module.add(0), module.add_twice(0)],
         "of the trainer": [trainer.samples_told, os.environ.pop("MADPIPE_TEST_SAMPLES")],
         "of the class": Beside.num_told,

@@ -328,8 +328,12 @@ class Unsendable(cases.Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.meters = {"batches": Meter(), "unused": Meter(), "accuracy": MulticlassAccuracy(cases.NUM_CLASSES)}
+        # It is sent as an attribute, and was said not to be.
+        self.mean = MeanMetric()
+        self.meters["mean"] = self.mean
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.mean.update(1.0)
         self.secret = lambda: 1
         self.number = batch_idx
         self.meters["batches"].count += 1
