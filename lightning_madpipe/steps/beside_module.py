@@ -42,6 +42,8 @@ MOST_ITEMS = 1000
 """Items of a container, elements of an array or a tensor, up to which it is always looked into."""
 MOST_BYTES = 16 * 2**20
 """Bytes of a larger array or tensor up to which it is looked into once in a while."""
+MOST_BYTES_SUMMED = 2**30
+"""Bytes of a still larger array up to which a checksum of it is taken once in a while."""
 LOOKS_BETWEEN = 128
 """How often places are looked at until they are looked at closely again."""
 
@@ -113,12 +115,14 @@ class BesideModule:
         number = self._num_looks
         self._is_close = undoable or number & (number - 1) == 0 or number % LOOKS_BETWEEN == 0
 
-    def look(self, place: Place, value: Any) -> Literal["whole", "versions", "identity"]:
+    def look(self, place: Place, value: Any) -> Literal["whole", "versions", "checksum", "identity"]:
         """How closely to look at a value: a vocabulary or the data of a data set is seldom looked through."""
         if place in self._changed or _size_of(value) <= MOST_ITEMS:
             return "whole"
         if isinstance(value, Tensor | numpy.ndarray) and self._is_close and value.nbytes <= MOST_BYTES:
             return "whole"
+        if isinstance(value, numpy.ndarray) and self._is_close and _has_checksum(value):
+            return "checksum"
         is_numbered = isinstance(value, Tensor) or (self._is_close and not isinstance(value, numpy.ndarray))
         return "versions" if is_numbered else "identity"
 
@@ -209,6 +213,12 @@ def _size_of(value: Any) -> int:
     if isinstance(value, Tensor | numpy.ndarray):
         return value.numel() if isinstance(value, Tensor) else value.size
     return len(value) if isinstance(value, dict | list | set | tuple | deque) else 0
+
+
+def _has_checksum(array: Any) -> bool:
+    """Whether a checksum of an array takes a second at the most, and reads no file."""
+    is_file = isinstance(array, numpy.memmap) or isinstance(array.base, numpy.memmap)
+    return array.nbytes <= MOST_BYTES_SUMMED and not array.dtype.hasobject and not is_file
 
 
 def _is_data(value: Any) -> bool:

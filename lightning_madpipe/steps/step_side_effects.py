@@ -13,6 +13,7 @@ changed is only noticed, to be said.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass, field, is_dataclass
@@ -58,8 +59,8 @@ class Beside(Protocol):
     def begin(self, *, undoable: bool) -> None:
         """Begin to look at all places before a step."""
 
-    def look(self, place: Place, value: Any) -> Literal["whole", "versions", "identity"]:
-        """Whether to copy a value, to look at the versions of its tensors alone, or at which one it is."""
+    def look(self, place: Place, value: Any) -> Literal["whole", "versions", "checksum", "identity"]:
+        """Whether to copy a value, or to look at its tensors' versions, at a checksum, or at which one it is."""
 
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place."""
@@ -90,6 +91,8 @@ class _Seen:
     """What a container held; a copy of an array, and of a tensor where one was asked for."""
     inner: dict[Any, _Seen] = field(default_factory=dict)
     """The contents of a container that may change themselves, by index or key."""
+    mark: int | None = None
+    """What tells of a large one that it has changed, where its contents are not kept."""
 
 
 class Leftovers:
@@ -120,7 +123,9 @@ class Leftovers:
             place: _look(value, undoable, memo, copied=undoable or may_be_undone or place.kind == "buffer")
             for place, value in self._places()
         }
-        opaque = [seen.value for seen in memo.values() if _is_opaque(seen.value)]
+        own = {id(metric) for _, metric in outside_pipeline(module)}
+        # A metric that is an attribute, too, is looked into as one.
+        opaque = [s.value for s in memo.values() if _is_opaque(s.value) and id(s.value) not in own]
         self._opaque = [(value, dict(vars(value))) for value in opaque]
         if beside is not None:
             self._look_beside(beside, undoable)
@@ -131,7 +136,10 @@ class Leftovers:
             within: dict[int, _Seen] = {}
             look = beside.look(place, value)
             copies = undoable and look == "whole"
-            self._before[place] = _Seen(value) if look == "identity" else _look(value, copies, within)
+            if look in ("checksum", "identity"):
+                self._before[place] = _Seen(value, mark=_mark(value, look == "checksum"))
+            else:
+                self._before[place] = _look(value, copies, within)
             for seen in within.values():
                 if _is_opaque(seen.value) and beside.is_of_program(seen.value):
                     self._opaque.append((seen.value, dict(vars(seen.value))))
@@ -242,6 +250,13 @@ def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | No
     return seen
 
 
+def _mark(value: Any, is_array: bool) -> int | None:
+    """A number that changes with the values of a large array, or with the length of a large container."""
+    if isinstance(value, numpy.ndarray):
+        return zlib.crc32(numpy.ascontiguousarray(value).view(numpy.uint8).reshape(-1).data) if is_array else None
+    return len(value) if isinstance(value, list | dict | set | deque) else None
+
+
 def _fields(value: Any) -> dict[Any, Any] | None:
     """The values in a dict or a dataclass, by name; None for anything else."""
     if isinstance(value, dict):
@@ -274,7 +289,8 @@ def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
     if isinstance(value, Tensor):
         return seen.version == _version(value) and (known is None or torch.equal(value, known))
     if known is None:
-        return True
+        is_array = isinstance(value, numpy.ndarray)
+        return seen.mark is None or seen.mark == _mark(value, is_array)
     if isinstance(value, numpy.ndarray):
         return value.shape == known.shape and value.tobytes() == known.tobytes()
     if isinstance(value, set):
@@ -299,7 +315,7 @@ def _difference(place: Place, seen: _Seen | None, value: Any) -> Change | None:
     if _is_same(seen, value, set()):
         return None
     kept = value is seen.value
-    if type(value) is list and type(seen.value) is list:
+    if type(value) is list and type(seen.value) is list and seen.contents is not None:
         length = len(seen.contents)
         if len(value) >= length and _begins_with(value, seen, set()):
             return Change(place, "extend" if kept else "continues", value[length:])
