@@ -137,13 +137,20 @@ def _works(flow: Flow, edges: Sequence[int]) -> list[float]:
 def _join_small(
     flow: Flow, places: Sequence[Crossing], boundaries: set[int], needed: set[int], total: float
 ) -> None:
-    """Take away boundaries, but those that are needed, until each layer is worth one."""
+    """Take away boundaries, but those that are needed, until each layer is worth one.
+
+    What is small beside a layer that shares weights, such as the positions behind the embedding or the norm before
+    the head, may then stand on either side of a cut, as where both are written as one layer.
+    """
     while True:
         edges = [-1, *sorted(boundaries), len(flow.main) - 1]
         works = _works(flow, edges)
         small = sorted((work, layer) for layer, work in enumerate(works) if work < SMALLEST_LAYER * total)
         for _, layer in small:
-            sides = [place for place in (edges[layer], edges[layer + 1]) if place in boundaries - needed]
+            own = [place for place in (edges[layer], edges[layer + 1]) if place in boundaries]
+            sides = [place for place in own if place not in needed]
+            least = min((places[place].num_bytes for place in own if place in needed), default=-1)
+            sides = [place for place in sides if places[place].num_bytes > least]
             if sides:
                 boundaries.remove(max(sides, key=lambda place: (places[place].num_bytes, place)))
                 break

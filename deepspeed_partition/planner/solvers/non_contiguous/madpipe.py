@@ -53,9 +53,9 @@ MOST_PLACEMENTS = 20_000
 SPECIAL_SHARE = 0.5
 """Share of the time that is left for the allocation that each estimate calls best; the rest is for its
 schedule."""
-SEVERAL_SHARE, SCHEDULE_SHARE = 0.25, 0.06
+SEVERAL_SHARE, SCHEDULE_SHARE = 0.5, 0.2
 """Shares of the time that is left: for all allocations in which several devices have several stages, and for
-each."""
+each. In less time than that a search ends at an allocation whose better neighbour has no schedule yet."""
 PERIODIC_SHARE = 0.2
 """Share of the time for a step that is used for the plan of the shortest period, from which its search begins."""
 PROMISE_STEPS = 8
