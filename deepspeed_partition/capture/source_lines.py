@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _HOST = str(Path(__file__).parents[2] / "lightning_madpipe")
 _TORCH = str(Path(torch.__file__).parent)
 

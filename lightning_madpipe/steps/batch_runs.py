@@ -39,6 +39,8 @@ class BatchRun:
     micro_batches: list[MicroBatch]
     whole: MicroBatch
     """The whole batch as one micro-batch."""
+    call: Any = None
+    """What captured layers run for it."""
     runs_once: bool = False
     """Whether the step runs on the whole batch; else on each micro-batch."""
     asks: Callable[[BatchRun, bool], None] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.capture import ShapeError
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
@@ -132,6 +133,8 @@ class BatchRunner:
     def _train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         engine, trainer = self._engine, self._trainer
         self._window.append(self._run_of("training_step", batch, arguments))
+        captured = self._pipeline.call_of_module.captured
+        self._window[-1].call = None if captured is None else captured.now
         if trainer.fit_loop._should_accumulate():
             return self._last_loss
         window, self._window = self._window, []
@@ -169,6 +172,14 @@ class BatchRunner:
         try:
             with self._announced_shapes(window):
                 engine.train_batch(self._feed(in_order))
+        except ShapeError as error:
+            if len({run.call for run in window}) == 1:
+                raise
+            raise self._refusal(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} puts batches into one optimizer step "
+                "of which one is cut into single samples, or has sequences of one, and for those the model runs "
+                f"other code: leave the short batch out (drop_last=True), or do not accumulate; {error}"
+            ) from error
         except UntriedLossError as error:
             if not is_raised_by_all(error):
                 raise

@@ -12,6 +12,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.lightning import lightning_cases as cases
 
@@ -478,6 +479,63 @@ def deciding_model(host: cases.Host) -> dict[str, Any]:
     return trained(host, DecidingModel, cases.loader(NUM_SAMPLES))
 
 
+class WithLoss(nn.Module):
+    """Another author's model, which has class weights in the loss that it returns."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head, self.criterion = nn.Linear(8, 4), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.5]))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.net(x))
+        return {"loss": self.criterion(logits, y), "logits": logits}
+
+
+class Accumulating(Sgd):
+    """Trains such a model, with a metric."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.model, self.accuracy = WithLoss(dropout), MulticlassAccuracy(num_classes=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self.model(*batch)
+        self.accuracy(outputs["logits"], batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return outputs["loss"]
+
+
+def accumulated(host: cases.Host) -> dict[str, Any]:
+    """Batches of nine in four micro-batches, the last one of a single sample, two of them in each step."""
+    pl.seed_everything(0, verbose=False)
+    module, samples = Accumulating(), list(cases.loader(28).dataset)  # type: ignore[call-overload]
+    strategy = {"num_micro_batches": 4, "time_limit_seconds": 1}
+    trainer = host.trainer(max_epochs=2, accumulate_grad_batches=2, strategy=strategy)
+    trainer.fit(module, DataLoader(samples, batch_size=9))  # type: ignore[arg-type]
+    return {
+        "weights": {name: float(value.double().sum()) for name, value in module.state_dict().items()},
+        "accuracy": float(trainer.callback_metrics["accuracy"]),
+    }
+
+
+def dropout_repeats(host: cases.Host) -> dict[str, Any]:
+    """The losses of a fit with dropout, twice from one seed and once from another."""
+    found = []
+    for seed in (0, 0, 1):
+        pl.seed_everything(0, verbose=False)
+        module, recorder = Accumulating(dropout=0.5), cases.Recorder()
+        pl.seed_everything(seed, verbose=False)
+        trainer = host.trainer(recorder, max_epochs=1, strategy={"warmup_epochs": 0, "time_limit_seconds": 1})
+        trainer.fit(module, cases.loader(NUM_SAMPLES))
+        found.append(recorder.rows)
+    return {"found": found}
+
+
+class MixedWindow(Llama):
+    """One step has a batch whose micro-batches have four samples, and one whose micro-batches have one."""
+
+
 class Noisy(SeveralCalls):
     """Draws random numbers between two calls, and those of the step are not those of the layers."""
 
@@ -645,12 +703,16 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
-        Unequal, Attached, Carrying, CarryingForBatches, CarryingByLayers,
+        Unequal, Attached, Carrying, CarryingForBatches, CarryingByLayers, MixedWindow,
     ):  # fmt: skip
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
+        accumulate = 1
+        if build is MixedWindow:
+            samples, accumulate = list(data.dataset), 2  # type: ignore[call-overload]
+            data = DataLoader([padded(samples[:8]), padded(samples[10:12])], batch_size=None)  # type: ignore[arg-type]
         validates = data if build in (OtherOrder, Generating) else None
         try:
-            host.trainer().fit(build(), data, validates)
+            host.trainer(accumulate_grad_batches=accumulate).fit(build(), data, validates)
             found[build.__name__] = "not refused"
         except MisconfigurationException as refusal:
             found[build.__name__] = str(refusal)
@@ -667,6 +729,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         several_calls,
         deciding_blocks,
         deciding_model,
+        accumulated,
         unnamed,
         runs,
         other_signatures,
@@ -676,4 +739,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     ],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [refused_modules], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [refused_modules, dropout_repeats],
+    4: [],
+}

@@ -18,6 +18,11 @@ def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> N
     assert_same(two.of(case), two.reference[case])
 
 
+def test_dropout_draws_from_the_seed(two: Records) -> None:
+    first, again, other = two.of("dropout_repeats")["found"]
+    assert first and first == again and first != other
+
+
 @pytest.mark.parametrize(
     "module, sentence",
     [
@@ -45,6 +50,8 @@ def test_a_module_as_it_is_trains_like_one_process(two: Records, case: str) -> N
             "self.state, of shape (16, 12), is given with ",
         ),
         ("Unequal", "since self.factor has changed, the layers that were found of self()"),
+        ("MixedWindow", "accumulate_grad_batches=2 puts batches into one optimizer step of which one is cut into"),
+        ("MixedWindow", "leave the short batch out (drop_last=True), or do not accumulate"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )
