@@ -210,24 +210,30 @@ def subclasses_that_cut_themselves(_: Path) -> None:
 
 
 def engines_of_other_kinds(_: Path) -> None:
-    """What ``install`` leaves alone: DualPipeV, and engines of the user's own."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        module = module_of()
-        engine = OwnEngine(
-            args=None, model=module, mpu=module.mpu(), model_parameters=list(module.parameters()),
-            config=configuration(optimizer=ADAM), config_class=deepspeed.DeepSpeedConfig(
-                configuration(optimizer=ADAM), module.mpu()
-            ),
-        )  # fmt: skip
-    finally:
-        logger.removeHandler(handler)
-    assert type(engine) is OwnEngine and not isinstance(engine, MadPipeEngine)
-    assert dist.get_rank() != 0 or any("OwnEngine is an engine of your own" in message for message in heard)
-    train(engine, batches(1))
+    """What ``install`` leaves alone: DualPipeV, and engines of the user's own.
+
+    qlora-pipe makes its own engine of a module that it has cut by ``parameters``: a configuration that asks for a
+    plan got none, and no word.
+    """
+    deepspeed_partition.install()
+    for method, configured in (("madpipe", {}), ("uniform", {"pipeline": {"partition_method": "madpipe"}})):
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, heard=heard: heard.append(record.getMessage())  # type: ignore[method-assign, misc]
+        logger.addHandler(handler)
+        try:
+            module = module_of(method=method)
+            config = configuration(optimizer=ADAM) | configured
+            engine = OwnEngine(
+                args=None, model=module, mpu=module.mpu(), model_parameters=list(module.parameters()),
+                config=config, config_class=deepspeed.DeepSpeedConfig(config, module.mpu()),
+            )  # fmt: skip
+        finally:
+            logger.removeHandler(handler)
+        assert type(engine) is OwnEngine and not isinstance(engine, MadPipeEngine)
+        said = [message for message in heard if "OwnEngine is an engine of your own" in message]
+        assert dist.get_rank() != 0 or len(said) == 1, (method, heard)
+        train(engine, batches(1))
     if DualPipeVModule is None:  # DeepSpeed 0.19.0 and before
         return
     with raised(ValueError, "DualPipeV", "DeepSpeed's methods"):
