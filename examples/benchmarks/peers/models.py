@@ -2,10 +2,14 @@
 
     python examples/benchmarks/peers/models.py --gpt-neox FOLDER --megatron-deepspeed FOLDER \
         --transpeeder FOLDER --gdgpt FOLDER --diffusion-pipe FOLDER --gpt-lite FOLDER --alexnet FOLDER \
+        --mpp-llava FOLDER --llama-pipeline-parallel FOLDER --chatglm-finetuning FOLDER \
+        --huggingface-utils FOLDER --qlora-pipe FOLDER \
         [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
-downloaded. The two LLaMA pipelines need ``transformers==4.34.1``. Losses are compared with plain DeepSpeed's.
+downloaded. The LLaMA pipelines, ChatGLM and T5 need ``transformers==4.34.1``. Losses are compared with plain
+DeepSpeed's: of the steps; after a checkpoint is saved, of an evaluation and two steps; after it is loaded
+again, of two steps and an evaluation.
 """
 
 from __future__ import annotations
@@ -21,8 +25,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-NAMES = ["gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet"]
+NAMES = [
+    "gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet",
+    "mpp-llava", "llama-pipeline-parallel", "chatglm-finetuning", "huggingface-utils", "qlora-pipe",
+]  # fmt: skip
 MODES = ["plain", "madpipe", "warm-up"]
+NUM_AFTER = 6
+"""Steps and evaluations after those that are asked for."""
 
 
 def train(name: str, folder: Path, mode: str, zero: int, num_steps: int, warmup_steps: int, out: Path) -> None:
@@ -57,11 +66,18 @@ def train(name: str, folder: Path, mode: str, zero: int, num_steps: int, warmup_
         }
         config["pipeline"] = {"partition_method": "madpipe", "madpipe": options}
     torch.manual_seed(3)
-    module, data = STRANGERS[name](folder, num_steps)
+    module, data = STRANGERS[name](folder, num_steps + NUM_AFTER)
     draw_weights(module)
     engine, *_ = deepspeed.initialize(model=module, config=config)
     batches = data(engine) if callable(data) else itertools.repeat(iter(data))
     losses = [engine.train_batch(next(batches)).item() for _ in range(num_steps)]
+    # What is told after the last step depends on what was saved, evaluated and loaded again.
+    engine.save_checkpoint("checkpoint")
+    losses.append(engine.eval_batch(next(batches)).item())
+    losses += [engine.train_batch(next(batches)).item() for _ in range(2)]
+    engine.load_checkpoint("checkpoint")
+    losses += [engine.train_batch(next(batches)).item() for _ in range(2)]
+    losses.append(engine.eval_batch(next(batches)).item())
     if torch.distributed.get_rank() == 0:
         plan = getattr(engine, "plan", None)
         parts = [int(part) for part in module.parts]
@@ -136,7 +152,8 @@ def main() -> None:
                     )
                     told = f"differs by {worst:.1e} at the most"
                     num_different += worst > 1e-5
-                print(f"{row} {losses[0]:.5f} ... {losses[-1]:.5f}  cut {result['cut']}  {told}", flush=True)
+                last = losses[arguments.steps - 1]
+                print(f"{row} {losses[0]:.5f} ... {last:.5f}  cut {result['cut']}  {told}", flush=True)
     raise SystemExit(1 if num_different else 0)
 
 

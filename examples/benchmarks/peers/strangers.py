@@ -11,6 +11,7 @@ import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
 import zlib
@@ -62,6 +63,16 @@ def allow_missing(*names: str) -> None:
     sys.meta_path.append(_Missing(names))
 
 
+def _loaded(name: str, path: Path) -> ModuleType:
+    """One file of a repository, where what stands beside it must not be found."""
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
 def tokens(num_steps: int) -> list[torch.Tensor]:
     """Draw token numbers for all micro-batches of ``num_steps`` steps: int64[samples, LENGTH + 1] each."""
     random = torch.Generator().manual_seed(1)
@@ -108,11 +119,7 @@ def gdgpt(folder: Path, num_steps: int) -> Built:
     """CoinCheung/gdGPT: LLaMA; two classes share one embedding, without a ``forward_fn`` (Apache-2.0)."""
     # Beside its models the repository has a copy of an old DeepSpeed, which must not be found.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    specification = importlib.util.spec_from_file_location("gdgpt_llama", folder / "models" / "llama.py")
-    assert specification is not None and specification.loader is not None
-    llama = importlib.util.module_from_spec(specification)
-    sys.modules["gdgpt_llama"] = llama
-    specification.loader.exec_module(llama)
+    llama = _loaded("gdgpt_llama", folder / "models" / "llama.py")
     config = _llama_config()
     config._attn_implementation = "eager"
     layers = llama.get_llama_causal_lm_specs(config, load_path="", tie_emb=True, from_scratch=True)
@@ -298,19 +305,7 @@ def diffusion_pipe(folder: Path, num_steps: int) -> Built:
 
 def gpt_lite(folder: Path, num_steps: int) -> Built:
     """brunomaga/brunomaga.github.io: its GPT in DeepSpeed's pipeline, of modules that are built already."""
-    places = {
-        "real": folder / "assets/GPTlite/gptlite.py",
-        "pipe": folder / "assets/GPTlite-distributed/gptlite_ds.py",
-    }
-
-    def load(name: str) -> ModuleType:
-        specification = importlib.util.spec_from_file_location(f"gptlite_{name}", places[name])
-        assert specification is not None and specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
-        return module
-
-    real = load("real")
+    real = _loaded("gptlite_real", folder / "assets/GPTlite/gptlite.py")
 
     class Block(real.Block):  # type: ignore[name-defined, misc]
         """Takes the arguments that the pipeline's file has for it."""
@@ -321,7 +316,7 @@ def gpt_lite(folder: Path, num_steps: int) -> Built:
     # The pipeline's file imports these from an earlier version of the other one.
     settings = {"n_layer": NUM_LAYERS, "n_embd": HIDDEN, "n_head": HEADS, "block_size": LENGTH, "Block": Block}
     sys.modules["gptlite"] = SimpleNamespace(**settings)  # type: ignore[assignment]
-    pipe = load("pipe")
+    pipe = _loaded("gptlite_pipe", folder / "assets/GPTlite-distributed/gptlite_ds.py")
     criterion = pipe.CrossEntropyLoss_FlatView()
     module = pipe.get_model(VOCABULARY, criterion, pipeline_num_stages=torch.distributed.get_world_size())
     return module, [(text[:, :-1], text[:, 1:].contiguous()) for text in tokens(num_steps)]
@@ -347,6 +342,170 @@ def alexnet(folder: Path, num_steps: int) -> Built:
     return module, [(each, each.mean((2, 3)).argmax(1)) for each in pictures]
 
 
+class _Qwen(torch.nn.Module):
+    """A block with the arguments of Qwen's, whose own code is not in the repository."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.linear = torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Any, rotary_pos_emb_list: Any, attention_mask: Any, head_mask: Any) -> tuple[Any]:
+        turn = rotary_pos_emb_list[0][0] + rotary_pos_emb_list[0][1]
+        scores = self.attend(hidden) @ (hidden * turn).transpose(1, 2) / HIDDEN**0.5
+        hidden = hidden + (scores + attention_mask[:, 0]).softmax(-1) @ hidden
+        return (hidden + torch.tanh(self.linear(hidden)),)
+
+
+def mpp_llava(folder: Path, num_steps: int) -> Built:
+    """Coobiw/MPP-LLaVA: all but a projection is frozen; labels travel, and the last layers give the loss."""
+    stock_tensor = torch.tensor
+    torch.tensor = lambda *values, device=None, **named: stock_tensor(*values, **named)  # it names CUDA
+    # Beside it stands the whole model, which asks for weights that a download gives.
+    sys.modules["mpp"], sys.modules["mpp.minigpt4qwen"] = ModuleType("mpp"), SimpleNamespace(Minigpt4Qwen=Any)  # type: ignore[assignment]
+    pipe = _loaded("mpp.minigpt4qwen_pipe", folder / "lavis/models/minigpt4qwen_models/minigpt4qwen_pipe.py")
+    num_pictures, pixels = 4, 3 * 8 * 8
+    seen = [torch.nn.Flatten(), torch.nn.Linear(pixels, HIDDEN), torch.nn.Unflatten(1, (1, HIDDEN))]
+    former = torch.nn.Module()
+    former.bert = lambda query_embeds, encoder_hidden_states, **_: SimpleNamespace(
+        last_hidden_state=query_embeds + encoder_hidden_states
+    )
+    transformer = torch.nn.Module()
+    transformer.wte = torch.nn.Embedding(VOCABULARY, HIDDEN)
+    transformer.drop = torch.nn.Identity()
+    transformer.config = SimpleNamespace(num_hidden_layers=NUM_LAYERS)
+    transformer.use_dynamic_ntk = False
+    transformer.h = torch.nn.ModuleList(_Qwen() for _ in range(NUM_LAYERS))
+    transformer.ln_f = torch.nn.LayerNorm(HIDDEN)
+    transformer.get_ntk_alpha = None
+    rotary = torch.nn.Module()
+    angles = torch.outer(torch.arange(LENGTH), 0.5 ** torch.arange(HIDDEN))[None]
+    rotary.forward = lambda length, ntk_alpha: [angles[:, :length].cos(), angles[:, :length].sin()]  # type: ignore[method-assign]
+    transformer.rotary_emb = rotary
+    model = torch.nn.Module()
+    model.llm_model = torch.nn.Module()
+    model.llm_model.transformer = transformer
+    model.llm_model.lm_head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    model.visual_encoder, model.ln_vision, model.Qformer = (
+        torch.nn.Sequential(*seen),
+        torch.nn.LayerNorm(HIDDEN),
+        former,
+    )
+    model.query_tokens = torch.nn.Parameter(torch.zeros(1, num_pictures, HIDDEN))
+    model.requires_grad_(False)  # and then its projection to the language model alone is trained
+    model.llm_proj = torch.nn.Linear(HIDDEN, HIDDEN)
+    model.replace_image_token_id, model.freeze_llm, model.enable_autocast = 0, True, False
+    model.maybe_autocast = lambda: None
+    layers = pipe.get_model(model, freeze_llm=True, llm_grad_ckpt=False)
+    # As its script has it: the last layer keeps weights that nothing uses, for a stage must have some.
+    module = PipelineModule(layers, num_stages=torch.distributed.get_world_size(), partition_method="uniform")
+    random = torch.Generator().manual_seed(1)
+    data = []
+    for text in tokens(num_steps):
+        words = text[:, :-1].clamp(min=1)
+        words[:, :num_pictures] = 0
+        labels = words.masked_fill(words == 0, -100)
+        picture = torch.randn(len(words), 3, 8, 8, generator=random)
+        data.append(((picture, words, labels, torch.ones_like(words)), labels))
+    return module, data
+
+
+def llama_pipeline_parallel(folder: Path, num_steps: int) -> Built:
+    """SparkJiao/llama-pipeline-parallel: layers that share a model which is built already, two classes tied."""
+    wrapped = _loaded("llama_ds_mp_wrap", folder / "models" / "llama_ds_mp_wrap.py")
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    world = torch.distributed.get_world_size()
+    layers = wrapped.get_model(LlamaForCausalLM(_llama_config()))
+    module = PipelineModule(layers, num_stages=world, loss_fn=wrapped.loss_fn)
+    positions = torch.arange(LENGTH).expand(SAMPLES_PER_MICRO_BATCH, -1)
+    # Of booleans: for one of floats plain DeepSpeed wants a gradient, unless it recomputes activations.
+    mask = causal_mask().expand(SAMPLES_PER_MICRO_BATCH, -1, -1, -1)
+    texts = [text[:, :-1] for text in tokens(num_steps)]
+    return module, [((text, mask, positions), text) for text in texts]
+
+
+def chatglm_finetuning(folder: Path, num_steps: int) -> Built:
+    """liucongg/ChatGLM-Finetuning at 710e6e6: two classes tied, the loss is a layer, the last one."""
+    sys.path.insert(0, str(folder))
+    allow_missing("icetk", "sentencepiece", "tensorboard")
+    from configuration_chatglm import ChatGLMConfig  # type: ignore[import-not-found]
+    from modeling_chatglm import ChatGLMForConditionalGeneration  # type: ignore[import-not-found]
+    from train_pipeline import get_model  # type: ignore[import-not-found]
+
+    begin, mask = 150004, 150001  # which its layers look for
+    config = ChatGLMConfig(
+        vocab_size=150005, hidden_size=HIDDEN, num_layers=NUM_LAYERS, num_attention_heads=HEADS,
+        inner_hidden_size=2 * HIDDEN, max_sequence_length=LENGTH,
+    )  # fmt: skip
+    model = ChatGLMForConditionalGeneration(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()  # a checkpoint would give them: its layers are made without values
+    module = PipelineModule(layers=get_model(model), num_stages=torch.distributed.get_world_size())
+    data = []
+    for text in tokens(num_steps):
+        words = text[:, :-1].clone()
+        words[:, 4], words[:, 5] = mask, begin
+        data.append(((words, words.masked_fill(torch.arange(LENGTH) < 6, -100)), words))
+    return module, data
+
+
+def huggingface_utils(folder: Path, num_steps: int) -> Built:
+    """drunkcoding/huggingface-utils: T5, encoder and decoder, whose boundaries differ in number and shapes."""
+    sys.path.insert(0, str(folder))
+    from hfutils.pipe.t5 import T5DeepSpeedPipe  # type: ignore[import-not-found]
+    from transformers.models.t5.configuration_t5 import T5Config
+
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=2 * HIDDEN, num_layers=NUM_LAYERS // 2,
+        num_heads=HEADS, dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[:, 0], labels)
+
+    module = T5DeepSpeedPipe(config, num_stages=torch.distributed.get_world_size(), loss_fn=loss)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)  # it draws those of norms, too, and another cut draws others
+    return module, [((text[:, :-1], torch.ones_like(text[:, :-1])), text[:, -1]) for text in tokens(num_steps)]
+
+
+def qlora_pipe(folder: Path, num_steps: int) -> Built:
+    """tdrussell/qlora-pipe: its module, which cuts by sizes of its own, on toy layers (MIT)."""
+    sys.path.insert(0, str(folder))
+    allow_missing("accelerate", "axolotl", "bitsandbytes", "hqq", "peft", "datasets")
+    deepspeed.PipelineEngine.mem_status = lambda *_, **__: None  # DeepSpeed 0.19.8 has it no longer
+    from utils.engine import CustomPipelineEngine, CustomPipelineModule  # type: ignore[import-not-found]
+
+    deepspeed.PipelineEngine = CustomPipelineEngine  # which its own ``initialize`` makes
+    layers = [_Denoising() for _ in range(2 * NUM_LAYERS)]
+    module = CustomPipelineModule(
+        layers=layers,
+        use_column_major_topology=True,
+        model=SimpleNamespace(config=SimpleNamespace(eos_token_id=None)),
+        num_stages=torch.distributed.get_world_size(),
+        partition_method="parameters",
+        loss_fn=lambda outputs, label: torch.nn.functional.mse_loss(outputs[0], label),
+    )
+    random = torch.Generator().manual_seed(1)
+    count, shape = num_steps * NUM_MICRO_BATCHES, (SAMPLES_PER_MICRO_BATCH, HIDDEN)
+    pictures = iter([torch.randn(shape, generator=random) for _ in range(count)])
+    micro_batches = (((each, each[:, :1]), each.flip(1)) for each in pictures)
+
+    def steps(engine: Any) -> Iterator[Any]:
+        train, evaluate, engine.total_steps = engine.train_batch, engine.eval_batch, num_steps
+
+        def train_batch(iterator: Any) -> torch.Tensor:
+            engine.set_dataiterator(iterator)
+            return train()[0].mean()
+
+        engine.train_batch, engine.eval_batch = train_batch, lambda iterator: evaluate(iterator)[0].mean()
+        return itertools.repeat(micro_batches)
+
+    return module, steps
+
+
 def _keep_on_cpu() -> None:
     """Let code that names CUDA where it means its accelerator run on the one that DeepSpeed found."""
     torch.cuda.current_device = lambda: get_accelerator().current_device_name()  # type: ignore[assignment, return-value]
@@ -369,4 +528,9 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "diffusion-pipe": diffusion_pipe,
     "gpt-lite": gpt_lite,
     "alexnet": alexnet,
+    "mpp-llava": mpp_llava,
+    "llama-pipeline-parallel": llama_pipeline_parallel,
+    "chatglm-finetuning": chatglm_finetuning,
+    "huggingface-utils": huggingface_utils,
+    "qlora-pipe": qlora_pipe,
 }
