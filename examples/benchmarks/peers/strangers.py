@@ -226,6 +226,8 @@ def megatron(folder: Path, num_steps: int) -> Built:
     tensor_parallel.model_parallel_cuda_manual_seed(3)
     from megatron.model.gpt_model import GPTModelPipe
 
+    # A method, where DeepSpeed 0.19.8 saves an attribute of this name: a checkpoint would pickle the whole module.
+    GPTModelPipe.universal_checkpoint_info = None
     module = GPTModelPipe(core_transformer_config_from_args(arguments))
     # Its attention without fused kernels takes one sample at a time: a view asks for what a slice is not.
     positions, weights = torch.arange(LENGTH).expand(1, -1), torch.ones(1, LENGTH)
