@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 import numpy
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.profiling.attributes import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
 from lightning_madpipe.steps.code_names import (
@@ -61,6 +63,7 @@ class BesideModule:
         self._owners: dict[str, Any] = {}
         """Callbacks and data of the program, as they were when places were begun to be looked at."""
         self._num_looks, self._is_close = 0, True
+        self._told: set[Place] = set()
         # Its own package is the program's even where it is installed.
         self._package = type(module).__module__.partition(".")[0]
         search = _Search(self._is_of_program)
@@ -71,6 +74,7 @@ class BesideModule:
             for value in vars(owner).values():
                 search.read(value, None)
         kind: Any = type(getattr(module, "_trainer", None))
+        self._written = search.written
         self._of_trainer = search.written - set_by_class(kind)
         self._sees_environment = "environ" in search.written
         self._names = {Place(owner, "beside", key): name for (owner, key), name in search.found.items()}
@@ -123,8 +127,26 @@ class BesideModule:
             return "whole"
         if isinstance(value, numpy.ndarray) and self._is_close and _has_checksum(value):
             return "checksum"
+        if isinstance(value, numpy.ndarray) and self._is_close:
+            self._say_of_unseen(place, value)
         is_numbered = isinstance(value, Tensor) or (self._is_close and not isinstance(value, numpy.ndarray))
         return "versions" if is_numbered else "identity"
+
+    def _say_of_unseen(self, place: Place, array: Any) -> None:
+        """Say once of an array that a step may write, and that is never looked into."""
+        # Of callbacks and data all attributes are looked at, also those that no step names.
+        if place in self._told or not array.flags.writeable or place.name not in self._written:
+            return
+        self._told.add(place)
+        size = f"has {array.nbytes / 2**20:,.0f} MiB" + " of Python's objects" * array.dtype.hasobject
+        why = "is in a file" if _is_in_file(array) else size
+        warn_once(
+            f"unseen/{place}",
+            f"{place}, an array that the steps' code names, {why} and is not looked at: what a step writes into "
+            "it is written on the last stage alone, for each micro-batch and in trials of the step. Where steps "
+            "only read it, nothing differs, and array.flags.writeable = False says so; else write it in a hook, "
+            "such as on_train_batch_end",
+        )
 
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place: from now on all of it is looked at."""
@@ -217,12 +239,17 @@ def _size_of(value: Any) -> int:
 
 def _has_checksum(array: Any) -> bool:
     """Whether a checksum of an array takes a second at the most, and reads no file."""
-    is_file = isinstance(array, numpy.memmap) or isinstance(array.base, numpy.memmap)
-    return array.nbytes <= MOST_BYTES_SUMMED and not array.dtype.hasobject and not is_file
+    return array.nbytes <= MOST_BYTES_SUMMED and not array.dtype.hasobject and not _is_in_file(array)
+
+
+def _is_in_file(array: Any) -> bool:
+    return isinstance(array, numpy.memmap) or isinstance(array.base, numpy.memmap)
 
 
 def _is_data(value: Any) -> bool:
     """Whether a value is something to be looked at, and not code, a model or what is followed elsewhere."""
+    if isinstance(value, Metric | MetricCollection):
+        return True  # which a step tells something
     if isinstance(
         value, ModuleType | type | FunctionType | nn.Module | Iterator | staticmethod | classmethod | property
     ):

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.profiling.attributes import GENERATORS
@@ -123,10 +122,8 @@ class Leftovers:
             place: _look(value, undoable, memo, copied=undoable or may_be_undone or place.kind == "buffer")
             for place, value in self._places()
         }
-        own = {id(metric) for _, metric in outside_pipeline(module)}
-        # A metric that is an attribute, too, is looked into as one.
-        opaque = [s.value for s in memo.values() if _is_opaque(s.value) and id(s.value) not in own]
-        self._opaque = [(value, dict(vars(value))) for value in opaque]
+        self._opaque: list[tuple[Any, list[Any]]] = []
+        self._note_opaque(memo, lambda _: True)
         if beside is not None:
             self._look_beside(beside, undoable)
 
@@ -140,9 +137,16 @@ class Leftovers:
                 self._before[place] = _Seen(value, mark=_mark(value, look == "checksum"))
             else:
                 self._before[place] = _look(value, copies, within)
-            for seen in within.values():
-                if _is_opaque(seen.value) and beside.is_of_program(seen.value):
-                    self._opaque.append((seen.value, dict(vars(seen.value))))
+            self._note_opaque(within, lambda value: isinstance(value, nn.Module) or beside.is_of_program(value))
+
+    def _note_opaque(self, memo: dict[int, _Seen], is_wanted: Callable[[Any], bool]) -> None:
+        """Note what is held by objects that are neither sent nor undone, to say that a step changes one."""
+        found = [seen.value for seen in memo.values() if _is_opaque(seen.value) and is_wanted(seen.value)]
+        if any(isinstance(value, nn.Module) for value in found):
+            # One that is an attribute, too, is looked into as one, or is a layer.
+            own = set(map(id, self._module.modules()))
+            found = [value for value in found if id(value) not in own]
+        self._opaque += [(value, _held(value)) for value in found]
 
     def changes(self) -> list[Change]:
         """What is different now."""
@@ -159,11 +163,7 @@ class Leftovers:
 
     def changed_objects(self) -> list[str]:
         """The classes of objects, neither sent nor undone, whose attributes are not what they were."""
-        return [
-            type(value).__name__
-            for value, before in self._opaque
-            if len(vars(value)) != len(before) or not all(map(is_, before.values(), vars(value).values()))
-        ]
+        return [type(value).__name__ for value, before in self._opaque if not _are_held(before, _held(value))]
 
     def undo(self) -> None:
         """Make the module what it was; tensors that were changed in place only if copies were kept."""
@@ -269,9 +269,29 @@ def _is_opaque(value: Any) -> bool:
     """Whether this may change without being seen; libraries that run the step change objects of their own."""
     if isinstance(value, GENERATORS):
         return False  # see own_generators.py
+    if isinstance(value, nn.Module):
+        return True  # in a dict, where torch does not see that it is one
     if not hasattr(value, "__dict__") or _fields(value) is not None or isinstance(value, Tensor | type | Callable):
-        return isinstance(value, Metric)  # one in a dict, and not an attribute; as an attribute it is looked into
+        return False
     return type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+def _held(value: Any) -> list[Any]:
+    """What an object has in its attributes; of a module also that of its parts, and how often tensors changed."""
+    if not isinstance(value, nn.Module):
+        return list(vars(value).values())
+    held: list[Any] = []
+    for part in value.modules():
+        for each in (*vars(part).values(), *part._buffers.values()):
+            held += (each, _version(each)) if isinstance(each, Tensor) else (each,)
+    return held
+
+
+def _are_held(before: list[Any], now: list[Any]) -> bool:
+    """Whether an object holds what it held; versions are numbers, which may be equal and not the same."""
+    return len(before) == len(now) and all(
+        old is new or (type(old) is int and old == new) for old, new in zip(before, now, strict=True)
+    )
 
 
 def _version(tensor: Tensor) -> int | None:

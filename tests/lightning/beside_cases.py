@@ -6,6 +6,7 @@ Written like ``lightning_cases.py``.
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.lightning import lightning_cases as cases
 from tests.lightning.hook_cases import lines
@@ -179,11 +182,26 @@ def annealed_by_globals(host: Host) -> dict[str, Any]:
 
 
 HUGE = torch.zeros(5 * 2**20)
+MEAN = MeanMetric()
+METRICS = {"all": MetricCollection([MulticlassAccuracy(cases.NUM_CLASSES)]), "unused": MeanMetric()}
+NUM_BYTES = 17 * 2**20
+OUTSIZE: Any = None
+FILED: Any = None
+READ_ONLY: Any = None
+UNNAMED: Any = None
 
 
 class OfObjects(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.kept = [self.head, torch.nn.Linear(2, 2)]  # which no step changes
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         HUGE[batch_idx] += 1
+        OUTSIZE[batch_idx] += 1
+        FILED[batch_idx] += READ_ONLY[batch_idx]
+        MEAN.update(1.0)
+        METRICS["all"].update(batch[1], batch[1])
         SEEN.append(batch_idx)
         METER.add(1.0)
         with open(os.devnull, "a") as file:
@@ -192,10 +210,19 @@ class OfObjects(cases.Classifier):
 
 
 def told_of_what_is_beside(host: Host) -> dict[str, Any]:
+    global OUTSIZE, FILED, READ_ONLY, UNNAMED
     SEEN.clear()
-    with warnings.catch_warnings(record=True) as caught, lines() as said:
+    OUTSIZE = numpy.zeros(2**27 + 1)  # more than a GiB, of which the machine has a page
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        lines() as said,
+        tempfile.NamedTemporaryFile() as file,
+    ):
+        FILED = numpy.memmap(file.name, mode="w+", shape=(NUM_BYTES,))
+        READ_ONLY, UNNAMED = (numpy.memmap(file.name, mode=mode, shape=(NUM_BYTES,)) for mode in ("r", "r+"))
         warnings.simplefilter("always")
         trained(host, seeded(OfObjects), max_epochs=1)
+    OUTSIZE = FILED = READ_ONLY = UNNAMED = None
     return {"said": [*said, *(str(each.message) for each in caught)]}
 
 

@@ -331,6 +331,7 @@ class Unsendable(cases.Classifier):
         # It is sent as an attribute, and was said not to be.
         self.mean = MeanMetric()
         self.meters["mean"] = self.mean
+        self.meters["many"] = MetricCollection([MulticlassPrecision(cases.NUM_CLASSES)])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mean.update(1.0)
@@ -338,6 +339,7 @@ class Unsendable(cases.Classifier):
         self.number = batch_idx
         self.meters["batches"].count += 1
         self.meters["accuracy"].update(batch[1], batch[1])
+        self.meters["many"].update(batch[1], batch[1])
         return F.cross_entropy(self(batch[0]), batch[1])
 
 

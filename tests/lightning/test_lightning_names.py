@@ -253,3 +253,14 @@ def test_what_cannot_follow_beside_the_module_is_told(two: Records) -> None:
     assert any("training_step opens '/dev/null' for writing, and a step runs on" in line for line in said)
     assert any("a step changes tests.lightning.beside_cases.HUGE in place" in line for line in said)
     assert any("tests.lightning.beside_cases.SEEN gets 4 entries instead of 1" in line for line in said)
+
+
+def test_what_is_not_looked_into_beside_the_module_is_told(two: Records) -> None:
+    """Arrays above 1 GiB and in files, and metrics in a global or a plain dict, were changed on the last stage
+    alone, and nothing was said."""
+    said = [line for rank in two.ranks for line in rank["told_of_what_is_beside"]["said"]]
+    unseen = [line.partition(" and is not looked at")[0] for line in said if "is not looked at" in line]
+    named = "tests.lightning.beside_cases.{}, an array that the steps' code names,"
+    assert sorted(unseen) == [named.format("FILED") + " is in a file", named.format("OUTSIZE") + " has 1,024 MiB"]
+    changed = [line.partition(", and objects")[0].rpartition(" ")[2] for line in said if ", and objects" in line]
+    assert sorted(changed) == ["MeanMetric", "Meter", "MetricCollection"]
