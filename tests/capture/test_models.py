@@ -424,6 +424,30 @@ def test_weights_around_blocks_have_the_models_names():
         assert torch.equal(found[name], weight + 1.0), name
 
 
+def test_small_calls_beside_shared_weights_are_layers_of_their_own():
+    """Positions and a norm were in the blocks, so that no cut was that of a list written by hand."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.norm = nn.Embedding(20, 32), nn.Embedding(16, 32), nn.LayerNorm(32)
+            wide = (nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 32)) for _ in range(4))
+            self.blocks, self.head = nn.ModuleList(wide), nn.Linear(32, 20, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(self.norm(x))
+
+    model = Tied()
+    layers = captured_layers(model, words(3, 9))
+    names = [sorted(name for name, _ in layer.named_parameters()) for layer in layers]
+    assert names[1] == ["places.weight"] and names[-2] == ["norm.bias", "norm.weight"]
+    assert_same(model, layers, [one(words(2, 7))])
+
+
 class Wrapped(nn.Module):
     """Most of it is in a part that decides by data and reads an attribute of a block. It returns a number."""
 
