@@ -1,6 +1,6 @@
 """What is told of hooks that compute with the parameters of one rank, in the words that the user sees.
 
-Each sentence has places for the hook (``place``) and for parameters (``names``).
+Each sentence has places for the hook (``place``) and for parameters (``names``), or for a number of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ ELEMENTS_OF_SEVERAL = (
     "own layers only: a number of all is that of a part, another one on each rank; where each is treated by "
     "itself, nothing differs. Count them before fit, or in a step, which is shown all, or bring the ranks' parts "
     "together, as by torch.distributed.all_reduce"
+)
+_COUNTED = (
+    ", and a rank of a pipeline has those of its own layers only (under stage=1, bf16 and fp16 one flat tensor of "
+    "each group): a number of all is that of a part, another one on each rank. Count self.parameters() before "
+    "fit, or in a step, which is shown all, or bring the ranks' parts together, as by torch.distributed.all_reduce"
+)
+COUNTED_PARAMETERS = "{place} counts the optimizer's parameters (here len(group['params']) is {number})" + _COUNTED
+COUNTED_STATES = (
+    "{place} counts the parameters that the optimizer has a state of (here len(optimizer.state) is {number})"
+    + _COUNTED
 )
 LOGGED = (
     "{place} logs values of single parameters ({names}, ...): each rank logs those of its own layers, and the "

@@ -28,6 +28,7 @@ from lightning_madpipe.compat.hook_sentences import (
     SEVERAL,
     WHOLE_STATE,
 )
+from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
 from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, is_of_the_user
 
 WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
@@ -97,19 +98,19 @@ class HookWatch:
                 return
             self._step_is_made = False
             mode = FollowedValues(self._names, self._values, lambda *found: self._tell(owner, hook, *found))
-            counted = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
-            with counted, self._instead(mode):
+            norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
+            with norms, self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found)):
                 yield profiled
 
     @contextmanager
-    def _instead(self, mode: FollowedValues | None) -> Iterator[None]:
-        """Follow values by ``mode`` meanwhile, and by nothing else."""
+    def _instead(self, mode: FollowedValues | None, tell: Tell | None = None) -> Iterator[None]:
+        """Follow values by ``mode`` meanwhile, and by nothing else; tell of numbers by ``tell``."""
         before = self._mode
         if before is not None:
             before.__exit__(None, None, None)
         self._mode = mode
         try:
-            with mode if mode is not None else nullcontext():
+            with counts_told(self._optimizers(), tell), mode if mode is not None else nullcontext():
                 yield
         finally:
             self._mode = before
@@ -155,7 +156,13 @@ class HookWatch:
         sentence = kind.format(place=place, names=", ".join(shown[:3]))
         if kind == AFTER_THE_CLOSURE:
             raise self._refusal(sentence)
-        key = f"{place}: {(SEVERAL if kind == NUMBERS_OF_SEVERAL else kind)[:30]}"
+        self._tell_once(f"{place}: {(SEVERAL if kind == NUMBERS_OF_SEVERAL else kind)[:30]}", sentence)
+
+    def _tell_of_count(self, owner: str, hook: str, kind: str, number: int) -> None:
+        place = f"{hook} of {owner}"
+        self._tell_once(f"{place}: {kind[:60]}", kind.format(place=place, number=number))
+
+    def _tell_once(self, key: str, sentence: str) -> None:
         if key not in self._told:
             self._told.add(key)
             warn_once(f"hook/{key}", sentence)

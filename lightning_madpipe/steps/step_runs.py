@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batches import map_children
@@ -56,6 +57,7 @@ class StepRuns:
         self._draws = draws
         self._is_cut = is_cut
         self._traces = traces
+        self._counts_told: set[str] = set()
         self.ended: Mapping[str, int] = {}
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
@@ -109,7 +111,14 @@ class StepRuns:
     @contextmanager
     def _on_a_stage(self, step: str) -> Iterator[None]:
         """What a step may not touch, or what is said of it, where other ranks have some of the layers."""
+
+        def tell_of_count(kind: str, number: int) -> None:
+            if kind not in self._counts_told:
+                self._counts_told.add(kind)
+                warn_once(f"{step}/{kind[:60]}", kind.format(place=step, number=number))
+
         with (
+            counts_told(self._module.trainer.optimizers, tell_of_count),
             left_untouched(self._module, step, self._error),
             pipeline_of(self._module).elsewhere.listed(),
             writing_told(step, _say_of_files),

@@ -357,6 +357,39 @@ class Counted(Module):
         self.log("elements", float(sum(weight.numel() for weight in self.parameters())))
 
 
+class OptimizerCounted(Module):
+    def on_train_epoch_end(self) -> None:
+        groups = self.trainer.optimizers[0].param_groups
+        self.log("parameters", float(sum(len(group["params"]) for group in groups)))
+
+
+class StatesCounted(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.num_states = len(self.optimizers().state)
+
+
+class CountedInStep(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("parameters", float(len(self.optimizers().param_groups[0]["params"])))
+        return loss
+
+
+class OptimizerRead(Module):
+    """Each by itself, and what asks for a length on the way."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for group in optimizer.param_groups:
+            weights = [*group["params"]] if group["params"] else []
+            self.rates = [group["lr"]] * len(weights)
+            self.weights = list(group["params"])
+            self.moments = [optimizer.state[weight].get("momentum_buffer") for weight in group["params"]]
+            self.with_states = list(optimizer.state) if optimizer.state else []
+        self.copied = copy.deepcopy(optimizer.state_dict())
+        self.groups = copy.copy(optimizer.param_groups[0]["params"])
+
+
 class NormInStep(Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -500,13 +533,17 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
             return
         with lines() as said:
             end = refused(lambda: trained(host, seeded(build), *callbacks, max_epochs=1, **arguments))
-        record[name] = {"end": end, "said": [line for line in said if " of " in line and line.startswith("on_")]}
+        record[name] = {
+            "end": end,
+            "said": [line for line in said if line.startswith(("on_", "training_step counts"))],
+        }
 
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, NormsLogged, NormsOfLightning, ZeroingGradients, ListsOfOne,
         OnRankZero, ClippedInClosure, StepsByPlace, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
+        OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
     ):  # fmt: skip
         run(build.__name__, build)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
@@ -522,6 +559,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         run(f"clipped {name}", ClippedBefore, **arguments)
         run(f"looking {name}", Module, type(f"LookingIn{name}", (LookingEarly,), {})(), **arguments)
         run(f"ratio {name}", OfTheirOwn, **arguments)
+        run(f"counted {name}", type(f"CountedIn{name}", (OptimizerCounted,), {}), **arguments)
     return record
 
 

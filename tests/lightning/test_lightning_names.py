@@ -164,6 +164,18 @@ def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str)
         ("NormsOfLightning", "on_before_optimizer_step of NormsOfLightning computes with several parameters"),
         ("NormOfOneEach", "on_before_optimizer_step of NormOfOneEach computes with several parameters"),
         ("Counted", "on_train_epoch_end of Counted counts the elements of several parameters"),
+        # Numbers of what the optimizer has were those of a rank, and nothing was said.
+        (
+            "OptimizerCounted",
+            "on_train_epoch_end of OptimizerCounted counts the optimizer's parameters (here len(",
+        ),
+        (
+            "StatesCounted",
+            "counts the parameters that the optimizer has a state of (here len(optimizer.state) is ",
+        ),
+        ("CountedInStep", "training_step counts the optimizer's parameters (here len(group['params']) is "),
+        ("counted zero", "(under stage=1, bf16 and fp16 one flat tensor of each group)"),
+        ("counted bf16", "(under stage=1, bf16 and fp16 one flat tensor of each group)"),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
@@ -185,6 +197,12 @@ def test_frozen_modules_beside_the_layers_are_told_once(two: Records) -> None:
 def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
     assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["CopyingItself"]["said"] == [] for rank in two.ranks)
+
+
+def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: Records) -> None:
+    assert [rank["told_of_hooks"]["OptimizerRead"] for rank in two.ranks] == [
+        {"end": "not refused", "said": []}
+    ] * 2
 
 
 @pytest.mark.parametrize(

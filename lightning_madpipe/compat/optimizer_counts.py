@@ -1,0 +1,120 @@
+"""Numbers of what an optimizer has, asked for on a rank that has the parameters of its own layers only.
+
+``len(group["params"])`` and ``len(optimizer.state)`` call no function of torch, so that nobody sees them who
+follows values. While a hook or a step of the user's runs, these containers tell who asks for their lengths.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lightning_madpipe.compat.hook_sentences import COUNTED_PARAMETERS, COUNTED_STATES
+from lightning_madpipe.compat.running_code import OTHERS
+
+Tell = Callable[[str, int], None]
+"""Is called with a kind of sentence and the number that a rank gives."""
+
+
+@contextmanager
+def counts_told(optimizers: Iterable[Any], tell: Tell | None) -> Iterator[None]:
+    """Tell meanwhile of code of the user's that counts what optimizers have; None: of nothing."""
+    for optimizer in optimizers if tell is not None else ():
+        _let_tell(optimizer)
+    before, _Listening.tell = _Listening.tell, tell
+    try:
+        yield
+    finally:
+        _Listening.tell = before
+
+
+class _Listening:
+    tell: Tell | None = None
+
+
+def _let_tell(optimizer: Any) -> None:
+    """Put containers that tell in the place of an optimizer's; they stay, for a script may hold them."""
+    while not isinstance(optimizer, torch.optim.Optimizer):  # one of DeepSpeed's is around it
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            return
+    for group in optimizer.param_groups:
+        if type(group["params"]) is list:
+            group["params"] = _Parameters(group["params"])
+    # One that somebody else holds, such as an optimizer around this one, has to stay the same object.
+    if type(optimizer.state) is defaultdict and sys.getrefcount(optimizer.state) <= _REFERENCES_OF_ONE_HOLDER:
+        optimizer.state = _States(optimizer.state.default_factory, optimizer.state)
+
+
+_REFERENCES_OF_ONE_HOLDER = 2
+"""The references to an attribute that nobody else holds, while they are counted."""
+
+
+class _Place:
+    """Where a container was last iterated over: ``list(container)`` asks for its length at the same place."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+
+    def note(self, frame: FrameType) -> None:
+        self._last = id(frame), frame.f_lasti
+
+    def tell(self, frame: FrameType, sentence: str, number: int) -> None:
+        """Tell of a length, if code of the user's asks for it, and for nothing else."""
+        if _Listening.tell is None or self._last == (id(frame), frame.f_lasti):
+            return
+        package = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        if package not in (*OTHERS, "torch"):
+            _Listening.tell(sentence, number)
+
+
+class _Parameters(list[Any]):
+    """The parameters of a group."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self._place = _Place()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._place.note(sys._getframe(1))
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        number = super().__len__()
+        self._place.tell(sys._getframe(1), COUNTED_PARAMETERS, number)
+        return number
+
+    def __bool__(self) -> bool:
+        return super().__len__() > 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
+
+
+class _States(defaultdict[Any, Any]):
+    """The states of an optimizer."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._place = _Place()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._place.note(sys._getframe(1))
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        number = super().__len__()
+        self._place.tell(sys._getframe(1), COUNTED_STATES, number)
+        return number
+
+    def __bool__(self) -> bool:
+        return super().__len__() > 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (self.default_factory, dict(self))
