@@ -1,6 +1,6 @@
 """What runs with ``--exhaustive`` alone: one of many of a kind, each of which has others that always run.
 
-    python -m pytest               a third of the random seeds, the smaller of two jobs, not what is named here
+    python -m pytest               a quarter of the random seeds, the smaller of two jobs, not what is named here
     python -m pytest --exhaustive  everything
 
 Workers of several processes run only what the chosen tests name (``choice.py``), so that this saves the work.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "MADPIPE_EXHAUSTIVE"
 """The environment variable that tells modules of tests, and the processes that they start."""
-ONE_SEED_IN = 3
+ONE_SEED_IN = 4
 
 NAMED: dict[str, Sequence[str]] = {
     "engine/test_any_plan.py": [
@@ -36,6 +36,7 @@ NAMED: dict[str, Sequence[str]] = {
             f"test_every_layout_is_loaded_under_others[{kind}]"
             for kind in (
                 "SGD, ZeRO 0", "AdamW, ZeRO 0", "SGD, ZeRO 1", "bf16, ZeRO 0", "noisy, ZeRO 0", "tied, ZeRO 0",
+                "noisy, ZeRO 1", "bf16, ZeRO 1",
             )
         ),
         "test_every_pair_of_layouts_was_tried[SGD, ZeRO 0]",
@@ -51,7 +52,7 @@ NAMED: dict[str, Sequence[str]] = {
             for death in (
                 "while_rank_1_measures", "while_rank_1_waits_for_the_plan", "after_the_move",
                 "before_it_has_the_name_of_another", "while_the_old_one_is_removed", "before_the_latest_is_named",
-                "in_a_step_of_the_warm_up", "while_states_move",
+                "in_a_step_of_the_warm_up", "while_states_move", "after_a_checkpoint_of_the_plan",
             )
         ),
     ],
@@ -107,7 +108,8 @@ NAMED: dict[str, Sequence[str]] = {
             "sigterm_to_rank_1", "an_error_before_a_batch", "an_error_before_the_optimizer_step",
             "an_error_at_the_end_of_an_epoch", "an_error_while_a_checkpoint_is_saved", "an_error_of_the_schedule",
             "an_error_after_a_batch", "an_error_of_the_optimizer", "caught_in_the_data", "caught_in_a_hook",
-            "unreadable_data",
+            "unreadable_data", "sigint_in_a_layer_of_rank_0", "an_error_in_validation",
+            "a_stream_that_ends_early_on_rank_1",
         )
     ],
     "lightning/test_lightning_killed.py": [
@@ -128,11 +130,18 @@ NAMED: dict[str, Sequence[str]] = {
     "lightning/test_lightning_names.py": [
         *(
             f"test_hooks_that_see_a_part_of_the_parameters_are_told_once[{case}]"
-            for case in ("RateOfAll", "NormsLogged", "looking zero")
+            for case in (
+                "RateOfAll", "NormsLogged", "looking zero", "Stacked", "NormOfOneEach", "LookingLate",
+                "looking bf16",
+            )
         ),
         *(
             f"test_what_cannot_be_done_with_a_part_of_the_parameters_is_refused[{case}]"
-            for case in ("OnRankZero", "StepsWithClosure", "RateBeforeForward", "clipped bf16", "ratio zero")
+            for case in (
+                "OnRankZero", "StepsWithClosure", "RateBeforeForward", "clipped bf16", "ratio zero",
+                "StepsByPlace",
+                "HeadClamped measured", "NormInEvaluation", "StateInStep", "EpochEndedAlone", "ClippingReplaced",
+            )
         ),
         *(
             f"test_groups_that_are_made_by_names_train_like_one_process[{groups}]"
@@ -140,7 +149,10 @@ NAMED: dict[str, Sequence[str]] = {
         ),
         *(
             f"test_what_changes_later_is_refused_on_every_rank[{case}]"
-            for case in ("ScaledBySettings", "ScaledByEpoch", "WithAuxiliaryAtTheEnd")
+            for case in (
+                "ScaledBySettings", "ScaledByEpoch", "WithAuxiliaryAtTheEnd", "ScaledInEvaluation",
+                "UnfrozenWithoutRate", "WithCollected",
+            )
         ),
     ],
     "lightning/test_lightning_pipeline.py": [
@@ -165,7 +177,10 @@ NAMED: dict[str, Sequence[str]] = {
         "test_four_stages_do_what_one_process_does[left_behind]",
         *(
             f"test_loops_are_those_of_one_process[{settings}]"
-            for settings in ("interval", "no validation", "overfit", "fast", "stopped", "min epochs")
+            for settings in (
+                "interval", "no validation", "overfit", "fast", "stopped", "min epochs", "fraction", "limits",
+                "steps",
+            )
         ),
         "test_a_job_that_torchrun_started_ends_where_one_rank_fails",
     ],
@@ -194,7 +209,7 @@ def is_exhaustive() -> bool:
 
 
 def some(most: int) -> int:
-    """``most``, or a third of it: how many random cases a test makes for itself."""
+    """``most``, or a quarter of it: how many random cases a test makes for itself."""
     return most if is_exhaustive() else max(1, most // ONE_SEED_IN)
 
 

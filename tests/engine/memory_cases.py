@@ -28,6 +28,7 @@ from tests.engine import plans
 from tests.engine.any_plan_multiproc import MAPS
 from tests.engine.pipelines import loss_fn
 from tests.engine.running import recomputes_on_a_cpu, start
+from tests.exhaustive import is_exhaustive
 
 NUM_MICRO_BATCHES = 6
 ROWS, INPUTS = 256, 128
@@ -194,7 +195,8 @@ def no_more_bytes_than_planned(_: Path) -> None:
     """Whichever rank is late, and of the data nothing is left after a step but losses."""
     chain = measured_chain()
     slow, fast = (Platform(num_devices=2, memory_bytes=10**12, bandwidth=2.0**power) for power in (16, 30))
-    for devices, cuts in MAPS[2].items():
+    maps = MAPS[2] if is_exhaustive() else {devices: MAPS[2][devices] for devices in ((1, 0), (0, 1, 1, 0))}
+    for devices, cuts in maps.items():
         for depth in (1, 3) if len(devices) > 2 else (1, None):
             orders = (
                 plans.gpipe(devices, NUM_MICRO_BATCHES)

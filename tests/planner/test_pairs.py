@@ -35,7 +35,7 @@ def test_no_schedule_is_shorter_and_often_one_is_as_short(monkeypatch):
 
 def test_no_pattern_of_a_period_takes_less_and_often_one_takes_that(monkeypatch):
     better = reached = 0
-    for seed in range(60):
+    for seed in range(some(60)):
         made, platform, placement = shared_instance(seed)
         problem = problem_of(made, platform)
         road = Road(problem, placement)
@@ -47,7 +47,7 @@ def test_no_pattern_of_a_period_takes_less_and_often_one_takes_that(monkeypatch)
         assert peak <= pairs <= found.num_bytes
         better += pairs > peak
         reached += pairs > peak and pairs == found.bound
-    assert better > 10 and reached > better / 2
+    assert better > some(10) and reached > better / 2
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -21,6 +21,7 @@ from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.non_contiguous import madpipe_paper
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import NOTHING, Grid, PaperMadPipe
+from tests.exhaustive import is_exhaustive
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
 
@@ -258,7 +259,10 @@ def test_algorithm_1_ends_where_target_and_period_meet():
     problem = problem_of(made, platform)
     grid = Grid(problem, PaperMadPipe(load_steps=100, memory_steps=97, delay_steps=200))
     clock = problem.times.clock
-    every = [max(grid.best(target)[0], target) for target in map(clock.ticks, range(30, 146, 3))]
+    every = [
+        max(grid.best(target)[0], target)
+        for target in map(clock.ticks, range(30, 146, 3 if is_exhaustive() else 12))
+    ]
     tried = []
 
     class Noting(Grid):
