@@ -410,9 +410,10 @@ def _check_trainable(
     if every_device_trains:
         needed, parts = platform.num_devices, "devices"
     if (every_stage_trains or every_device_trains) and training < needed:
+        way_out = f"use num_{parts}={training} or fewer" if training else "let one train"
         raise ValueError(
             f"{needed} {parts} with trainable parameters each need as many such layers and the chain "
-            f"has {training}: use num_{parts}={training} or fewer"
+            f"has {training}: {way_out}"
         )
 
 
