@@ -45,7 +45,7 @@ def test_the_period_is_the_best_of_all_allocations_that_train_everywhere():
     for seed in SEEDS:
         made, platform = random_instance(seed, most_layers=4, most_devices=3)
         if not has_enough_layers(made, platform):
-            with pytest.raises(ValueError, match="use num_devices=[12] or fewer|has 0: let one train"):
+            with pytest.raises(ValueError, match=r"use num_devices=[12] or fewer|has 0: let one train"):
                 make_plan(made, platform, every_device_trains=True)
             continue
         problem, best = problem_of(made, platform), None
