@@ -18,6 +18,7 @@ from lightning_madpipe.finding.example_batch import STEPS, example_batch
 from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
 from lightning_madpipe.steps.batches import split_batch
+from lightning_madpipe.steps.early_optimizers import optimizers_for_steps
 from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone
 
 
@@ -30,34 +31,39 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
         ValueError: there are none; the message says where that was seen and what to do.
     """
     try:
-        mine = example_batch(trainer, module)
-        batch = split_batch(from_rank_0(lambda: mine), num_micro_batches, ones_apart=True)[0]
-        step = STEPS[trainer.state.fn.value]
-        before = _call_before(module)
-        try:
-            call = find_call(module, step, batch, lambda: undone(module, lightning))
-        except SeveralCallsError as error:
-            found = _several_calls(module, step, batch, before, error, lightning)
-            if found is not before:
-                _say(found.captured, num_micro_batches)
-            return found
-        if before is not None and before.attribute == call.attribute:
-            assert before.captured is not None
-            if before.captured.holds_for(call.args, call.kwargs):
-                return before
-        try:
-            found = _captured(module, call, lambda: undone(module, lightning))
-        except Exception as error:  # also the model's own, where it runs with data
-            state = state_of_other_size(module, (call.args, call.kwargs))
-            if state is None:
-                raise
-            raise ValueError(f"{error}; {state}") from error
-        assert found.captured is not None
-        found.captured.know(key_of(step, batch), found.captured)
-        _say(found.captured, num_micro_batches)
-        return found
+        with optimizers_for_steps(trainer, module, lightning):
+            return _found(trainer, module, lightning, num_micro_batches)
     except ValueError as error:
         raise unknown_layers(module, error) from error
+
+
+def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
+    mine = example_batch(trainer, module)
+    batch = split_batch(from_rank_0(lambda: mine), num_micro_batches, ones_apart=True)[0]
+    step = STEPS[trainer.state.fn.value]
+    before = _call_before(module)
+    try:
+        call = find_call(module, step, batch, lambda: undone(module, lightning))
+    except SeveralCallsError as error:
+        found = _several_calls(module, step, batch, before, error, lightning)
+        if found is not before:
+            _say(found.captured, num_micro_batches)
+        return found
+    if before is not None and before.attribute == call.attribute:
+        assert before.captured is not None
+        if before.captured.holds_for(call.args, call.kwargs):
+            return before
+    try:
+        found = _captured(module, call, lambda: undone(module, lightning))
+    except Exception as error:  # also the model's own, where it runs with data
+        state = state_of_other_size(module, (call.args, call.kwargs))
+        if state is None:
+            raise
+        raise ValueError(f"{error}; {state}") from error
+    assert found.captured is not None
+    found.captured.know(key_of(step, batch), found.captured)
+    _say(found.captured, num_micro_batches)
+    return found
 
 
 def _say(captured: CapturedCall | None, num_micro_batches: int) -> None:

@@ -119,13 +119,13 @@ def rest_of_arguments(module: Any, step: str) -> tuple[int, ...]:
 
 def _ending(path: str, found: list[tuple[StepCall, str]]) -> Callable[..., Any]:
     def end(*args: Any, **kwargs: Any) -> None:
-        found.append((StepCall(path, args, kwargs), _line()))
+        found.append((StepCall(path, args, kwargs), line_that_runs()))
         raise _Called
 
     return end
 
 
-def _line() -> str:
+def line_that_runs() -> str:
     """The line of the user's code that runs."""
     frame: Any = sys._getframe(2)
     while frame is not None:

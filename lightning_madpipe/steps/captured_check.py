@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
 from lightning_madpipe.module import PipelineCall, called_as_written
-from lightning_madpipe.steps.code_names import is_librarys
+from lightning_madpipe.steps.code_names import function_of, is_librarys, names_in
+from lightning_madpipe.steps.hook_writes import writes_in_hooks
 from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, Verdict
 
 
@@ -69,6 +70,29 @@ class CapturedCheck(LayerCheck):
                 f"{self._call.called} of {self._name} reads {', '.join(asked[:3])}, which its layers have as "
                 "it was when they were found: they are compared with it again at the start of each epoch"
             )
+        if self._mode:
+            self._note_writes()
+
+    def _note_writes(self) -> None:
+        """Note what hooks set of that which is read: a change ends a run that has trained for an epoch."""
+        named = _names_in_forwards(self._module)
+        reads = set()
+        for read in self._reads:
+            # All that a program has given a module of a library is looked at, whether it is read or not.
+            is_read = read.name in named or not is_librarys(type(self._module.get_submodule(read.owner)))
+            if is_read and not read.is_global:
+                reads.add(".".join(filter(None, (read.owner, read.name))))
+        told: set[str] = set()
+        for write in writes_in_hooks(self._module, self._module.trainer.callbacks):
+            if write.path in reads and write.path not in told:
+                told.add(write.path)
+                self._notes.append(
+                    f"{write.hook} sets self.{write.path} ({write.line}), which {self._call.called} of "
+                    f"{self._name} reads, and the layers that were found have what it is now: at a change by "
+                    "which the model computes something else, in a later epoch perhaps, the run will end. Let the "
+                    f"attribute be a tensor that the hook changes in place (self.{write.path}.fill_(...)), use it "
+                    "in the step, or write pipeline_layers()"
+                )
 
     def _outside(self) -> dict[str, nn.Module]:
         """All modules of libraries, too: a number that a program has given one stands in the layers as it was."""
@@ -91,3 +115,10 @@ class CapturedCheck(LayerCheck):
 
 def _tensors_of(returned: Any) -> tuple[Tensor, ...]:
     return tuple(leaf for leaf in flatten(returned)[0] if isinstance(leaf, Tensor))
+
+
+def _names_in_forwards(module: nn.Module) -> set[str]:
+    """All names in the code of the program's ``forward()`` of a module and its parts."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    forwards = (function_of(vars(kind).get("forward")) for kind in kinds)
+    return {name for each in forwards if each is not None for name in names_in(each.__code__)}

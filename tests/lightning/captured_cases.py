@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -635,6 +636,98 @@ class Unequal(OtherOrder):
         return self.factor * super().forward(x)
 
 
+class SetForItself(OtherOrder):
+    """Its hooks set what its code does not read, and its code reads what they do not set."""
+
+    factor = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.other = self.factor
+        self.encoder.number = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.factor * super().forward(x)
+
+
+class Anneals(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.factor *= 0.5
+
+
+class ByMethod(SetForItself):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.anneal()
+
+    def anneal(self) -> None:
+        self.factor = max(self.factor, 0.5)
+
+
+class InPlace(OtherOrder):
+    """Annealed in a tensor that hooks change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.ones(())
+
+    def on_train_epoch_start(self) -> None:
+        self.factor.fill_(1.0 + self.current_epoch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.factor * super().forward(x)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0]).square().mean())
+
+
+class RateInStep(InPlace):
+    """Reads the rate before it calls its layers, which are found before there is an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        assert rate == self.trainer.optimizers[0].param_groups[0]["lr"]
+        assert [rate] == self.lr_schedulers().get_last_lr()
+        self.log("rate", rate)
+        return self(batch[0]).square().mean() * (1 + rate)
+
+
+class RateInForward(RateInStep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+
+
+class RateOfTrainer(RateInStep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * self.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def in_place(host: cases.Host) -> dict[str, Any]:
+    return trained(host, InPlace, cases.loader(NUM_SAMPLES))
+
+
+def rate_in_step(host: cases.Host) -> dict[str, Any]:
+    """``'list' object has no attribute 'param_groups'`` was all that was said."""
+    return trained(host, RateInStep, cases.loader(NUM_SAMPLES))
+
+
+def told_of_annealing(host: cases.Host) -> dict[str, Any]:
+    """What is said before the first step, where a run may end in its second epoch."""
+    found: dict[str, Any] = {}
+    for build, callbacks in ((Unequal, ()), (Attached, ()), (SetForItself, (Anneals(),)), (ByMethod, ())):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            host.trainer(*callbacks, max_epochs=1).fit(build(), cases.loader(NUM_SAMPLES))
+        found[build.__name__] = [str(each.message) for each in said if " sets self." in str(each.message)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        host.trainer(max_epochs=2).fit(SetForItself(), cases.loader(NUM_SAMPLES))
+    found["nothing"] = [str(each.message) for each in said if " sets self." in str(each.message)]
+    return found
+
+
 class Attached(OtherOrder):
     """The number that its code reads belongs to a module of torch's."""
 
@@ -703,7 +796,8 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
-        Unequal, Attached, Carrying, CarryingForBatches, CarryingByLayers, MixedWindow,
+        Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
+        MixedWindow,
     ):  # fmt: skip
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
         accumulate = 1
@@ -736,10 +830,12 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         single_samples,
         parts_alone,
         stateful,
+        in_place,
+        rate_in_step,
     ],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [refused_modules, dropout_repeats],
+    2: [refused_modules, dropout_repeats, told_of_annealing],
     4: [],
 }

@@ -52,8 +52,23 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("Unequal", "since self.factor has changed, the layers that were found of self()"),
         ("MixedWindow", "accumulate_grad_batches=2 puts batches into one optimizer step of which one is cut into"),
         ("MixedWindow", "leave the short batch out (drop_last=True), or do not accumulate"),
+        ("RateInForward", "asks for the optimizer or its rate at captured_cases.py:"),
+        ("RateOfTrainer", "asks for the optimizer or its rate at captured_cases.py:"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_its_line(two: Records, module: str, sentence: str) -> None:
     assert sentence in two.of("refused_modules")[module]
+
+
+def test_what_hooks_set_and_forward_reads_is_told_before_the_first_step(two: Records) -> None:
+    """It was refused at its first change, in the second epoch, when an epoch had been trained."""
+    told = [rank["told_of_annealing"] for rank in two.ranks]
+    said = {name: told[0][name] + told[1][name] for name in told[0]}
+    assert said.pop("nothing") == []
+    [unequal], [attached], [by_callback], [by_method] = said.values()
+    assert "on_train_epoch_start of Unequal sets self.factor (captured_cases.py:" in unequal
+    assert "which self() of Unequal reads, and the layers that were found have what it is now" in unequal
+    assert "on_train_epoch_start of Attached sets self.encoder.gain.alpha (captured_cases.py:" in attached
+    assert "on_train_epoch_end of Anneals sets self.factor (captured_cases.py:" in by_callback
+    assert "on_train_batch_end of ByMethod sets self.factor (captured_cases.py:" in by_method
