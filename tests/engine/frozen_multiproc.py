@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from tests.engine.pipelines import micro_batch, mlp
 from tests.engine.running import start
 from tests.ranks import before_any_fork, run_job
 
-CASES = {"stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3}
+CASES = {"stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3, "slow_store": 2}
 """With so many ranks."""
 
 
@@ -76,6 +78,38 @@ def train(what: str, folder: Path, rank: int) -> None:
     print("the end", flush=True)
 
 
+class SlowStore:
+    """Answers late, as that of a busy machine."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        def answer(*_: Any) -> int:
+            with suppress(RuntimeError):  # the time is up
+                self.store.wait(["a key that nobody sets"], timedelta(seconds=1.2))
+            return 0
+
+        return answer
+
+
+class Late:
+    """Keeps Python from ending for a while."""
+
+    def __del__(self) -> None:
+        time.sleep(3)
+
+
+def end_beside_slow_store(folder: Path, rank: int) -> None:
+    deepspeed.init_distributed()
+    (folder / f"rank{rank}").write_text(str(os.getpid()))
+    watch.watch.start()
+    if rank == 1:
+        watch.watch._store = SlowStore(watch.watch._store)
+        sys.modules["late"] = Late()  # type: ignore[assignment]
+    time.sleep(0.7)
+
+
 def let_go_on(folder: Path, log: Path) -> None:
     """Wake the rank that is stopped when it has been spoken of."""
     while not (log.exists() and " has waited " in log.read_text()):
@@ -96,7 +130,8 @@ def main(out: Path) -> None:
         logs = [folder / f"{rank}.log" for rank in range(num_ranks)]
         if what == "stopped":
             threading.Thread(target=let_go_on, args=(folder, logs[0]), daemon=True).start()
-        outcome = run_job(functools.partial(train, what, folder), logs)
+        work = functools.partial(train, what)
+        outcome = run_job(functools.partial(end_beside_slow_store if what == "slow_store" else work, folder), logs)
         pids = [int((folder / f"rank{rank}").read_text()) for rank in range(num_ranks)]
         outcomes[what] = {**outcome._asdict(), "pids": pids}
         out.write_text(json.dumps(outcomes))

@@ -90,6 +90,12 @@ def test_who_waits_for_ever_ends_and_who_computes_does_not(outcomes):
     assert "the end" in found["logs"][2]
 
 
+def test_a_rank_that_ends_while_its_thread_waits_for_the_store(outcomes):
+    """The thread came back from it while Python ended, and the process was aborted after all was done."""
+    found = outcomes["slow_store"]
+    assert found["exits"] == [0, 0], found["logs"]
+
+
 def test_a_rank_that_dies_before_it_has_joined(tmp_path):
     job = Job(tmp_path, "joining_multiproc.py", "dies")
     assert job.exits() == [1, 1]

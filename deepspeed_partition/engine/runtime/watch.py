@@ -37,6 +37,8 @@ ANSWER_SECONDS = 3.0
 GRACE_SECONDS = 10.0
 """The seconds after the loss of a rank when a rank that still waits is ended. Where links break it ends by
 itself."""
+LAST_PATIENCE_SECONDS = 20.0
+"""The seconds that a process which ends waits for its thread, where the store does not answer."""
 MOST_RANKS_ASKED = 256
 STOPPED, GONE = "Tt", "ZX"
 """States of a process in ``/proc``: the letters of a stopped one, and of one that has ended."""
@@ -170,10 +172,14 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread: the process ends, or joins another job."""
+        """End the thread: the process ends, or joins another job.
+
+        One that comes back from the store while Python ends aborts the process: on a busy machine it may take
+        seconds.
+        """
         self._over.set()
         if self._thread is not None:
-            self._thread.join(2 * TICK_SECONDS)
+            self._thread.join(LAST_PATIENCE_SECONDS)
         self._thread = None
 
     @property
