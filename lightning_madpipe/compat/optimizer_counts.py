@@ -74,31 +74,10 @@ class _Place:
             _Listening.tell(sentence, number)
 
 
-class _Parameters(list[Any]):
-    """The parameters of a group."""
+class _Tells:
+    """A container that tells of its length, and whose kind of sentence that is."""
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        super().__init__(values)
-        self._place = _Place()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._place.note(sys._getframe(1))
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        number = super().__len__()
-        self._place.tell(sys._getframe(1), COUNTED_PARAMETERS, number)
-        return number
-
-    def __bool__(self) -> bool:
-        return super().__len__() > 0
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, (list(self),)
-
-
-class _States(defaultdict[Any, Any]):
-    """The states of an optimizer."""
+    sentence = ""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -106,15 +85,30 @@ class _States(defaultdict[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._place.note(sys._getframe(1))
-        return super().__iter__()
+        return super().__iter__()  # type: ignore[misc]
 
     def __len__(self) -> int:
-        number = super().__len__()
-        self._place.tell(sys._getframe(1), COUNTED_STATES, number)
+        number: int = super().__len__()  # type: ignore[misc]
+        self._place.tell(sys._getframe(1), self.sentence, number)
         return number
 
     def __bool__(self) -> bool:
-        return super().__len__() > 0
+        return super().__len__() > 0  # type: ignore[misc]
+
+
+class _Parameters(_Tells, list[Any]):
+    """The parameters of a group."""
+
+    sentence = COUNTED_PARAMETERS
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
+
+
+class _States(_Tells, defaultdict[Any, Any]):
+    """The states of an optimizer."""
+
+    sentence = COUNTED_STATES
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return defaultdict, (self.default_factory, dict(self))
