@@ -14,16 +14,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from deepspeed_partition.capture.decisions import Undecided
 from deepspeed_partition.capture.graph import Graph, Node, graph_of
 from deepspeed_partition.capture.layout import Layout, layout_of
 from deepspeed_partition.capture.ordering import choose_order
 from deepspeed_partition.capture.partition import flow_of, programs_of
 from deepspeed_partition.capture.program import Program, ShapeError
-from deepspeed_partition.capture.recorder import CaptureError, State, Undecided, record
+from deepspeed_partition.capture.recorder import CaptureError, record
 from deepspeed_partition.capture.recording import Attribute, Recording, Ref, SizeOf
 from deepspeed_partition.capture.sizes import Dimension, dimensions_in, evaluate
 from deepspeed_partition.capture.source_lines import line_of
 from deepspeed_partition.capture.structure import build, flatten, names_of
+from deepspeed_partition.capture.weights_without_data import State
 
 
 @dataclass(slots=True, eq=False)

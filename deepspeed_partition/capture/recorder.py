@@ -14,7 +14,6 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from deepspeed_partition.capture.decisions import Overwritten, Undecided, must_be, must_stay
 from deepspeed_partition.capture.recording import (
     Attribute,
     Call,
@@ -42,12 +42,12 @@ from deepspeed_partition.capture.recording import (
     Template,
     Value,
 )
-from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, ShapeError, Size, number_of, size
+from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, Size, number_of, size
 from deepspeed_partition.capture.source_lines import line_of, model_line
 from deepspeed_partition.capture.structure import build, flatten, holds_tensors
+from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
 from deepspeed_partition.capture.without_data import (
     data_like,
-    forget_fakes,
     hidden_functions,
     hidden_modes,
     same_random_numbers,
@@ -59,37 +59,6 @@ BYTES_PER_OPERATION = 0.05
 
 LARGEST_FROM_SIZES = 2**20
 """Bytes of a tensor up to which the recording computes it, where it is made from sizes alone."""
-
-
-class Overwritten(Exception):
-    """A tensor that was made from sizes alone is changed by one that was not."""
-
-
-class Undecided(Exception):
-    """The model's own code asks whether a tensor is true, which is not known without data."""
-
-
-def must_be(outcome: bool, tensor: torch.Tensor, where: str) -> None:
-    """Verify what the model's own code asks of a tensor: it raises otherwise.
-
-    Raises:
-        ValueError: another outcome.
-    """
-    if bool(tensor) is not outcome:
-        raise ValueError(f"the model's code refuses this batch ({where})")
-
-
-def must_stay(outcome: bool, tensor: torch.Tensor, where: str) -> None:
-    """Verify what the model's own code asked of a tensor that is made from sizes: it goes another way otherwise.
-
-    Raises:
-        ShapeError: another outcome.
-    """
-    if bool(tensor) is not outcome:
-        raise ShapeError(
-            f"the model's code takes another way for the sizes of this batch ({where}, {not outcome} and not "
-            f"{outcome}): capture it with arguments of such sizes, pad the batch, or leave it out"
-        )
 
 
 class CaptureError(ValueError):
@@ -104,22 +73,6 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, old)
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What a recording depends on besides the arguments: the types of weights, and autocast."""
-
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """The types of weights, by name, where weights are not to be asked, for some may have changed."""
-    changed: dict[torch.dtype, torch.dtype] = field(default_factory=dict)
-    """What was made of a type, for example bfloat16 of float32."""
-    device: torch.device | None = None
-    first_names: dict[str, str] = field(default_factory=dict)
-
-    def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        dtype = self.dtypes.get(name, tensor.dtype)
-        return self.changed.get(dtype, dtype)
 
 
 class _Watch(TorchDispatchMode):
@@ -178,9 +131,8 @@ class Tape:
         self._computed: set[int] = set()
         self.model, self.device, self.state = model, device, state
         self.call = call or model
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.first_names: dict[str, str] = {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.weights = WeightsWithoutData(model, device, state, self.fake)
         self.values: list[Value] = []
         self._kept: list[Any] = []  # as long as they live, no other object has their number
         self._value_of: dict[int, int] = {}
@@ -189,56 +141,11 @@ class Tape:
         self._inside = 0
         self._effects = Effects()
         self._known_storages: set[int] = set()
-        self._attribute_of: dict[int, str] = {}
-        self.attribute_of_storage: dict[int, str] = {}
-        self.attributes: dict[str, Any] = {}
         self._modules = dict(model.named_modules())
         self._module_names = {id(module): name for name, module in self._modules.items()}
         self._outer_context = _state()
         self._random_units: set[int] = set()
         self._region = 0
-
-    # Attributes of the model
-
-    @contextmanager
-    def without_weights(self) -> Iterator[None]:
-        """Let the model's modules have tensors without data, in the places of parameters and buffers."""
-        places: list[tuple[dict[str, Any], str, Any]] = []
-        fakes: dict[int, Any] = {}
-        attributes = [dict(vars(module)) for module in self.model.modules()]
-        for prefix, module in self.model.named_modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    full = f"{prefix}.{name}" if prefix else name
-                    dtype = self.dtypes[full] = self.state.dtype_of(full, tensor)
-                    if id(tensor) not in fakes:
-                        fake = fakes[id(tensor)] = self._without_data(tensor, dtype)
-                        first = self.state.first_names.get(full, full)
-                        self.attributes[first] = tensor
-                        self._attribute_of[id(tensor)] = self._attribute_of[id(fake)] = first
-                        self.attribute_of_storage[_storage(fake)] = first
-                        self._known_storages.add(_storage(fake))
-                    self.first_names[full] = self._attribute_of[id(tensor)]
-                    places.append((table, name, tensor))
-        try:
-            for table, name, tensor in places:
-                table[name] = fakes[id(tensor)]
-            self._kept.append(fakes)
-            yield
-        finally:
-            for table, name, tensor in places:
-                table[name] = tensor
-            for module, before in zip(self.model.modules(), attributes, strict=False):
-                forget_fakes(module, before)
-
-    def _without_data(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        with torch.no_grad(), self.fake:
-            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(like, requires_grad=tensor.requires_grad)
-        return like
 
     def input(self, tensor: torch.Tensor) -> Any:
         """A tensor without data, in the place of an argument."""
@@ -258,7 +165,7 @@ class Tape:
             return number
         with torch._C.DisableTorchFunction():
             dense = tensor.layout is torch.strided
-            storage = _storage(tensor) if dense else -id(tensor)
+            storage = storage_of(tensor) if dense else -id(tensor)
             self.values.append(
                 Value(
                     tuple(map(int, tensor.shape)),
@@ -282,7 +189,7 @@ class Tape:
 
     def _leaf(self, leaf: Any, time: int | None) -> Any:
         if isinstance(leaf, torch.Tensor):
-            name = self._attribute_of.get(id(leaf))
+            name = self.weights.name_of(leaf)
             if name is not None:
                 return Attribute(name)
             if id(leaf) in self._value_of:
@@ -349,7 +256,7 @@ class Tape:
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         from_sizes = func is torch.arange or bool(given)
         from_sizes = from_sizes and all(id(leaf) in self._computed for leaf in given) and not self._effects.random
-        overwritten = {_storage(leaf) for leaf in given if id(leaf) in self._computed} & self._effects.mutated
+        overwritten = {storage_of(leaf) for leaf in given if id(leaf) in self._computed} & self._effects.mutated
         if not from_sizes:
             if overwritten:
                 raise Overwritten
@@ -370,7 +277,7 @@ class Tape:
 
     def _function_called(self, func: Any, given: Template, effects: Effects, out: Any) -> None:
         leaves, _ = flatten(out)
-        effects.mutated &= self._known_storages
+        effects.mutated &= self._known_storages | self.weights.of_storage.keys()
         if not effects.mutated and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return
         call = Call(next(self._time), self._numbers(), func, given, effects=effects, context=self._context())
@@ -465,7 +372,7 @@ class Tape:
             written = args[place] if place < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, list | tuple) else [written]:
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    effects.mutated.add(_storage(tensor))
+                    effects.mutated.add(storage_of(tensor))
         outs = out if isinstance(out, list | tuple) else [out]
         moved = [each for each in outs if isinstance(each, torch.Tensor)]
         packet = getattr(func, "_overloadpacket", None)
@@ -478,7 +385,7 @@ class Tape:
         if not self._inside and self._scopes:
             for tensor in outs:
                 known = isinstance(tensor, torch.Tensor) and (
-                    id(tensor) in self._value_of or id(tensor) in self._attribute_of
+                    id(tensor) in self._value_of or self.weights.name_of(tensor) is not None
                 )
                 if isinstance(tensor, FakeTensor) and not known:
                     self._value(tensor)
@@ -487,8 +394,8 @@ class Tape:
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd keeps for the backward."""
         with torch._C.DisableTorchFunction():
-            if tensor.layout is torch.strided and _storage(tensor) not in self.attribute_of_storage:
-                self._effects.kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            if tensor.layout is torch.strided and storage_of(tensor) not in self.weights.of_storage:
+                self._effects.kept[storage_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def _context(self) -> tuple[Any, ...]:
@@ -558,7 +465,7 @@ class Tape:
             with unset_fake_temporarily(), hidden_modes(), same_random_numbers(self.device), torch.no_grad():
                 real = [data_like(leaf, self.device) for leaf in leaves]
                 given_args, given_kwargs = build(structure, real)
-                with self._real_weights(module):
+                with self.weights.with_data(module):
                     result = module(*given_args, **given_kwargs)
         except Exception:
             raise error from None
@@ -594,31 +501,6 @@ class Tape:
         finally:
             self._inside -= 1
         return build(out_structure, fakes)
-
-    @contextmanager
-    def _real_weights(self, module: nn.Module) -> Iterator[None]:
-        places = []
-        try:
-            for prefix, part in module.named_modules():
-                del prefix
-                for table in (part._parameters, part._buffers):
-                    for name, tensor in table.items():
-                        if tensor is None:
-                            continue
-                        places.append((table, name, tensor))
-                        real = self.attributes[self._attribute_of[id(tensor)]]
-                        real = (
-                            real.detach().to(tensor.dtype, copy=True)
-                            if not real.is_meta
-                            else torch.zeros_like(real, device=self.device)
-                        )
-                        table[name] = (
-                            nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
-                        )
-            yield
-        finally:
-            for table, name, tensor in places:
-                table[name] = tensor
 
     # The run
 
@@ -695,9 +577,9 @@ class Tape:
         self._scopes.pop()
         self.closed(root, out)
         return Recording(
-            root, self.values, inputs, self.attribute_of_storage, self.attributes,
-            dict(self.model.named_modules()), self.device, self.dtypes,
-            self.first_names,
+            root, self.values, inputs, self.weights.of_storage, self.weights.by_name,
+            dict(self.model.named_modules()), self.device, self.weights.dtypes,
+            self.weights.first_names,
         )  # fmt: skip
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:
@@ -754,11 +636,6 @@ def _state() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), casts
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
-
-
 def record(
     model: nn.Module,
     args: Any,
@@ -793,7 +670,7 @@ def _record(
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
     try:
-        with torch.random.fork_rng(devices=[]), tape.without_weights():
+        with torch.random.fork_rng(devices=[]), tape.weights.in_place():
             return tape.run(args, kwargs)
     finally:
         quiet.setLevel(level)

@@ -1,0 +1,38 @@
+"""What a model's own code asks of tensors while it is recorded, and the layers verify for each batch."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_partition.capture.sizes import ShapeError
+
+
+class Overwritten(Exception):
+    """A tensor that was made from sizes alone is changed by one that was not."""
+
+
+class Undecided(Exception):
+    """The model's own code asks whether a tensor is true, which is not known without data."""
+
+
+def must_be(outcome: bool, tensor: torch.Tensor, where: str) -> None:
+    """Verify what the model's own code asks of a tensor: it raises otherwise.
+
+    Raises:
+        ValueError: another outcome.
+    """
+    if bool(tensor) is not outcome:
+        raise ValueError(f"the model's code refuses this batch ({where})")
+
+
+def must_stay(outcome: bool, tensor: torch.Tensor, where: str) -> None:
+    """Verify what the model's own code asked of a tensor that is made from sizes: it goes another way otherwise.
+
+    Raises:
+        ShapeError: another outcome.
+    """
+    if bool(tensor) is not outcome:
+        raise ShapeError(
+            f"the model's code takes another way for the sizes of this batch ({where}, {not outcome} and not "
+            f"{outcome}): capture it with arguments of such sizes, pad the batch, or leave it out"
+        )

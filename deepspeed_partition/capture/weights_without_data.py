@@ -1,0 +1,126 @@
+"""The weights of a model while it is recorded: tensors without data stand in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deepspeed_partition.capture.without_data import forget_fakes
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a recording depends on besides the arguments: the types of weights, and autocast."""
+
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The types of weights, by name, where weights are not to be asked, for some may have changed."""
+    changed: dict[torch.dtype, torch.dtype] = field(default_factory=dict)
+    """What was made of a type, for example bfloat16 of float32."""
+    device: torch.device | None = None
+    first_names: dict[str, str] = field(default_factory=dict)
+
+    def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        dtype = self.dtypes.get(name, tensor.dtype)
+        return self.changed.get(dtype, dtype)
+
+
+class WeightsWithoutData:
+    """The parameters and buffers of a model by name, and what stands for them.
+
+    Args:
+        model: The model.
+        device: The device that its tensors are said to be on.
+        state: The types that they are said to have.
+        fake: The mode in which tensors without data are made.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, state: State, fake: FakeTensorMode) -> None:
+        self._model, self._device, self._state, self._fake = model, device, state, fake
+        self._name_of: dict[int, str] = {}
+        self._stand_ins: dict[int, Any] = {}  # as long as they live, no other object has their number
+        self.by_name: dict[str, Any] = {}
+        """The model's own tensors."""
+        self.of_storage: dict[int, str] = {}
+        """The names of those whose stand-ins have a storage."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.first_names: dict[str, str] = {}
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The first name of a parameter or buffer, or of what stands for it; None for other tensors."""
+        return self._name_of.get(id(tensor))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model's modules have tensors without data, in the places of parameters and buffers."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        attributes = [dict(vars(module)) for module in self._model.modules()]
+        for prefix, module in self._model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        self._add(f"{prefix}.{name}" if prefix else name, tensor)
+                        places.append((table, name, tensor))
+        try:
+            for table, name, tensor in places:
+                table[name] = self._stand_ins[id(tensor)]
+            yield
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
+            for module, before in zip(self._model.modules(), attributes, strict=False):
+                forget_fakes(module, before)
+
+    def _add(self, full: str, tensor: torch.Tensor) -> None:
+        dtype = self.dtypes[full] = self._state.dtype_of(full, tensor)
+        if id(tensor) not in self._stand_ins:
+            fake = self._stand_ins[id(tensor)] = self._without_data(tensor, dtype)
+            first = self._state.first_names.get(full, full)
+            self.by_name[first] = tensor
+            self._name_of[id(tensor)] = self._name_of[id(fake)] = first
+            self.of_storage[storage_of(fake)] = first
+        self.first_names[full] = self._name_of[id(tensor)]
+
+    def _without_data(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        with torch.no_grad(), self._fake:
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(like, requires_grad=tensor.requires_grad)
+        return like
+
+    @contextmanager
+    def with_data(self, module: nn.Module) -> Iterator[None]:
+        """Let a module have copies of its own weights meanwhile, or zeros where these have no data themselves."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for part in module.modules():
+                tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+                for table in tables:
+                    for name, tensor in table.items():
+                        if tensor is None:
+                            continue
+                        places.append((table, name, tensor))
+                        real = self.by_name[self._name_of[id(tensor)]]
+                        real = (
+                            real.detach().to(tensor.dtype, copy=True)
+                            if not real.is_meta
+                            else torch.zeros_like(real, device=self._device)
+                        )
+                        table[name] = (
+                            nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
+                        )
+            yield
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors share which lie in the same memory."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
