@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec
 
 from deepspeed_partition.engine import PipelineModule
 from deepspeed_partition.engine.pipeline.module import TooManyStagesError
-from deepspeed_partition.engine.repartition.layer_moves import exchange_layers, has_layers
+from deepspeed_partition.engine.repartition.layer_moves import begin_anew_if_changed, exchange_layers, has_layers
 from deepspeed_partition.engine.runtime.collectives import reduced
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
@@ -116,8 +116,7 @@ class SpreadModel:
             try:
                 pipeline = _built_pipeline(call, type(module).__name__, num_stages, base_seed, plan)
             except TooManyStagesError as error:
-                way_out = fewer_stages(error.most, dist.get_world_size())
-                raise self._lightning.refusal(f"{type(module).__name__}: {error.what}: {way_out}") from None
+                raise self._refusal_of(error) from None
         pipeline.call_of_module = call
         pipeline.one_device_names = one_device_names(module, call)
         whole = whole_module(module, call)
@@ -142,6 +141,23 @@ class SpreadModel:
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         if module.example_input_array is not None:
             pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def begin_anew_if_changed(self) -> None:
+        """Let a fit that trains other weights than the one before be measured and planned anew. Collective.
+
+        Raises:
+            MisconfigurationException: too few layers train.
+        """
+        try:
+            begin_anew_if_changed(self.pipeline)
+        except TooManyStagesError as error:
+            raise self._refusal_of(error) from None
+        except ValueError as error:
+            raise self._lightning.refusal(str(error)) from None
+
+    def _refusal_of(self, error: TooManyStagesError) -> Exception:
+        way_out = fewer_stages(error.most, dist.get_world_size())
+        return self._lightning.refusal(f"{type(self.module).__name__}: {error.what}: {way_out}")
 
     def _say_what_is_beside(self, call: PipelineCall) -> None:
         """Say once which frozen modules beside the layers every rank has."""

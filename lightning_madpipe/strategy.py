@@ -454,6 +454,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         config = dict(self.config)
         optimizer, scheduler = None, None
         if fitting:
+            self._spread.begin_anew_if_changed()
             try:
                 # All ranks make the same groups, by the names of all parameters.
                 with self.pipeline.elsewhere.lifted():

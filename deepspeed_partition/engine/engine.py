@@ -128,7 +128,8 @@ class MadPipeEngine(ResumingEngine):
             return
         if cut.plan is not None:
             self._check(cut.plan)
-            check_same_model(cut.plan, trainable_parameters(self.module))
+            if self.basic_optimizer is not None:  # frozen weights are evaluated on any cut
+                check_same_model(cut.plan, trainable_parameters(self.module))
             self.plan = cut.plan
         elif self.options.plan is not None:
             plan = load_plan(self.options.plan)
@@ -251,6 +252,11 @@ class MadPipeEngine(ResumingEngine):
         else:
             boundaries = check_boundaries(plan, self.module._num_layers, self.num_stages)
             self._recut_to(Cut("boundaries"), Allocation.contiguous(boundaries))
+
+    def recut_to_plan_of_run(self, plan: Plan) -> None:
+        """Do as :meth:`recut` with a plan that no user gave: a run has made it. Collective."""
+        self._check(plan)
+        self._recut_to(Cut("plan", plan, is_of_a_run=True), allocation_of(plan))
 
     def _recut_to(self, cut: Cut, allocation: Allocation) -> None:
         """Move the layers to where ``cut`` has them, which was checked."""

@@ -518,6 +518,31 @@ class Specs(cases.Steps):
         return [*ends, LayerSpec(nn.Linear, cases.WIDTH, cases.NUM_CLASSES)]
 
 
+# Weights that train in one fit and not in another
+
+
+def unfrozen_and_fitted_again(host: cases.Host) -> dict[str, Any]:
+    """Fits with a frozen layer, is frozen for predict, fits unfrozen, and fits with the other end frozen."""
+    module = cases.seeded(lambda: cases.Classifier(optimizer="sgd"))
+    trainer = host.trainer(strategy={"warmup_epochs": 0}, max_epochs=1)
+    records: dict[str, Any] = {}
+    with Said() as said:
+        for number, frozen in enumerate((module.embed, None, module.blocks)):
+            module.requires_grad_(True)
+            if frozen is not None:
+                frozen.requires_grad_(False)
+            trainer.fit_loop.max_epochs = number + 1
+            trainer.fit(module, cases.loader(54))
+            records[f"fit {number}"] = cases.end(trainer)
+            module.requires_grad_(False)
+            outputs = trainer.predict(module, DataLoader(cases.samples(5).tensors[0], batch_size=5))
+            records[f"predict {number}"] = outputs[0].tolist()
+    anew = [line for line in said.lines if "other weights train now" in line]
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and trainer.is_global_zero:
+        assert len(anew) == 2 and all("are measured and planned anew" in line for line in anew), anew
+    return records
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         read_where_a_file_is_expected,
@@ -527,6 +552,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         optimizer_from_outside,
         tied_and_metric,
         compiled_again,
+        unfrozen_and_fitted_again,
     ],
     4: [],
 }

@@ -20,13 +20,14 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     "case",
     [
         "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
-        "tied_and_metric", "compiled_again",
+        "tied_and_metric", "compiled_again", "unfrozen_and_fitted_again",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     """``load_from_checkpoint(best_model_path)`` was an IsADirectoryError, ``torch.compile(self.net)`` unknown.
 
-    After ``fit`` layers of other stages once kept their initial weights on each rank.
+    After ``fit`` layers of other stages once kept their initial weights on each rank. A second ``fit`` that
+    trained other weights was refused with the plan of the first one, which no user had given.
     """
     assert_same(two.of(case), two.reference[case], tolerance=1e-4 if case == "whole_again" else 1e-5)
 

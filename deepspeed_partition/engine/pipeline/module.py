@@ -45,6 +45,9 @@ class Cut:
     origin: Literal["trial", "boundaries", "plan", "default"]
     """``trial``: until a plan is made. ``default``: DeepSpeed's cut in the place of a plan (``MADPIPE=0``)."""
     plan: Plan | None = None
+    is_of_a_run: bool = False
+    """Whether a run has made the plan by its own measurements, or has come by it with a checkpoint: no user asks
+    for it where the model has changed."""
 
 
 def asks_for_plan(method: object) -> bool:

@@ -88,17 +88,26 @@ def in_words(names: Sequence[str]) -> str:
 
 def trainable_parameters(module: PipelineModule) -> list[int]:
     """Count each layer's trainable parameters; tied ones count wherever they stand. Collective."""
+    return trainable_and_frozen_parameters(module)[0]
+
+
+def trainable_and_frozen_parameters(module: PipelineModule) -> tuple[list[int], list[int]]:
+    """Count each layer's trainable and frozen parameters; tied ones count wherever they stand. Collective."""
     held = held_modules(module)
     mine = {
-        layer: sum(weight.numel() for weight in held[part.name].parameters() if weight.requires_grad)
+        layer: tuple(
+            sum(weight.numel() for weight in held[part.name].parameters() if weight.requires_grad == trains)
+            for trains in (True, False)
+        )
         for part in parts_of(module)
         if part.name in held
         for layer in part.layers
     }
-    counts: dict[int, int] = {}
+    counts: dict[int, tuple[int, ...]] = {}
     for theirs in gather_objects(mine, module.mpu().get_pipe_parallel_group()):
         counts.update(theirs)
-    return [counts.get(layer, 0) for layer in range(len(module._layer_specs))]
+    each = [counts.get(layer, (0, 0)) for layer in range(len(module._layer_specs))]
+    return [trainable for trainable, _ in each], [frozen for _, frozen in each]
 
 
 def tensors_by_name(part: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,15 +14,22 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.module import place_layers
+from deepspeed_partition.engine.pipeline.module import (
+    Cut,
+    check_every_rank_trains,
+    check_same_model,
+    place_layers,
+    trial_boundaries,
+)
 from deepspeed_partition.engine.pipeline.parts import (
     Part,
     all_that_moves,
     held_modules,
     parts_of,
     tensors_by_name,
+    trainable_and_frozen_parameters,
 )
-from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
+from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words, allocation_of
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.repartition.part_descriptions import (
@@ -41,6 +48,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     receive_bytes,
     send_bytes,
 )
+from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.allocation import Allocation
 
@@ -323,6 +331,35 @@ def exchange_layers(module: PipelineModule, layers: Sequence[Any]) -> None:
         if part.name in held and not _is_built(part.spec):
             held[part.name] = part.spec if isinstance(part.spec, nn.Module) else part.spec.build()
     _rebuild(module, held, allocation_of(module))
+
+
+def begin_anew_if_changed(module: PipelineModule) -> None:
+    """Cut ``module`` as before its first plan, where it trains other layers than a run before has planned for.
+
+    Collective over each pipeline, while no engine runs on ``module``. A plan or boundaries of a user stay.
+
+    Raises:
+        ValueError: fewer layers with trainable parameters than stages, or none at all.
+    """
+    cut = getattr(module, "madpipe_cut", None)
+    if cut is None or not (cut.is_of_a_run or cut.origin == "trial"):
+        return
+    present, (trainable, frozen) = allocation_of(module), trainable_and_frozen_parameters(module)
+    try:
+        if cut.plan is not None:
+            check_same_model(cut.plan, trainable)
+        check_every_rank_trains(present, trainable)
+    except ValueError:
+        allocation = Allocation.contiguous(trial_boundaries(trainable, module.num_stages, frozen))
+        if allocation != present:
+            with preserved_random_state():
+                move_layers(module, allocation, build_arriving(module, allocation))
+        module.madpipe_cut = Cut("trial")
+        announce(
+            f"other weights train now than in the run before, {sum(trainable):,} parameters in all: its cut "
+            f"{allocation_in_words(present)} is given up, and the layers, now cut at "
+            f"{allocation_in_words(allocation)}, are measured and planned anew"
+        )
 
 
 def _is_built(spec: Any) -> bool:

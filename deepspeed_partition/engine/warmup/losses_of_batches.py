@@ -33,7 +33,7 @@ def take_losses_of_batches(engine: MadPipeEngine, flushes: tuple[int, ...]) -> N
         from deepspeed_partition.engine.warmup.run_plan import plan_for_flushes
 
         announce("the plan was made for other orders and is made anew")
-        engine.recut(plan_for_flushes(engine))
+        engine.recut_to_plan_of_run(plan_for_flushes(engine))
         return
     lacking = why_no_room_for_flush(engine.plan, max(flushes))
     if lacking is not None:

@@ -123,12 +123,12 @@ class PendingPlan:
             if warm_up.has_fallen_back:
                 warm_up.goes_on = True
             else:
-                engine.adopt(Cut("boundaries"))
+                engine.adopt(Cut("boundaries", is_of_a_run=True))
             return
         planned = time.perf_counter()
         old, new = allocation_of(engine.module), allocation_of(plan)
         num_moved = sum(owner(old, layer) != owner(new, layer) for layer in range(engine.module._num_layers))
-        engine.recut(plan)
+        engine.recut_to_plan_of_run(plan)
         moved = f"{counted(num_moved, 'layer')} moved in {format_seconds(time.perf_counter() - planned)}"
         took = f"measuring and planning took {format_seconds(planned - started)}"
         where = f"the layers are cut at {allocation_in_words(allocation_of(engine.module))} as planned"
@@ -199,10 +199,13 @@ class PendingPlan:
         same_cut, cut_here = found.is_at_cut_of(module), allocation_in_words(allocation_of(module))
         cut_there = allocation_in_words(saved.allocation)
         if as_many and same_cut and self.is_pending:
-            engine.adopt(Cut("boundaries") if saved.plan is None else Cut("plan", saved.plan))
+            engine.adopt(Cut("boundaries" if saved.plan is None else "plan", saved.plan, is_of_a_run=True))
         elif as_many and self.is_pending:
             announce(f"the checkpoint was written at the cut {cut_there}: the layers move to it")
-            engine.recut(saved.boundaries if saved.plan is None else saved.plan)
+            if saved.plan is None:
+                engine.recut(saved.boundaries)
+            else:
+                engine.recut_to_plan_of_run(saved.plan)
         elif not same_cut:
             there, here = f"{saved.num_ranks} stages", str(engine.num_stages)
             if as_many:
