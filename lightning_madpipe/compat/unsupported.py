@@ -283,7 +283,11 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
 
 
 def notes_on_parts(
-    mixing: Sequence[str], keeping: Sequence[str], mixing_gradients: Sequence[str], sizes: Sequence[int]
+    mixing: Sequence[str],
+    keeping: Sequence[str],
+    mixing_gradients: Sequence[str],
+    deciding: Sequence[str],
+    sizes: Sequence[int],
 ) -> Iterator[str]:
     """Yield what layers compute otherwise for a part of a batch, and what can be done about it.
 
@@ -291,6 +295,7 @@ def notes_on_parts(
         mixing: The layers whose result for a sample depends on the others of its batch.
         keeping: What layers change whenever they run.
         mixing_gradients: The layers whose gradient for a sample depends on the others of its batch.
+        deciding: The layers, with lines, whose code asks for numbers that depend on the samples.
         sizes: Of the micro-batches of a batch.
     """
     if mixing:
@@ -303,6 +308,14 @@ def notes_on_parts(
             f"the gradient that {_all_of(mixing_gradients, 'layers ')} gives for a sample depends on the others, "
             f"and in a pipeline it sees those of {_piece_of(sizes)}: {ANOTHER_TRAINING}; a backward, or a hook on "
             "a tensor, that treats each sample by itself"
+        )
+    if deciding:
+        yield (
+            f"the code of {_all_of(deciding, 'layers ')} asks for numbers in tensors that depend on the samples. "
+            f"What it decides by them may hold for all samples that it is given, which are {_piece_of(sizes)} and "
+            "not the batch as in one process. Where each sample is treated by itself all the same, as by a router "
+            "of experts, nothing differs; else MadPipeStrategy(num_micro_batches=1) does as one process, and "
+            "torch functions such as torch.where decide for each sample"
         )
     if keeping:
         yield (

@@ -8,12 +8,14 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 - as they are, and with either half of the samples in the place of the other. What depends on both halves mixes
   samples, in whatever dimension they stand;
 - on each half alone, where it draws nothing: together that is what it gives for all of them;
+- once more, watched: code that asks a tensor for a number that depends on the samples may decide by it for all of
+  them (``deciding_layers.py``);
 - twice in a row: attributes and buffers that the second run changes again, such as a counter or a running average,
   are kept; so is something if the second run gives something else.
 
 A layer that passes so in training runs backward, too (``gradients_on_parts.py``). Batch normalization is named
 elsewhere, and does not count meanwhile. All of it takes place on copies of parameters and buffers; attributes and
-random numbers are put back. It costs seven forwards of one layer for at most four samples, and four or five
+random numbers are put back. It costs eight forwards of one layer for at most four samples, and four or five
 forwards with their backwards.
 """
 
@@ -42,6 +44,7 @@ from deepspeed_partition.profiling.attributes import (
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.compat.unsupported import layers_of_statistics
 from lightning_madpipe.module import PipelineCall, TiedModule
+from lightning_madpipe.steps.deciding_layers import lines_that_decide
 from lightning_madpipe.steps.gradients_on_parts import (
     BackwardRun,
     Directions,
@@ -79,6 +82,8 @@ class OnParts:
     """Attributes and buffers that a layer changes whenever it runs, and layers that keep something elsewhere."""
     mixing_gradients: list[str] = field(default_factory=list)
     """Layers that mix samples in their backward alone."""
+    deciding: list[str] = field(default_factory=list)
+    """Other layers whose code asks for numbers that depend on their input, with the line."""
 
 
 def few_samples(all_of_them: Tensors, half: Tensors) -> FewSamples:
@@ -226,6 +231,8 @@ class _Look:
             mixes = alone is not None and not _are_together(whole, *alone)
         if mixes and not is_named:
             self._found.mixing.append(self._shown)
+        elif not mixes:
+            self._look_at_decisions(passed, restore)
         if mixes:
             return whole, self._parted(whole, following)
         with modes(dict.fromkeys(self._statistics, False)):
@@ -299,6 +306,16 @@ class _Look:
             return
         if depends:
             self._found.mixing_gradients.append(self._shown)
+
+    def _look_at_decisions(self, passed: Tensors, restore: Callable[[], None]) -> None:
+        restore()
+        try:
+            with attributes_kept(self._modules, buffers=True), torch.no_grad():
+                lines = lines_that_decide(self._recorded, passed)
+        except Exception:  # code that runs on nothing but plain tensors is not watched
+            return
+        if lines:
+            self._found.deciding.append(f"{self._shown}, {', '.join(lines)}")
 
     def _alone(self, parts: _Parts, restore: Callable[[], None]) -> tuple[Tensors, Tensors] | None:
         if parts.alone is None:

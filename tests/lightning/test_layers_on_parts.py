@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -257,6 +259,53 @@ KEEPING: dict[str, tuple[Callable[..., Any], list[str]]] = {
 }
 
 
+def gated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).tanh() if x.mean() > -9 else x
+
+
+def limited(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    return y / max(9.0, y.abs().max().item())
+
+
+def searched(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if 1000 in x.long() else m.linear(x)
+
+
+def as_array(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if numpy.asarray(x.detach()).sum() > 999 else m.linear(x)
+
+
+def written_into(m: Any, x: torch.Tensor) -> torch.Tensor:
+    largest = torch.empty(())
+    torch.amax(x.detach(), (0, 1), out=largest)
+    return x if largest > 99 else m.linear(x)
+
+
+def routed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each sample goes to one of two experts, in a loop over those that have one."""
+    chosen, y = (x.sum(-1) > 0).long(), torch.zeros_like(x)
+    for expert in (0, 1):
+        if (chosen == expert).any():
+            y[chosen == expert] = m.linear(x[chosen == expert]) * (expert + 1)
+    return y
+
+
+def of_itself(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Asks for numbers of weights, buffers and sizes, and shows one of its input."""
+    m.number.copy_(torch.ones(()))
+    if m.linear.weight.sum() > 99 or m.number.item() > 9 or len(x) > 9 or x.shape[1] < 2:
+        return x
+    assert f"{x.detach().mean():.1f}"
+    return F.one_hot(x.argmax(1), WIDTH) * m.linear(x)
+
+
+DECIDING = {
+    "a branch": gated, "a limit": limited, "a search": searched, "an array": as_array, "a result": written_into,
+    "a router": routed, "of itself": of_itself,
+}  # fmt: skip
+
+
 def looked_at(shape: tuple[int, ...], dim: int, layers: list[Any], kind: str = "train") -> OnParts:
     module = nn.Module()
     module.net = nn.ModuleList(layer if isinstance(layer, nn.Module) else nn.Identity() for layer in layers)
@@ -344,6 +393,22 @@ def test_what_a_layer_keeps_from_run_to_run_is_named_and_put_back(case: str) -> 
     assert found.mixing == (["self.net.1 (Layer)"] if function is averaged else [])
     assert before == repr((layer.calls, layer.average, layer.seen, layer.meter.total, layer.last, layer.number))
     assert layer.generator.getstate() == numbers
+
+
+@pytest.mark.parametrize("case", DECIDING)
+def test_layers_that_decide_by_numbers_of_their_samples_are_named_with_the_line(case: str) -> None:
+    """`if x.mean() > 0` in a layer decided for each micro-batch, in silence where four samples lay on one side."""
+    function = DECIDING[case]
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Layer(function), nn.Tanh()]
+    for kind in ("train", "eval"):
+        found = looked_at((4, WIDTH), 0, layers, kind)
+        lines, first = inspect.getsourcelines(function)
+        asking = [
+            first + place for place, line in enumerate(lines) if re.match(r" +(return .* )?if |.*item", line)
+        ]
+        named = [f"self.net.1 (Layer), test_layers_on_parts.py:{line}" for line in asking]
+        assert found == OnParts(deciding=[] if case == "of itself" else named), (asking, found)
 
 
 def test_what_is_kept_elsewhere_is_named_by_the_layer() -> None:

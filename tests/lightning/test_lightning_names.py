@@ -79,13 +79,14 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
 def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
     """A layer that took the mean of its batch away, or counted its calls, trained otherwise in silence.
 
-    So did one that divided its gradient by the norm over the batch.
+    So did one that divided its gradient by the norm over the batch, and one with a branch on its mean.
     """
-    mixing, keeping, gradients = two.ranks[0]["said_of_layers"]["centered"]
+    mixing, deciding, keeping, gradients = two.ranks[0]["said_of_layers"]["centered"]
     assert "what self.net.1 (Centered) gives for a sample depends on the others" in mixing
     assert "of the 16 samples" in mixing and "num_micro_batches" in mixing
     assert "the gradient that self.net.3 (Divided) gives for a sample depends on the others" in gradients
     assert "4 of the 16 samples" in gradients
+    assert "the code of self.net.4 (Gated), naming_cases.py:" in deciding and "num_micro_batches=1" in deciding
     kept = "self.net.1.calls, self.net.1.average, self.net.1.generator"
     assert f"{kept} changes whenever the layer runs" in keeping and "4 times per batch" in keeping
     assert two.ranks[1]["said_of_layers"]["centered"] == []
