@@ -86,25 +86,50 @@ class _Cut:
         """What the model's code asked of sizes in the tail."""
 
     def _tail(self) -> set[int]:
+        graph, outside = self.graph, set[int]()
+        makers: dict[int, set[int]] = {}
+        for node in graph.nodes:
+            for value in node.makes:
+                makers.setdefault(graph.values[value].storage, set()).add(node.number)
+        others = {
+            graph.values[value].storage for value in graph.inputs
+        } | graph.recording.attribute_of_storage.keys()
+        while True:
+            found = self._leading_to_a_loss(outside)
+            # ``loss += auxiliary`` changes what the tail itself has made; what changes other tensors stays.
+            changing = {
+                number
+                for number in found
+                for storage in graph.nodes[number].mutated
+                if storage in others or not makers.get(storage, {-1}) <= found
+            }
+            if not changing:
+                return found
+            outside |= changing
+
+    def _leading_to_a_loss(self, outside: Collection[int]) -> set[int]:
         values = self.graph.values
         wanted = {
             ref for ref in self.graph.returned.refs() if values[ref].shape == () and values[ref].requires_grad
         }
         found: set[int] = set()
         for node in reversed(self.graph.nodes):
-            if wanted.isdisjoint(node.makes) or not self._is_plain(node):
+            if node.number in outside or not self._is_plain(node, changes=True):
+                continue
+            changes_one = node.mutated and not node.mutated.isdisjoint(values[each].storage for each in wanted)
+            if wanted.isdisjoint(node.makes) and not changes_one:
                 continue
             if self.followers.get(node.number, set()) <= found:
                 found.add(node.number)
                 wanted.update(node.reads)
         return found
 
-    def _is_plain(self, node: Node) -> bool:
-        """Whether a node uses no weight, draws no random number and changes nothing."""
+    def _is_plain(self, node: Node, *, changes: bool = False) -> bool:
+        """Whether a node uses no weight, draws no random number and changes nothing, or only if it ``changes``."""
         attributes = self.graph.recording.attributes
         return not (
             node.is_random
-            or node.mutated
+            or (node.mutated and not changes)
             or any(isinstance(attributes[name], nn.Parameter) for name in node.attributes)
             or any(isinstance(size, Returned) for size in node.sizes)
         )

@@ -235,9 +235,11 @@ HOOKS = {
 OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 LIBRARIES = (
-    "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
-    "torch", "torchmetrics",
+    "accelerate", "deepspeed", "deepspeed_partition", "diffusers", "lightning", "lightning_fabric",
+    "lightning_madpipe", "peft", "pytorch_lightning", "torch", "torchmetrics", "transformers",
 )  # fmt: skip
+"""Whose hooks are part of the models or of the runs that they are hung in: transformers 5 collects what blocks
+return by hooks of its own, which it hangs on when a model is first called."""
 
 
 def _is_librarys(hook: Any) -> bool:

@@ -115,9 +115,12 @@ class CapturedCall:
         """Let the layers run what a step calls; return whether that is known."""
         if step not in self._of_steps:
             return False
-        self.now = self._of_steps[step]
-        self._recipe.running = self.now._other
+        self.let_run(self._of_steps[step])
         return True
+
+    def let_run(self, call: CapturedCall) -> None:
+        """Let the layers run a call of theirs."""
+        self.now, self._recipe.running = call, call._other
 
     def undivided(self) -> tuple[str, CaptureError] | None:
         """The module that most of the work is in and that stays whole, and why."""
@@ -147,7 +150,7 @@ class CapturedCall:
 
     def let_reach(self, reach: Callable[[], AbstractContextManager[Any]]) -> None:
         """Capture the model in another mode or type within ``reach``, in which all of its weights are there."""
-        for call in {self, *self._of_steps.values()}:
+        for call in set(self._calls()):
             call._reach = reach
             call._captured.reach = call._in_reach
 
@@ -158,13 +161,19 @@ class CapturedCall:
 
     def holds_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the layers are those of another call, later."""
+        return self._takes(args, kwargs) and self._weights == list(map(id, self.model.parameters()))
+
+    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether another call has arguments of the same kind."""
         try:
-            inputs = self.inputs(args, kwargs)
+            return kind_of_sizes(self.inputs(args, kwargs)) == self._kind
         except OtherCallError:
             return False
-        if kind_of_sizes(inputs) != self._kind:
-            return False
-        return self._weights == list(map(id, self.model.parameters()))
+
+    def _calls(self) -> Iterator[CapturedCall]:
+        """All calls that these layers are known to run."""
+        yield self
+        yield from self._of_steps.values()
 
     def follow_modes(self) -> None:
         """Capture the model again, when it runs, where parts of it are in other modes than before."""
@@ -219,7 +228,12 @@ class CapturedCall:
             return own
         key = kind, self.root.training
         if key not in self._tails_of_kinds:
-            self._tails_of_kinds[key] = self._again(args, kwargs)._tails[self.root.training]
+            # Known already where the runner has followed the step for the whole batch.
+            calls = (call for call in self._first._calls() if call.model is self.model)
+            known = next((call for call in calls if call._takes(args, kwargs)), None)
+            if known is None or self.root.training not in known._tails:
+                known = self._again(args, kwargs)
+            self._tails_of_kinds[key] = known._tails[self.root.training]
         found = self._tails_of_kinds[key]
         return found if found.num_outputs == own.num_outputs else own
 

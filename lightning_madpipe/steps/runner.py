@@ -224,6 +224,7 @@ class BatchRunner:
         """Take a batch through the pipeline, of which nothing stays; return what a layer raised on some rank."""
         layers = [layer for layer in self._pipeline.forward_funcs if isinstance(layer, nn.Module)]
         with (
+            self._followed(run),
             torch.inference_mode(False),
             torch.no_grad(),
             self.steps.rehearsal(),
@@ -268,6 +269,7 @@ class BatchRunner:
         if key not in self._rehearsed:
             raised_together(self._structure.check)  # before ranks work together on the step's first batch
         if is_captured:
+            run.runs_once |= step == "training_step" and self._losses.once
             self._follow(step, run)
         if key not in self._rehearsed:
             self._random_numbers.share(self.steps.draws)
@@ -281,8 +283,28 @@ class BatchRunner:
         return run
 
     def _follow(self, step: str, run: BatchRun) -> None:
-        """Let the layers run what the step calls."""
-        call, batch = self._pipeline.call_of_module, run.micro_batches[0].data
+        """Let the layers run what the step calls, for a whole batch, too, where it runs on that once."""
+        piece, whole = run.micro_batches[0].data, run.whole.data
+        if run.runs_once and key_of(step, whole) != key_of(step, piece):
+            self._follow_for(step, whole)
+        self._follow_for(step, piece)
+
+    @contextmanager
+    def _followed(self, run: BatchRun) -> Iterator[None]:
+        """The layers run what the step calls for a batch that is cut in its own way, such as one that is tried."""
+        captured = self._pipeline.call_of_module.captured
+        if captured is None:
+            yield
+            return
+        before = captured.now
+        self._follow(run.whole.step, run)
+        try:
+            yield
+        finally:
+            captured.let_run(before)
+
+    def _follow_for(self, step: str, batch: Any) -> None:
+        call = self._pipeline.call_of_module
         if call.captured.follow(key_of(step, batch)):
             return
         try:

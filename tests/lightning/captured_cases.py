@@ -106,6 +106,26 @@ class Llama(CausalLanguageModel):
         self.log("val_loss", self.training_step(batch, batch_idx), batch_size=len(batch["labels"]))
 
 
+class Experts(CausalLanguageModel):
+    """Its library hangs hooks on blocks at the first call, and adds an auxiliary loss to its loss in place."""
+
+    def __init__(self) -> None:
+        Sgd.__init__(self)
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        self.model = MixtralForCausalLM(MixtralConfig(
+            vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
+            router_aux_loss_coef=0.1, max_position_embeddings=32,
+        ))  # fmt: skip
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=len(batch["labels"]))
+
+
 class SentenceClassifier(Sgd):
     """Hands its batch to ``forward`` by keywords, and that to the model, whose output is read by its place."""
 
@@ -325,9 +345,29 @@ def parts_alone(host: cases.Host) -> dict[str, Any]:
 
 def stateful(host: cases.Host) -> dict[str, Any]:
     """``next(self.parameters())`` ended the fit without a word, before its first step."""
+    return trained(host, Stateful, DataLoader(stateful_samples(), batch_size=8, collate_fn=padded))  # type: ignore[arg-type]
+
+
+def stateful_samples() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    samples = [{"tokens": torch.randint(1, WORDS, (5,), generator=generator)} for _ in range(24)]
-    return trained(host, Stateful, DataLoader(samples, batch_size=8, collate_fn=padded))  # type: ignore[arg-type]
+    return [{"tokens": torch.randint(1, WORDS, (5,), generator=generator)} for _ in range(24)]
+
+
+def one_sample_each(host: cases.Host) -> dict[str, Any]:
+    """Each micro-batch has one sample, and a batch that is tried was cut into others, which layers did not run.
+
+    What the loss of a batch is was not found out then, and the mean over micro-batches was trained.
+    """
+    strategy, samples = {"num_micro_batches": 8}, stateful_samples()
+    return {
+        "padded": trained(host, CausalLanguageModel, sentences(), strategy),
+        "stateful": trained(host, Stateful, DataLoader(samples, batch_size=8, collate_fn=padded), strategy),  # type: ignore[arg-type]
+    }
+
+
+def experts(host: cases.Host) -> dict[str, Any]:
+    """Hooks of transformers itself counted as the user's; an auxiliary loss was that of each micro-batch."""
+    return trained(host, Experts, sentences())
 
 
 def unnamed(host: cases.Host) -> dict[str, Any]:
@@ -828,6 +868,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         runs,
         other_signatures,
         single_samples,
+        one_sample_each,
+        experts,
         parts_alone,
         stateful,
         in_place,
