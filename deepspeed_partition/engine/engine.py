@@ -36,6 +36,7 @@ from deepspeed_partition.engine.repairs import (
     fp16_without_zero,
     link_states_of_all_groups,
     tell_how_gradients_are_clipped,
+    viewed_as_bytes,
 )
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
@@ -104,6 +105,10 @@ class MadPipeEngine(ResumingEngine):
             self._record_into(self.options.save_timeline)
         self._tell_shapes_each_time()
         tell_how_gradients_are_clipped(self)
+
+    def _broadcast_model(self) -> None:
+        with viewed_as_bytes(self.module):
+            super()._broadcast_model()
 
     # The cut
 

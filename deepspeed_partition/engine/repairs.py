@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -110,6 +111,27 @@ def let_normalizations_run(module: torch.nn.Module) -> int:
         norm.running_mean = norm.running_mean.to(norm.weight.dtype)
         norm.running_var = norm.running_var.to(norm.weight.dtype)
     return len(mixed)
+
+
+@contextmanager
+def viewed_as_bytes(module: torch.nn.Module) -> Iterator[None]:
+    """Context in which DeepSpeed can broadcast every parameter of ``module``; each is as it was afterwards.
+
+    DeepSpeed 0.19.8 views parameters as bytes, which torch refuses where there is no dimension, such as a
+    temperature, or where the last one is not contiguous, such as a convolution's weight with channels last.
+    """
+    shown = []
+    for parameter in module.parameters():
+        data = parameter.data
+        if data.dim() == 0 or data.stride(-1) != 1:
+            parameter.data = data.contiguous().view(-1)
+            shown.append((parameter, data))
+    try:
+        yield
+    finally:
+        for parameter, data in shown:
+            data.copy_(parameter.data.view(data.shape))
+            parameter.data = data
 
 
 def prefer_torch_adam(config: Any) -> None:

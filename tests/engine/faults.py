@@ -6,6 +6,7 @@ that can be shown without other processes, or would make them wait for ever.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, repairs
 from deepspeed_partition.engine.runtime.environment import logger
-from tests.engine.pipelines import mlp, train_alone, two_groups
-from tests.engine.running import adam, batches, cut, planned, same, start, train
+from tests.engine.pipelines import WIDTH, mlp, train_alone, two_groups
+from tests.engine.running import adam, batches, cut, planned, raised, same, start, train
 
 STOCK = {"module_class": deepspeed.PipelineModule, "start_engine": deepspeed.initialize}
 
@@ -113,6 +116,39 @@ def scheduler_of_dropped_groups(_: Path) -> None:
     same(train(start(mlp(), "madpipe", {**planned(late), **config}, **made)[0], data), expected)
 
 
+class Warmed(nn.Module):
+    """A block with a temperature, and a weight whose last dimension is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).mul(0.3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.weight) * self.temperature
+
+
+def parameters_that_are_no_rows_of_bytes(_: Path) -> None:
+    """A temperature, ``nn.Parameter(torch.tensor(0.7))``, ended every pipeline as its engine started."""
+    specs = [
+        LayerSpec(nn.Linear, 8, WIDTH),
+        *(LayerSpec(Warmed) for _ in range(6)),
+        LayerSpec(nn.Linear, WIDTH, 4),
+    ]
+    data = batches()
+    expected = train_alone(specs, data, adam)
+    if "view(torch.uint8)" in inspect.getsource(DeepSpeedEngine._broadcast_model):  # not in 0.19.0
+        with raised(RuntimeError, "view Float as Byte"):
+            start(specs, "uniform", {}, **{**STOCK, "module_class": stock_cut(cut())})
+    for zero in (0, 1):
+        config = {"zero_optimization": {"stage": zero}}
+        same(train(start(specs, "madpipe", {**config, **planned(cut())})[0], data), expected)
+        engine, _, _ = start(specs, cut(), config)
+        losses = train(engine, data[:2])
+        engine.recut([0, 5, 8])
+        same(losses + train(engine, data[2:]), expected)
+
+
 def adam_on_a_cpu(_: Path) -> None:
     """``{"type": "Adam"}`` would compile an extension for the CPU, or end where there is no compiler."""
     data = batches()
@@ -149,4 +185,5 @@ def adam_on_a_cpu(_: Path) -> None:
 
 ONLY_TWO = [
     clipping, clipping_of_deepspeeds_cuts, states, scheduler_of_dropped_groups, adam_on_a_cpu,
+    parameters_that_are_no_rows_of_bytes,
 ]  # fmt: skip
