@@ -6,8 +6,9 @@ that gives the loss of the batch. It is tried again
 
 - before a step whose batch could tell two explanations apart that were alike so far, such as the first one with
   padding, or with classes that had always been spread evenly (``losses.py``);
-- in a step whose loss has operations that no loss which was tried had, such as a term that begins: the batch is
-  given up in all pipelines, tried, and trained anew (``loss_signs.py``);
+- in a step whose loss has operations that no loss which was tried had, such as a term that begins, or which logs
+  or returns a number under a new name: the batch is given up in all pipelines, tried, and trained anew
+  (``loss_signs.py``);
 - before a step for which an attribute of the module, or the epoch, has changed, and before the first one of an
   epoch if the last trial is 64 steps ago;
 - before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
@@ -284,13 +285,21 @@ class LossOfBatches:
                 f"micro-batches are {in_words(weight)}{since}"
             )
         self._fitting, self.weight = fitting, weight
+        of = "the first" if self._num_steps == 1 else "a"
         for finding in findings:
             if finding.traces:
                 self._tell(said(finding.traces), key="traces")
             self.log_rules.update(finding.log_rules)
+            for name, joined, whole in finding.wrong_results:
+                self._tell(
+                    f"training_step returns {name}, which is {whole:.6g} for a batch and {joined:.6g} as joined "
+                    "from its micro-batches, which is what hooks are given: MadPipeStrategy(loss='batch') runs "
+                    "the step once per batch",
+                    key=f"returned {name}",
+                )
             for name, merged, whole, rule in finding.wrong_logs:
                 self._tell(
-                    f"training_step logs {name!r}, which is {whole:.6g} for the first batch and {merged:.6g} as "
+                    f"training_step logs {name!r}, which is {whole:.6g} for {of} batch and {merged:.6g} as "
                     f"the {rule} of its micro-batches, which is what you will see: MadPipeStrategy(loss='batch') "
                     "runs the step once per batch",
                     key=name,

@@ -3,6 +3,7 @@
 - The graph of the loss: a term that begins brings operations, or a scalar factor that is no longer 0, which the
   steps that were tried had not. It is read where the step of a micro-batch has just run, so that the batch can
   still be given up and tried.
+- The names of what is logged and returned: a number that is no mean is named when it first appears.
 - The module: an attribute that is a number, a flag or a string, and the epoch.
 """
 
@@ -24,6 +25,8 @@ Operations = frozenset[tuple[str, str]]
 
 MOST_NODES = 2000
 """Nodes of a graph that are read, from the loss on."""
+MOST_TIMES_NEW = 16
+"""How often a number under a new name gives a batch up: steps may have a name for each batch."""
 MOST_VALUES = 16
 """Values of one string attribute that are told apart."""
 STEPS_BEFORE_AN_EPOCH = 64

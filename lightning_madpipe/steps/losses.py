@@ -65,6 +65,8 @@ class Finding:
     """How logged numbers are merged that are no means over samples: weighted as the ``loss``, or their ``sum``."""
     wrong_logs: tuple[tuple[str, float, float, str], ...] = ()
     """Names that are logged with another value than that of the whole batch: name, merged, whole, how merged."""
+    wrong_results: tuple[tuple[str, float, float], ...] = ()
+    """Numbers that the step returns, other than for the whole batch: name, joined, whole."""
     traces: tuple[str, ...] = ()
     """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
     draws_for_batch: bool = False
@@ -90,6 +92,8 @@ class Tried:
     drawn: Mapping[str, int]
     """The states of random generators in the end, but for torch's common one, as numbers that tell."""
     log_calls: list[dict[str, Any]]
+    returned: Any
+    """What it returned, where somebody reads it."""
     seconds: tuple[float, float]
     """Seconds of the forward and of the backward."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,31 @@ def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
         return first.returned
     pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
     return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
+
+
+def names_of_numbers(log_calls: Sequence[LogCall], returned: Any) -> set[str]:
+    """The names of what a step logs, but for metrics, and of the numbers beside the loss that it returns."""
+    logged = {call["name"] for call in log_calls if not isinstance(call["value"], MetricValue)}
+    return logged | {f"returned {name}" for name in returned_numbers(returned)}
+
+
+def returned_numbers(returned: Any) -> dict[str, float]:
+    """The numbers beside the loss that a step returns, by where they stand."""
+    return dict(_numbers_in(returned, "")) if isinstance(returned, Mapping) else {}
+
+
+def _numbers_in(value: Any, place: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if place or name != "loss":
+                yield from _numbers_in(item, f"{place}[{name!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _numbers_in(item, f"{place}[{index}]")
+    elif isinstance(value, numbers.Real) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    ):
+        yield place, float(value)
 
 
 def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, str] = "samples") -> list[LogCall]:

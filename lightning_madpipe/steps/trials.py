@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -16,6 +16,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.profiling import LiveBytes
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import BatchRun, cut_inputs
+from lightning_madpipe.steps.batches import join_pieces
 from lightning_madpipe.steps.losses import (
     TOLERANCE,
     Finding,
@@ -28,7 +29,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.step_results import merged_logs, rule_of
+from lightning_madpipe.steps.step_results import merged_logs, returned_numbers, rule_of
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
 
@@ -158,6 +159,7 @@ def _compared(
         draws_for_samples=draws.are_for_samples,
         traces=tuple(differences(traces, left_by_whole, left_by_pieces, total % len(run.sizes) == 0)),
         **_logs(run, alike, tolerance),
+        wrong_results=tuple(_wrong_results(whole, pieces, run.sizes, tolerance)),
     )
 
 
@@ -196,6 +198,21 @@ def _logs(run: BatchRun, alike: Sequence[Any], tolerance: float) -> dict[str, An
         elif fitting[0] != "samples":
             rules[key[0]] = fitting[0]
     return {"log_rules": rules, "wrong_logs": tuple(wrong)}
+
+
+def _wrong_results(
+    whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int], tolerance: float
+) -> Iterator[tuple[str, float, float]]:
+    """Numbers that the step returns for the batch, and that come out otherwise of its micro-batches."""
+    try:
+        joined = join_pieces([piece.returned for piece in pieces], sizes, "what it returns", mean=True)
+    except ValueError:  # which ends the step
+        return
+    merged = returned_numbers(joined)
+    for name, value in returned_numbers(whole.returned).items():
+        found, limit = merged.get(name, numpy.nan), max(tolerance, 1e-5) * max(abs(value), 1e-6)
+        if not (abs(found - value) <= limit or found == value or (numpy.isnan(found) and numpy.isnan(value))):
+            yield name, found, value
 
 
 def _numbers(log_calls: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[str, int], float]]:

@@ -33,11 +33,18 @@ from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
 from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.log_calls import LogCalls
-from lightning_madpipe.steps.loss_signs import Attributes, Operations, UntriedLossError, operations_of
+from lightning_madpipe.steps.loss_signs import (
+    MOST_TIMES_NEW,
+    Attributes,
+    Operations,
+    UntriedLossError,
+    operations_of,
+)
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 from lightning_madpipe.steps.other_weights import has_other_weights, loss_depends_on_weights, uses_weights
 from lightning_madpipe.steps.own_generators import OwnGenerators
+from lightning_madpipe.steps.step_results import names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
@@ -97,6 +104,9 @@ class UserSteps:
         """Whether a training step that shows a sign of a loss that was not tried gives its batch up."""
         self._tried: set[tuple[str, str]] = set()
         """Operations in losses that were tried."""
+        self._tried_names: set[str] = set()
+        """Names of numbers that tried steps have logged or returned."""
+        self._times_new = 0
         self._rows: list[tuple[int, int] | None] | None = None
         """The dimension of the samples, and its length for each, in every tensor that a training step passes to
         ``forward``; None where all micro-batches pass the same."""
@@ -261,6 +271,14 @@ class UserSteps:
             self._tried |= operations  # tried once, even if the trial fails
             self._give_up(micro_batch)
 
+    def _check_names(self, micro_batch: MicroBatch) -> None:
+        """Give the batch up if it logs or returns a number that none has that was tried."""
+        new = names_of_numbers(micro_batch.log_calls, micro_batch.returned) - self._tried_names
+        if new and self._times_new < MOST_TIMES_NEW:
+            self._times_new += 1
+            self._tried_names |= new  # tried once, even if the trial does not come by them
+            self._give_up(micro_batch)
+
     def _give_up(self, micro_batch: MicroBatch) -> None:
         micro_batch.is_untried = True
         raise UntriedLossError(f"the loss of {micro_batch.step} is not the one that was tried")
@@ -374,6 +392,8 @@ class UserSteps:
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
                 raise NoLossError
             self._tried |= operations_of(loss, ends)
+            kept = _detached(returned) if micro_batch.keeps_returned else None
+            self._tried_names |= names_of_numbers(logged, kept)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = iter(torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True))
             gradients = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
@@ -384,6 +404,7 @@ class UserSteps:
             passed=passed[0],
             drawn=self._runs.ended,
             log_calls=logged,
+            returned=kept,
             seconds=(middle - start, end - middle),
         )
 
@@ -441,6 +462,7 @@ class UserSteps:
             micro_batch.loss = loss.detach().reshape(())
             if self._is_watched(micro_batch):
                 self._check_operations(micro_batch, operations_of(loss, ends))
+                self._check_names(micro_batch)
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
             if micro_batch.place == 0 and self._is_cut and has_other_weights(self._module, loss, ends):

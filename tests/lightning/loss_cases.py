@@ -241,6 +241,21 @@ class SwitchedOn(Layers):
         return F.cross_entropy(logits, y) + (share * logits.mean(0)).square().sum()
 
 
+class NamedLate(Layers):
+    """Logs an extreme that no batch had logged before, and returns another one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        if batch_idx == 2:
+            self.log("largest", logits.max())
+        returned = {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+        return returned if batch_idx < 1 else {**returned, "extremes": [logits.min()]}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        assert "accuracy" in outputs
+
+
 class Missing(Layers):
     """Targets that are NaN count for nothing."""
 
@@ -580,6 +595,7 @@ def losses(host: Host) -> dict[str, Any]:
             host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2
         ),
         "switched on": lambda: fitted(host, SwitchedOn, labelled(54)),
+        "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
         "in place contrastive": lambda: fitted(
             host, InPlaceContrastive, labelled(54), labelled(21, 3), max_epochs=1
