@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_madpipe.checkpoint.weight_copies import refusals_of_averages
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.number_types import refusals_of_types
 from lightning_madpipe.compat.optimizers import configured_optimizer
 from lightning_madpipe.compat.unsupported import (
     all_at_once,
@@ -57,6 +58,10 @@ def refuse_what_cannot_run(
     """
     fitting = trainer.state.fn == "fit"
     reasons = list(refusals_of(trainer, module, lightning.module_class, lightning.module("callbacks")))
+    if fitting:
+        replicated = num_processes > num_stages()
+        precision = trainer.strategy.precision_plugin.precision
+        reasons += refusals_of_types(module, precision, flattened=flattened, replicated=replicated)
     averages = list(refusals_of_averages(module, named_owners(module))) if fitting else []
     # A step that steps its optimizers cannot be run to find what it calls.
     is_found = module.automatic_optimization or hasattr(module, "pipeline_layers")

@@ -44,6 +44,7 @@ from lightning_madpipe.checkpoint.whole_model import PLACES
 from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
 from lightning_madpipe.compat.optimizers import configured_optimizer
 from lightning_madpipe.compat.signals import end_together_on_sigterm
 from lightning_madpipe.compat.unsupported import clips_by_value
@@ -333,6 +334,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         # Anew each time: the Trainer may have other settings than in the fit before.
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
+        self.precision_plugin = leave_types(self.precision_plugin)
         captured = cache(
             lambda: captured_layers(trainer, module, self._lightning, self._resolved_num_micro_batches())
         )
@@ -346,7 +348,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             captured=captured,
         )
         self.accelerator.setup(trainer)  # type: ignore[union-attr]
-        self.precision_plugin.convert_module(module)
+        for name in convert_but_complex(self.precision_plugin, module):
+            self._lightning.warn(
+                f"the complex buffer {name} keeps its type under precision={self.precision_plugin.precision!r}, "
+                "where Lightning would drop its imaginary part in one process"
+            )
         # Every rank takes its seeds from rank 0: one model and one course, however the layers are cut.
         self._base_seed = self.broadcast(torch.initial_seed() % 2**31)
         self._spread.spread(

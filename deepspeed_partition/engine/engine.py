@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
@@ -109,6 +110,14 @@ class MadPipeEngine(ResumingEngine):
     def _broadcast_model(self) -> None:
         with viewed_as_bytes(self.module):
             super()._broadcast_model()
+
+    def _get_gradients_for_reduction(self) -> Any:
+        """Leave out gradients that DeepSpeed cannot reduce, in float64 or complex, where no other pipeline is."""
+        gradients, of_experts = super()._get_gradients_for_reduction()
+        if self.grid.data_parallel_size == 1:
+            reducible = get_accelerator().supported_dtypes()
+            gradients = [gradient for gradient in gradients if gradient.dtype in reducible]
+        return gradients, of_experts
 
     # The cut
 

@@ -48,7 +48,8 @@ def clip_by_global_norm(
         assert parameter.grad is not None
         copy = getattr(parameter, "ds_pipe_replicated", False)  # another stage speaks for tied weights
         if not copy and (holds_slice or is_model_parallel_parameter(parameter)):
-            squares += parameter.grad.float().norm() ** 2
+            gradient = parameter.grad.abs() if parameter.grad.is_complex() else parameter.grad
+            squares += gradient.float().norm() ** 2
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)

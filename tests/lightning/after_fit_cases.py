@@ -543,6 +543,47 @@ def unfrozen_and_fitted_again(host: cases.Host) -> dict[str, Any]:
     return records
 
 
+class Typed(nn.Module):
+    """A layer with numbers of several types, as rotary embeddings have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turns = torch.arange(cases.WIDTH // 2).float()
+        self.register_buffer("turns", torch.polar(torch.ones_like(turns), turns))
+        self.register_buffer("far", torch.tensor(1e8 + 0.25, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.rand(cases.WIDTH, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.polar(torch.ones_like(turns), turns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.reshape(len(x), -1, 2).contiguous()) * self.turns * self.phase
+        moved = torch.view_as_real(turned).flatten(1).double() + self.far - 100_000_000
+        return (moved * self.scale).float().tanh()
+
+
+class OfSeveralTypes(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[3] = Typed(), Typed()
+
+
+def types_stay(host: cases.Host) -> dict[str, Any]:
+    """float64 and complex numbers were cast to float32 without a word, and trained otherwise."""
+    recorder = cases.Recorder()
+    module = cases.seeded(OfSeveralTypes)
+    trainer = cases.trained(host, module, recorder, max_epochs=1)
+    state = module.state_dict()
+    return {
+        **cases.fit_record(trainer, module, recorder.rows),
+        "types": [str(value.dtype) for value in state.values()],
+        "sums": [float(value.abs().double().sum()) for value in state.values()],
+    }
+
+
+def types_that_are_flattened(host: cases.Host) -> dict[str, Any]:
+    run = lambda: cases.trained(host, cases.seeded(OfSeveralTypes), max_epochs=1, strategy={"stage": 1})  # noqa: E731
+    return {"refusal": refused(run)}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         read_where_a_file_is_expected,
@@ -551,12 +592,20 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         whole_again,
         optimizer_from_outside,
         tied_and_metric,
+        types_stay,
         compiled_again,
         unfrozen_and_fitted_again,
     ],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [folders_that_are_not_read, all_reasons, in_every_precision, whole_elsewhere, specs_after_fit],
+    2: [
+        types_that_are_flattened,
+        folders_that_are_not_read,
+        all_reasons,
+        in_every_precision,
+        whole_elsewhere,
+        specs_after_fit,
+    ],
     4: [],
 }

@@ -20,7 +20,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     "case",
     [
         "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
-        "tied_and_metric", "compiled_again", "unfrozen_and_fitted_again",
+        "tied_and_metric", "types_stay", "compiled_again", "unfrozen_and_fitted_again",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -30,6 +30,11 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     trained other weights was refused with the plan of the first one, which no user had given.
     """
     assert_same(two.of(case), two.reference[case], tolerance=1e-4 if case == "whole_again" else 1e-5)
+
+
+def test_types_that_an_optimizer_cannot_carry_are_refused_by_name(two: Records) -> None:
+    refusal = two.of("types_that_are_flattened")["refusal"]
+    assert "blocks.0.scale (float64), blocks.0.phase (complex64)" in refusal and "stage=0" in refusal
 
 
 @pytest.mark.parametrize("precision", ["fp32 ZeRO-1", "bf16", "bf16 ZeRO-1", "true bf16"])

@@ -481,6 +481,12 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 f"stage {message.boundary} ends with a layer that returns {type(outputs).__name__}, and only a "
                 "tensor or a tuple of tensors can cross a cut"
             )
+        if any(tensor.is_complex() for tensor in whole):
+            raise TypeError(
+                f"stage {message.boundary} ends with a layer that returns complex numbers, whose gradient cannot "
+                "cross a cut: return torch.view_as_real(...) of them, and let the next layer begin with "
+                "torch.view_as_complex(...)"
+            )
         detached = tuple(tensor.detach() for tensor in whole)
         state.between[message] = detached if isinstance(outputs, tuple) else detached[0]
         if not torch.is_grad_enabled():
