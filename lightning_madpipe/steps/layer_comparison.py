@@ -20,7 +20,7 @@ from lightning_madpipe.steps.batches import first_of
 from lightning_madpipe.steps.captured_check import CapturedCheck
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
-from lightning_madpipe.steps.layers_on_parts import FEW, FewSamples, OnParts, few_samples, layers_on_parts
+from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
@@ -164,17 +164,19 @@ class LayerComparison:
         """What the step gives ``forward`` for a few samples; None where nothing is to be looked at."""
         whole = run.whole
         size = FEW if whole.size >= FEW else 2
+        # Without a backward, twice a micro-batch takes no more memory than one with it.
+        many = min(MANY, whole.size, 2 * max(micro_batch.size for micro_batch in run.micro_batches)) // 2 * 2
         if not self._is_wanted or len(run.micro_batches) == 1:
             return None
         try:
             with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
-                both = [
+                some = [
                     as_tuple(self._steps.inputs(replace(whole, data=first_of(whole.data, whole.size, n), size=n)))
-                    for n in (size, size // 2)
+                    for n in (size, size // 2, many)[: 3 if many > size else 2]
                 ]
         except Exception:  # the step is told of where it runs for good
             return FewSamples(inputs, None)
-        return few_samples(both[0], both[1])
+        return replace(few_samples(some[0], some[1]), more=some[2] if len(some) > 2 else None)
 
     def _on_parts(self, few: FewSamples | None) -> OnParts:
         if few is None:

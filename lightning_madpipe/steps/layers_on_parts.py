@@ -8,6 +8,8 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 - as they are, and with either half of the samples in the place of the other. What depends on both halves mixes
   samples, in whatever dimension they stand;
 - on each half alone, where it draws nothing: together that is what it gives for all of them;
+- with its floating inputs times 30 and divided by it, and on up to sixteen samples, of which the first half are
+  one and the same: a norm may be limited, and a router of experts may drop what is too much for one of them;
 - once more, watched: code that asks a tensor for a number that depends on the samples may decide by it for all of
   them (``deciding_layers.py``);
 - twice in a row: attributes and buffers that the second run changes again, such as a counter or a running average,
@@ -15,12 +17,13 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 
 A layer that passes so in training runs backward, too (``gradients_on_parts.py``). Batch normalization is named
 elsewhere, and does not count meanwhile. All of it takes place on copies of parameters and buffers; attributes and
-random numbers are put back. It costs eight forwards of one layer for at most four samples, and four or five
-forwards with their backwards.
+random numbers are put back. It costs fourteen forwards of one layer for at most four samples, three for at most
+sixteen, and four or five forwards with their backwards.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import zlib
 from collections import deque
@@ -57,6 +60,9 @@ from lightning_madpipe.steps.tensor_comparison import TOLERANCES
 from lightning_madpipe.steps.what_steps_leave import Numbers, numbers_of
 
 FEW = 4
+MANY = 16
+SCALES = (30.0, 1 / 30)
+"""What floating inputs of a layer are multiplied by, to meet limits that ordinary ones do not reach."""
 DEPTH = 2
 EXACT = 1e-5
 """Relative difference of numbers that a layer keeps which is not rounding."""
@@ -71,6 +77,8 @@ class FewSamples:
     inputs: Tensors
     dims: tuple[int | None, ...] | None
     """The dimension of each input that counts the samples, None where it is the same for all; None: not known."""
+    more: Tensors | None = None
+    """The inputs of more samples, which stand in the same dimensions."""
 
 
 @dataclass(slots=True)
@@ -130,6 +138,7 @@ def layers_on_parts(
     passed: Tensors | None = samples.inputs
     needed = tuple(tensor.requires_grad for tensor in samples.inputs)
     parts = _Parts.of(samples)
+    alike = _Chain.of_alike(samples)
     with (
         silenced([module, *layers]),
         preserved_random_state(),
@@ -146,10 +155,18 @@ def layers_on_parts(
             look = _Look(name, f"{name} ({kind})", function, modules, found, needed)
             try:
                 with stand_ins(modules, device, dtype=dtype, trains=False):
-                    passed, parts = look.at(passed, parts)
-                needed = look.needed_behind
+                    behind, parts_behind = look.at(passed, parts)
+                    needed = look.needed_behind
+                    if parts is None or parts_behind is None:
+                        alike.three = None
+                    else:
+                        look.look_at_others(alike, parts.scaled(passed))
+                    passed, parts = behind, parts_behind
             except Exception:  # it is told where the layer runs for good
                 break
+    if is_training:
+        by_frequency = _embeddings_by_frequency(names, call)
+        found.mixing_gradients += [name for name in by_frequency if name not in found.mixing_gradients]
     return found
 
 
@@ -184,6 +201,62 @@ class _Parts:
             return tuple(tensor if dim is None else torch.cat([tensor, tensor], dim) for tensor, dim in dims)
 
         return _Parts(twice(seconds), twice(firsts), (firsts, seconds))
+
+    def scaled(self, own: Tensors) -> list[_Chain]:
+        """The values times numbers, where some are floating."""
+        if not any(tensor.is_floating_point() for tensor in own):
+            return []
+        return [
+            _Chain((_times(own, by), _times(self.other_first, by), _times(self.other_second, by))) for by in SCALES
+        ]
+
+
+def _times(tensors: Tensors, by: float) -> Tensors:
+    return tuple(tensor * by if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+class _Chain:
+    """What stands between two layers for other samples: these, and others in the place of either half."""
+
+    def __init__(self, three: tuple[Tensors, Tensors, Tensors] | None) -> None:
+        self.three = three
+        """None behind a layer that mixes samples, or does not take such ones."""
+
+    @staticmethod
+    def of_alike(samples: FewSamples) -> _Chain:
+        """More samples, of which those of the first half are one and the same."""
+        own = samples.inputs if samples.more is None else samples.more
+        dims = samples.dims
+        if dims is None or len(own) != len(dims):
+            return _Chain(None)
+        lengths = [tensor.shape[dim] for tensor, dim in zip(own, dims, strict=True) if dim is not None]
+        size = math.gcd(*lengths)
+        if size < 4 or size % 2:
+            return _Chain(None)
+        three: list[Tensors] = []
+        for tensor, dim in zip(own, dims, strict=True):
+            if dim is None:
+                three.append((tensor, tensor, tensor))
+                continue
+            half, one = tensor.shape[dim] // 2, tensor.narrow(dim, 0, tensor.shape[dim] // size)
+            alike, rest = torch.cat([one] * (size // 2), dim), tensor.narrow(dim, half, half)
+            three.append(
+                (torch.cat([alike, rest], dim), torch.cat([rest, rest], dim), torch.cat([alike, alike], dim))
+            )
+        own_, first, second = zip(*three, strict=True)
+        return _Chain((own_, first, second))
+
+
+def _embeddings_by_frequency(names: dict[nn.Module, str], call: PipelineCall) -> list[str]:
+    """Embeddings whose gradient is divided by how often a number stands in what they are given."""
+    parts = dict.fromkeys(part for _, layer in call.existing_modules() for part in layer.modules())
+    return [
+        f"{names.get(part, 'a layer')} ({type(part).__name__})"
+        for part in parts
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        and part.scale_grad_by_freq
+        and part.weight.requires_grad
+    ]
 
 
 class _Look:
@@ -238,6 +311,39 @@ class _Look:
         with modes(dict.fromkeys(self._statistics, False)):
             self._look_at_gradients(passed, parts, whole, following, draws, restore)
         return whole, _Parts(other_first, other_second, self._halves(whole, following)) if draws else following
+
+    def look_at_others(self, alike: _Chain, scaled: Sequence[_Chain]) -> None:
+        """Look at the layer for more samples, many of them alike, and for smaller and larger numbers.
+
+        It may divide by a norm from some size on, or drop what is more than it has room for.
+        """
+        restore = random_state()
+        with modes(dict.fromkeys(self._statistics, False)), torch.no_grad():
+            if any(map(_has_statistics, self._statistics)):
+                alike.three = None  # the layer is named already
+                return
+            for chain in (alike, *scaled):
+                if chain.three is None:
+                    continue
+                try:
+                    three = [self._run(inputs, restore) for inputs in chain.three]
+                except Exception:  # no input for this layer
+                    chain.three = None
+                    continue
+                whole, first, second = (outputs for outputs, *_ in three)
+                chain.three = self._unmixed(whole, first, second) if len({end for *_, end in three}) == 1 else None
+
+    def _unmixed(self, *three: Tensors) -> tuple[Tensors, Tensors, Tensors] | None:
+        """What a layer gives for other samples, which is None where it mixes them; the layer is then named."""
+        each = list(zip(*three, strict=True))
+        if any(not own.shape == first.shape == second.shape for own, first, second in each):
+            return None
+        if any(_depends_on_both(*tensors) for tensors in each if all(t.isfinite().all() for t in tensors)):
+            if self._shown not in self._found.mixing:
+                self._found.mixing.append(self._shown)
+            return None
+        whole, first, second = three
+        return whole, first, second
 
     def _run(self, inputs: Tensors, restore: Callable[[], None]) -> tuple[Tensors, bool, bytes]:
         """Return what the layer makes of ``inputs``, whether it draws, and where random numbers are then."""

@@ -6,6 +6,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -265,7 +266,7 @@ def gated(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def limited(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = m.linear(x)
-    return y / max(9.0, y.abs().max().item())
+    return y / max(9e9, y.abs().max().item())
 
 
 def searched(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -300,19 +301,40 @@ def of_itself(m: Any, x: torch.Tensor) -> torch.Tensor:
     return F.one_hot(x.argmax(1), WIDTH) * m.linear(x)
 
 
+def limited_norm(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Divides by the norm over the batch from 20 on, which four ordinary samples do not have."""
+    return m.linear(x) / (x.detach().norm() / 20).clamp(min=1)
+
+
+def floored(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x) / x.detach().std(0).clamp(min=0.2, max=0.2001)
+
+
+def with_room(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two experts with room for half of the samples each, and for four at least; what is too much passes by."""
+    chosen = F.one_hot((x[:, 0] > 0).long(), 2)
+    place = (chosen.cumsum(0) * chosen).sum(1)
+    return x + (place <= max(4, len(x) // 2))[:, None] * m.linear(x)
+
+
+UNUSUAL = {"a limited norm": limited_norm, "a floor": floored, "experts with room": with_room}
 DECIDING = {
     "a branch": gated, "a limit": limited, "a search": searched, "an array": as_array, "a result": written_into,
     "a router": routed, "of itself": of_itself,
 }  # fmt: skip
 
 
-def looked_at(shape: tuple[int, ...], dim: int, layers: list[Any], kind: str = "train") -> OnParts:
+def looked_at(
+    shape: tuple[int, ...], dim: int, layers: list[Any], kind: str = "train", num_more: int = 16
+) -> OnParts:
     module = nn.Module()
     module.net = nn.ModuleList(layer if isinstance(layer, nn.Module) else nn.Identity() for layer in layers)
     module.train(kind == "train")
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator)
+    many = (*shape[:dim], num_more, *shape[dim + 1 :])
     samples = few_samples((x,), (x.narrow(dim, 0, shape[dim] // 2),))
+    samples = replace(samples, more=(torch.randn(many, generator=generator),) if num_more else None)
     call = PipelineCall(layers=tuple(layers), attribute="forward")
     numbers, states = torch.get_rng_state(), {name: value.clone() for name, value in module.state_dict().items()}
     found = layers_on_parts(module, call, samples, device=torch.device("cpu"), dtype=None)
@@ -393,6 +415,23 @@ def test_what_a_layer_keeps_from_run_to_run_is_named_and_put_back(case: str) -> 
     assert found.mixing == (["self.net.1 (Layer)"] if function is averaged else [])
     assert before == repr((layer.calls, layer.average, layer.seen, layer.meter.total, layer.last, layer.number))
     assert layer.generator.getstate() == numbers
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_layers_that_mix_samples_for_some_numbers_alone_are_named(case: str) -> None:
+    """Four ordinary samples stayed below a limit, and within the room of each expert, and nothing was said."""
+    torch.manual_seed(0)
+    for kind in ("train", "eval"):
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), Layer(UNUSUAL[case]), nn.Tanh()]
+        assert looked_at((4, WIDTH), 0, layers, kind) == OnParts(mixing=["self.net.2 (Layer)"])
+
+
+def test_embeddings_that_divide_gradients_by_how_often_a_number_stands_in_a_batch_are_named() -> None:
+    layers = [lambda x: x.abs().long(), nn.Embedding(9, WIDTH, scale_grad_by_freq=True), nn.Linear(WIDTH, 2)]
+    assert looked_at((4, WIDTH), 0, layers) == OnParts(mixing_gradients=["self.net.1 (Embedding)"])
+    assert looked_at((4, WIDTH), 0, layers, "eval") == OnParts()
+    layers[1].requires_grad_(False)
+    assert looked_at((4, WIDTH), 0, layers) == OnParts()
 
 
 @pytest.mark.parametrize("case", DECIDING)

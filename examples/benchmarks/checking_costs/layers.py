@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ def main() -> None:
     images = torch.randn(4, 1, 32, 32)
     call, samples = (
         PipelineCall(layers=tuple(module.net), attribute="forward"),
-        few_samples((images,), (images[:2],)),
+        replace(few_samples((images,), (images[:2],)), more=torch.randn(8, 1, 32, 32)),
     )
     for name, in_training in (("forward", False), ("forward and backward", True)):
         with torch.set_grad_enabled(in_training):
