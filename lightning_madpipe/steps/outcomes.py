@@ -136,9 +136,33 @@ class Outcomes:
                 "they shall know in attributes of the module, as numbers, tensors, lists or dataclasses of them, "
                 "or as torchmetrics metrics"
             )
+        for place, holder in self._held_by_layers(changes):
+            self._say(
+                f"{step} changes {place} in place, which is {holder} of a layer, too: in a pipeline layers see "
+                "that after some micro-batches on the last stage, and after the batch on the others, and not when "
+                "the step of one process does. Change it in a hook, such as on_train_batch_end; behind "
+                f"{self._steps.call.called} also MadPipeStrategy(loss='batch') or num_micro_batches=1 does as one "
+                "process"
+            )
         self._before = None
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
         return Outcome(results, changes, calls, self._trainer.should_stop, error, self._steps.draws.left())
+
+    def _held_by_layers(self, changes: Sequence[Change]) -> list[tuple[str, str]]:
+        """The attributes that were changed in place and that one of a layer names, too, each with that one."""
+        found = [each for each in changes if each.kind in ("refill", "extend") and each.place.kind == "attribute"]
+        if not found:
+            return []
+        held = {
+            id(value): f"self.{path}.{name}"
+            for path, part in self._module.named_modules()
+            if part in self._pipeline.elsewhere.inside
+            for name, value in vars(part).items()
+        }
+        owners = ((place, vars(self._module.get_submodule(place.owner))) for place, *_ in found)
+        return [
+            (str(place), held[id(table[place.name])]) for place, table in owners if id(table[place.name]) in held
+        ]
 
     def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
         """Return ``outcome`` itself and as bytes for other processes, without what cannot leave this one."""

@@ -267,6 +267,30 @@ class CenteredClassifier(cases.SequentialClassifier):
         self.net.insert(4, Gated())
 
 
+class Tempered(nn.Module):
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.settings["factor"]
+
+
+class TemperedClassifier(cases.SequentialClassifier):
+    """Its step changes in place what a layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.counts = {"factor": 1.0}, {"steps": 0}
+        self.net.insert(1, Tempered(self.settings))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.settings["factor"] = 1.0 / (1 + self.global_step)
+        self.counts["steps"] = self.global_step + 1
+        return loss
+
+
 def whole_batches(host: Host) -> dict[str, Any]:
     """With one micro-batch a layer may do all that, and trials leave nothing of it."""
     strategy = {"num_micro_batches": 1, "algorithm": [0, 4, 8], "warmup_epochs": 0}
@@ -296,6 +320,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "batch normalization": warned(warmup_epochs=0),
         "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
         "centered": warned(CenteredClassifier, warmup_epochs=0),
+        "tempered": warned(TemperedClassifier, warmup_epochs=0),
     }
 
 

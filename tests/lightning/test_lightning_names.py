@@ -92,6 +92,14 @@ def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
     assert two.ranks[1]["said_of_layers"]["centered"] == []
 
 
+def test_what_a_step_changes_under_a_layer_is_told_once(two: Records) -> None:
+    """What a step changed in a dict came to layers at another time than in one process, in silence."""
+    said = [each for rank in two.ranks for each in rank["said_of_layers"]["tempered"] if "in place" in each]
+    assert len(said) == 1
+    assert "training_step changes self.settings in place, which is self.net.1.settings of a layer, too" in said[0]
+    assert "on_train_batch_end" in said[0]
+
+
 def test_layers_may_mix_samples_in_whole_batches(two: Records) -> None:
     assert_same(two.of("whole_batches"), two.reference["whole_batches"])
 
