@@ -58,6 +58,7 @@ from lightning_madpipe.spread_model import SpreadModel, in_reach
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.loss_mode import LOSSES
 from lightning_madpipe.steps.metrics import gather_between_pipelines
+from lightning_madpipe.steps.own_generators import states_for_hook
 from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
@@ -381,6 +382,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     optimizers=lambda: self.optimizers,
                     flattened=self.wraps_optimizer,
                     refusal=self._lightning.refusal,
+                    states=states_for_hook,
                     leaves_loop=self._leave_loop,
                 )
         self._start_runner(trainer)

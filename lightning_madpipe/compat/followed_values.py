@@ -47,6 +47,9 @@ FORMS = frozenset((
 ))  # fmt: skip
 """What can be asked of a tensor without its values; the text of one is for people."""
 
+MOST_WRITTEN = 8
+"""How many of the parameters that a hook writes are looked at for draws between them."""
+
 GRADIENT, NO_GRADIENT = "a gradient", "no gradient"
 """What is found where a gradient is looked at; what it means depends on the hook."""
 
@@ -61,6 +64,7 @@ class FollowedValues(TorchFunctionMode):
         names: Gives the name of each parameter of this rank by its ``id``; asked for at the first use of one.
         sources: What values that live on after a hook come from, by tensor.
         tell: Called with a kind of sentence and the names of parameters.
+        states: Gives numbers that tell whether generators of Python's and NumPy's were drawn from.
     """
 
     def __init__(
@@ -68,8 +72,12 @@ class FollowedValues(TorchFunctionMode):
         names: Callable[[], Mapping[int, str]],
         sources: WeakIdKeyDictionary,
         tell: Callable[[str, Iterable[str]], None],
+        states: Callable[[], list[int]],
     ) -> None:
         super().__init__()
+        self._read_states = states
+        self._written: dict[str, list[int]] = {}
+        """Parameters that were written, and where generators were then."""
         self._read_names, self._sources, self._tell = names, sources, tell
         self._known: Mapping[int, str] | None = None
         self._read: list[str] = []
@@ -115,11 +123,24 @@ class FollowedValues(TorchFunctionMode):
         elif name == "detach" and weights and is_saved(sys._getframe()):
             self._tell(WHOLE_STATE, weights)
         elif written and given:
+            self._note_draws(self._sources_of(given[0]) - {NOISE})
             self._read = [weight for weight in self._read if weight not in self._sources_of(given[0])]
         made_of = sources | {NOISE} if is_drawn else sources
         for tensor in _tensors((result,)):
             if id(tensor) not in (self._known or ()) and self._sources_of(tensor) != made_of:
                 self._sources[tensor] = made_of
+
+    def _note_draws(self, weights: frozenset[str]) -> None:
+        """Note that parameters are written: what is drawn between two of them is drawn for each.
+
+        What is drawn once before the first is the same number on every rank, for all of them.
+        """
+        if not weights or len(self._written) >= MOST_WRITTEN or weights <= self._written.keys():
+            return
+        now = self._read_states()
+        if any(before != now for before in self._written.values()):
+            self._tell(RANDOM, weights)
+        self._written.update(dict.fromkeys(weights, now))
 
     def _note_number(self, weights: frozenset[str]) -> None:
         """Note that numbers leave torch: those of several parameters may meet where nobody sees it.

@@ -10,7 +10,7 @@ from. What mixes those of several is told once, with the place. ``clip_grad_norm
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -50,6 +50,7 @@ class HookWatch:
         optimizers: Gives the optimizers of the run, as the user's hooks see them.
         flattened: Whether DeepSpeed keeps gradients and weights of a step in flat buffers.
         refusal: Makes the error that says a sentence.
+        states: Gives what tells, for a hook of an object, whether generators were drawn from.
         leaves_loop: Called when a rank has left the loop over the batches of an epoch, before any hook.
     """
 
@@ -62,6 +63,7 @@ class HookWatch:
         optimizers: Callable[[], Iterable[Any]],
         flattened: bool,
         refusal: Callable[[str], Exception],
+        states: Callable[[Any, str], Callable[[], list[int]]],
         leaves_loop: Callable[[], None],
     ) -> None:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
@@ -69,7 +71,11 @@ class HookWatch:
         self._flattened, self._refusal = flattened, refusal
         self._norms = GradientNorms(module, mpu, flattened=flattened, refusal=refusal)
         self._mode: FollowedValues | None = None
+        self._states_for_hook = states
+        self._states: dict[str, Callable[[], list[int]]] = {}
         self._told: set[str] = set()
+        self._untold: dict[str, str] = {}
+        """What this rank has to tell if rank 0, whose log is read first, has not met it in the same hook."""
         self._values = WeakIdKeyDictionary()
         self._step_is_made = False
         # Lightning enters a context of its profiler around each hook, which nothing public does.
@@ -79,12 +85,15 @@ class HookWatch:
     def end(self) -> None:
         """Let the Trainer's profiler go."""
         vars(self._trainer.profiler).pop("profile", None)
+        self._tell_untold(self._untold)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watch nothing while an optimizer's closure makes a step."""
+        before = dict(self._untold)
         with self._instead(None):
             yield
+        self._tell_untold(before)  # rank 0 has been through the hooks before a step that is made
         self._step_is_made = True
 
     @contextmanager
@@ -97,7 +106,12 @@ class HookWatch:
                     self._leaves_loop()
                 return
             self._step_is_made = False
-            mode = FollowedValues(self._names, self._values, lambda *found: self._tell(owner, hook, *found))
+            mode = FollowedValues(
+                self._names,
+                self._values,
+                lambda *found: self._tell(owner, hook, *found),
+                lambda: self._states_of(action, hook)(),
+            )
             norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
             with norms, self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found)):
                 yield profiled
@@ -120,12 +134,7 @@ class HookWatch:
     def _hook_of(self, action: str) -> tuple[str | None, str]:
         """Whose hook a context of the profiler is around, and its name; None: nobody's that is watched."""
         place, _, hook = action.rpartition(".")
-        owner: Any = None
-        if place.startswith("[LightningModule]"):
-            owner = self._module
-        elif place.startswith("[Callback]"):
-            key = place.removeprefix("[Callback]")
-            owner = next((each for each in self._trainer.callbacks if each.state_key == key), None)
+        owner = self._owner_of(place)
         is_hook = (hook.startswith("on_") and hook not in NOT_WATCHED) or hook in (
             "optimizer_step",
             "lr_scheduler_step",
@@ -134,6 +143,19 @@ class HookWatch:
             return None, hook
         of = getattr(getattr(owner, hook), "__module__", None) or ""
         return (None if of.partition(".")[0] in OTHERS else type(owner).__name__), hook
+
+    def _owner_of(self, place: str) -> Any:
+        if place.startswith("[LightningModule]"):
+            return self._module
+        if place.startswith("[Callback]"):
+            key = place.removeprefix("[Callback]")
+            return next((each for each in self._trainer.callbacks if each.state_key == key), None)
+        return None
+
+    def _states_of(self, action: str, hook: str) -> Callable[[], list[int]]:
+        if action not in self._states:
+            self._states[action] = self._states_for_hook(self._owner_of(action.rpartition(".")[0]), hook)
+        return self._states[action]
 
     def _names(self) -> dict[int, str]:
         names = {id(weight): name for name, weight in self._module.named_parameters()}
@@ -165,7 +187,15 @@ class HookWatch:
     def _tell_once(self, key: str, sentence: str) -> None:
         if key not in self._told:
             self._told.add(key)
-            warn_once(f"hook/{key}", sentence)
+            if self._trainer.global_rank == 0:
+                warn_once(f"hook/{key}", sentence)
+            else:
+                self._untold[key] = sentence
+
+    def _tell_untold(self, sentences: Mapping[str, str]) -> None:
+        for key, sentence in list(sentences.items()):
+            if self._untold.pop(key, None) is not None:
+                warn_once(f"hook/{key}", sentence)
 
     def _kind_of_gradient(self, hook: str, *, is_there: bool) -> str | None:
         """What is told of a look at a gradient in ``hook``."""

@@ -236,6 +236,20 @@ def generators_of(modules: Collection[nn.Module]) -> list[Any]:
     return list(search.found.values())
 
 
+def states_for_hook(owner: Any, hook: str) -> Callable[[], list[int]]:
+    """What tells whether Python's, NumPy's or a program's own generators were drawn from, for a hook of ``owner``.
+
+    torch's own are left out: what is drawn from them is seen by its operations.
+    """
+    search = _Search()
+    for name, value in vars(owner).items():
+        if not isinstance(value, nn.Module):
+            search.look_at(value, name, 1)
+    search.read(inspect.getattr_static(type(owner), hook, None), type(owner))
+    own = [each for each in search.found.values() if not isinstance(each, torch.Generator)]
+    return lambda: [key_of(_state_of(each)) for each in (*COMMON.values(), *own)]
+
+
 class _Search:
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}

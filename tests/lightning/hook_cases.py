@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -163,6 +164,25 @@ class Noisy(Module):
         with torch.no_grad():
             for weight in self.parameters():
                 weight.add_(torch.randn(weight.shape) * 0.1)
+
+
+class ScaledAtRandom(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(3)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for weight in self.parameters():
+            weight.grad.mul_(self.rng.random())
+
+
+class DrawnOnce(Module):
+    """Draws one number for all parameters, which is the same on every rank."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        factor = random.Random(3).random() * random.random()
+        for weight in self.parameters():
+            weight.grad.mul_(factor)
 
 
 class NormsLogged(Module):
@@ -539,7 +559,8 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         }
 
     for build in (
-        NormByHand, Stacked, RateOfAll, Noisy, NormsLogged, NormsOfLightning, ZeroingGradients, ListsOfOne,
+        NormByHand, Stacked, RateOfAll, Noisy, ScaledAtRandom, DrawnOnce, NormsLogged, NormsOfLightning,
+        ZeroingGradients, ListsOfOne,
         OnRankZero, ClippedInClosure, StepsByPlace, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
