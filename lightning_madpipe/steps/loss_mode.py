@@ -61,6 +61,7 @@ MOST_STEPS_BETWEEN = 128
 DRAWS_BOTH = (
     "it draws from torch's generator for each sample and once for a batch, and micro-batches could not do both"
 )
+FOR_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory")
 SAME = 1e-7
 """Relative difference of the factors that two explanations give."""
 
@@ -73,7 +74,7 @@ class LossOfBatches:
         option: ``auto``, ``mean`` or ``batch``.
         num_micro_batches: Pieces of a Lightning batch; 1: nothing is to be decided.
         forward: Takes a batch through the pipeline without gradients and without traces; what a layer raised.
-        again: The same batch in micro-batches that are not all of one size.
+        again: The same batch in micro-batches that are not all of one size, or again in those that are trained on.
         refusal: The host's exception with a sentence.
     """
 
@@ -84,7 +85,7 @@ class LossOfBatches:
     engine: MadPipeEngine
     steps: Any
     forward: Callable[[BatchRun], str | None]
-    again: Callable[[BatchRun], BatchRun]
+    again: Callable[[BatchRun, bool], BatchRun]
     refusal: Callable[[str], Exception]
     once: bool = False
     """Whether the step runs once for each batch."""
@@ -214,7 +215,7 @@ class LossOfBatches:
 
     def _try(self, run: BatchRun, *, compares: bool) -> list[Finding]:
         """Try a batch; return on all ranks what the last stage of each pipeline finds."""
-        trial = self.again(run)
+        trial = self.again(run, True)
         trial.runs_once = True
         self._found = None
 
@@ -224,6 +225,7 @@ class LossOfBatches:
         trial.asks = ask
         reason = self.forward(trial)
         if reason is not None:
+            self._refuse_sizes(run, trial, reason)
             return [Finding(why_unknown=reason)]
         if self._found is not None:
             self._keep(trial, self._found)
@@ -234,6 +236,26 @@ class LossOfBatches:
             peak_bytes=findings[0].loss_bytes,
         )
         return findings
+
+    def _refuse_sizes(self, run: BatchRun, trial: BatchRun, reason: str) -> None:
+        """Refuse layers that can run the micro-batches of a batch, and not those of other sizes. Collective.
+
+        They take something for the samples' that is not, or the other way round, so that nothing is known of the
+        loss. What fails for any sizes comes again where it is told.
+        """
+        if trial.sizes == run.sizes or any(each in reason for each in FOR_MEMORY):
+            return
+        same = self.again(run, False)
+        same.runs_once, same.asks = True, lambda *_: None
+        if self.forward(same) is not None:
+            return
+        raise self.refusal(
+            f"micro-batches of {_sizes(run)} of a batch of {run.whole.size} can be run, and those of "
+            f"{_sizes(trial)} cannot ({reason}), so something that {run.whole.step} or a layer is given does not "
+            f"go by samples: every tensor whose dimension 0 is {run.whole.size} is cut, also one that has that "
+            "length by chance. Make such a tensor a buffer of the module, or choose another batch_size; "
+            "MadPipeStrategy(num_micro_batches=1) cuts nothing"
+        )
 
     def _keep(self, trial: BatchRun, finding: Finding) -> None:
         """Keep what the batch has shown, on the last stage."""
@@ -348,6 +370,10 @@ class LossOfBatches:
 
     def _from_every_pipeline(self, found: Finding | None) -> list[Finding]:
         return [finding for finding in gather_objects(found) if finding is not None]
+
+
+def _sizes(run: BatchRun) -> str:
+    return f"{' or '.join(map(str, sorted(set(run.sizes))))} sample{'s' * (set(run.sizes) != {1})}"
 
 
 def _flushes_of(window: Sequence[BatchRun]) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class BatchRunner:
             engine=engine,
             steps=steps,
             forward=self._forward_only,
-            again=self._uneven,
+            again=self._again,
             refusal=self._refusal,
         )
         self._device = engine.device
@@ -224,14 +224,14 @@ class BatchRunner:
         """Take a batch through the pipeline, of which nothing stays; return what a layer raised on some rank."""
         layers = [layer for layer in self._pipeline.forward_funcs if isinstance(layer, nn.Module)]
         with (
-            self._followed(run),
             torch.inference_mode(False),
             torch.no_grad(),
             self.steps.rehearsal(),
             attributes_kept(layers, buffers=True),
         ):
             try:
-                self._go_forward(run)
+                with self._followed(run):
+                    self._go_forward(run)
             except SamplesSelectedError as error:
                 raise self._refusal(f"{run.whole.step}: {error}") from None
             except Exception as error:
@@ -338,9 +338,9 @@ class BatchRunner:
         ]
         return BatchRun(micro_batches, MicroBatch(data=batch, size=batch_size_of(batch), seed=seed, **known))
 
-    def _uneven(self, run: BatchRun) -> BatchRun:
+    def _again(self, run: BatchRun, uneven: bool) -> BatchRun:
         whole = run.whole
-        return self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=True)
+        return self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=uneven)
 
     def _feed(self, labels: Sequence[MicroBatch | Piece]) -> Iterator[tuple[Any, MicroBatch | Piece]]:
         """Yield what the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""

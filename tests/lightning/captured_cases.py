@@ -608,6 +608,29 @@ class ChangingCall(OtherOrder):
         return self(batch[0], scale=1.0 + self.global_step).square().mean()
 
 
+class ByChanceFound(OtherOrder):
+    """Has a scale for each of eight features in batches of eight samples, which its layers are given."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0], batch[2]).square().mean()
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        return self.decoder(self.encoder(x * scale))
+
+
+class ByChance(ByChanceFound):
+    """Names its layers, and scales in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0] * batch[2]).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.decoder(self.encoder(x))
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.encoder, self.decoder]
+
+
 class Branching(Sgd):
     """Decides between its blocks, where what one of them returns goes to the next one alone."""
 
@@ -837,16 +860,22 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
-        MixedWindow,
+        MixedWindow, ByChance, ByChanceFound,
     ):  # fmt: skip
+        strategy: dict[str, Any] = {}
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
         accumulate = 1
         if build is MixedWindow:
             samples, accumulate = list(data.dataset), 2  # type: ignore[call-overload]
             data = DataLoader([padded(samples[:8]), padded(samples[10:12])], batch_size=None)  # type: ignore[arg-type]
+        if issubclass(build, ByChanceFound):
+            strategy = {"num_micro_batches": 8}
+            data = DataLoader(
+                [(*each, torch.linspace(0.1, 2.0, 8)) for each in cases.loader(16, 8)], batch_size=None
+            )  # type: ignore[arg-type]
         validates = data if build in (OtherOrder, Generating) else None
         try:
-            host.trainer(accumulate_grad_batches=accumulate).fit(build(), data, validates)
+            host.trainer(accumulate_grad_batches=accumulate, strategy=strategy).fit(build(), data, validates)
             found[build.__name__] = "not refused"
         except MisconfigurationException as refusal:
             found[build.__name__] = str(refusal)
