@@ -33,7 +33,11 @@ PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 """Types whose values never change."""
 
 
-LIBRARIES = ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
+LIBRARIES = (
+    "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
+    "torch",
+)  # fmt: skip
+"""Whose objects change while a step runs without the step's doing: an allocation counter, a loop."""
 
 
 class Place(NamedTuple):

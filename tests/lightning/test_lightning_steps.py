@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchmetrics import Metric
 
+from deepspeed_partition.profiling import LiveBytes
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
 from lightning_madpipe.steps.batches import join_pieces, map_children, split_batch
@@ -390,6 +391,24 @@ def test_only_the_new_items_of_a_list_are_sent() -> None:
     before = Leftovers(module, vars(nn.Module()), undoable=False)
     module.items.append("new")
     assert {change.kind: change.value for change in before.changes()} == {"extend": ["new"]}
+
+
+class Seen:
+    """An object of a user's own class."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+def test_a_counter_of_memory_that_counts_meanwhile_is_no_change_of_the_step() -> None:
+    """The example that README runs was told that its step changes the counter of its callback."""
+    module = Stateful()
+    module.counter, module.seen = LiveBytes(), Seen()
+    before = Leftovers(module, vars(nn.Module()), undoable=False)
+    with module.counter:
+        tensor = torch.zeros(8)
+    module.seen.number += 1
+    assert module.counter.peak_bytes == tensor.nbytes and before.changed_objects() == ["Seen"]
 
 
 def test_the_pipeline_and_the_weights_are_no_leftovers() -> None:
