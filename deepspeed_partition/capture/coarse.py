@@ -151,7 +151,7 @@ class Coarse:
         return build(self.returned_structure, leaves)
 
     def for_other_arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Coarse:
-        """The same run for a call with other arguments; what it returns is known when it has run."""
+        """The elements of this model for a call with other arguments, whose result is not known before it runs."""
         leaves, structure = flatten((tuple(args), kwargs))
         return replace(
             self, arguments_structure=structure, argument_leaves=_without_tensors(leaves), notes=[],
