@@ -4,6 +4,7 @@ from deepspeed_partition.versions import require
 
 require("measuring layers", "deepspeed", "torch")  # before the imports that fail without it
 
+from deepspeed_partition.profiling.allocator import CountedMemory, counted_memory, limit_memory
 from deepspeed_partition.profiling.factory import load_factory, profile_factory
 from deepspeed_partition.profiling.layers import forward_stage, measure_stage, profile_chain, profile_stage
 from deepspeed_partition.profiling.links import Link, measure_links
@@ -12,10 +13,13 @@ from deepspeed_partition.profiling.readings import suspicious
 from deepspeed_partition.profiling.stash import layer_profiles
 
 __all__ = [
+    "CountedMemory",
     "Link",
     "LiveBytes",
+    "counted_memory",
     "forward_stage",
     "layer_profiles",
+    "limit_memory",
     "load_factory",
     "measure_links",
     "measure_stage",
