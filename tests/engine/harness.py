@@ -54,8 +54,7 @@ def run_cases(cases: dict[str, Case]) -> None:
         dist.all_gather_object(failures, failure)
         faulthandler.cancel_dump_traceback_later()
         forget_engines()
-        if not outcomes:
-            gc.freeze()  # what libraries imported late, through which each collection would go
+        gc.freeze()  # what the case has left, mostly of libraries, through which each collection would go
         outcomes[name] = "\n".join(filter(None, failures))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(outcomes))

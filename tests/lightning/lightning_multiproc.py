@@ -365,11 +365,10 @@ def run(mode: str, num_processes: int, folder: Path) -> None:
         if is_chosen(case.__name__) or any(map(is_chosen, READ_BY.get(case.__name__, ()))):
             try:
                 results[case.__name__] = case(host)
-                if len(results) == 1:
-                    gc.collect()
-                    gc.freeze()  # what libraries imported late: each fit collects garbage
                 if dist.is_initialized():
                     forget_engines()
+                gc.collect()
+                gc.freeze()  # what a case has left, mostly of libraries: each later fit would go through it
             except Exception:
                 # The other ranks may wait for this one: the job ends here, and says where.
                 print(f"case {case.__name__} failed on rank {os.environ.get('RANK', 0)}", file=sys.stderr)
