@@ -1,8 +1,9 @@
 """From a model as it is to layers of a pipeline: its ``forward`` is run once without data, and cut.
 
-``recorder`` writes down the calls, ``graph`` chooses the modules that are run whole, ``partition`` cuts,
-``program`` runs a layer, ``model_layers`` makes modules of them; open that one first. ``tail`` takes the calls
-that make a loss out of the layers, for a host that has a whole batch's outputs. Torch alone is imported, no host.
+``captured`` runs the model, ``recorder`` writes down the calls, ``graph`` chooses the modules that are run whole,
+``partition`` cuts, ``program`` runs a layer, ``model_layers`` makes modules of them; open that one first. ``tail``
+takes the calls that make a loss out of the layers, for a host that has a whole batch's outputs. Torch alone is
+imported, no host.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed_partition.capture.captured import Captured, capture
 from deepspeed_partition.capture.coarse import coarse_layers, undivided
-from deepspeed_partition.capture.model_layers import Captured, Layers, TiedLayer, capture, layers_from
+from deepspeed_partition.capture.model_layers import Layers, TiedLayer, layers_from
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError
 

@@ -18,15 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed_partition.capture.captured import Captured, input_names_of, without_a_cache
 from deepspeed_partition.capture.graph import Graph
-from deepspeed_partition.capture.model_layers import (
-    Captured,
-    Layers,
-    TiedLayer,
-    fill,
-    input_names_of,
-    without_a_cache,
-)
+from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, patched
 from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
