@@ -1,0 +1,119 @@
+"""The cases of the table: what is trained, with what, on which cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+from models import MODELS
+
+from deepspeed_partition import Chain, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.plan import PlannedStage
+from tests.engine import plans
+
+PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("SGD", "momentum", "Adam", "AdamW")
+CUTS = ("planned", "uniform", "bad", "several")
+RECOMPUTE = ("none", "stage")
+PLANNING_SECONDS = 5.0
+BAD_SHARES = {2: (0.8,), 4: (0.1, 0.25, 0.9)}
+"""Where a bad cut has its boundaries, as shares of the layers: most of them are on one rank."""
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What one measurement serves: cases that differ in nothing but their cut and what they recompute."""
+
+    model: str
+    precision: str
+    optimizer: str
+    zero: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.precision}, {self.optimizer}, ZeRO {self.zero}"
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One training run."""
+
+    group: Group
+    cut: str
+    recompute: str
+
+    def __str__(self) -> str:
+        return f"{self.group}, {self.cut}, recompute {self.recompute}"
+
+
+def all_cases(zero: Sequence[int]) -> list[Case]:
+    """Return all cases for a number of processes, those of one group one after the other."""
+    groups = [Group(*each) for each in product(MODELS, PRECISIONS, OPTIMIZERS, zero)]
+    return [Case(group, cut, recompute) for group, cut, recompute in product(groups, CUTS, RECOMPUTE)]
+
+
+def chosen(cases: list[Case], only: Sequence[str], sample: int | None) -> list[Case]:
+    """Return the cases that have all of the words ``only`` in their names, and ``sample`` of them by chance."""
+    found = [case for case in cases if all(word in str(case) for word in only)]
+    if sample is not None and sample < len(found):
+        found = sorted(random.Random(0).sample(found, sample))
+    return found
+
+
+def plan_of(case: Case, chain: Chain, platform: Platform, num_micro_batches: int) -> Plan:
+    """Return the plan that a case runs, with the memory that the planner's own accounting gives it."""
+    num_devices = platform.num_devices
+    if case.cut == "several":
+        cuts = _training_cuts(chain, [place / (2 * num_devices) for place in range(1, 2 * num_devices)])
+        devices = [*range(num_devices)] * 2
+        orders = plans.depth_first(devices, num_micro_batches, num_devices + 1)
+        recomputed = dict.fromkeys(range(len(devices)), True) if case.recompute == "stage" else {}
+        plan = plans.plan_of(chain, platform, cuts, devices, orders=orders, recomputed=recomputed)
+        return _with_its_memory(plan, chain)
+    plan = make_plan(
+        chain, platform, "madpipe" if case.cut == "planned" else boundaries(case.cut, chain, num_devices),
+        num_micro_batches=num_micro_batches, every_device_trains=True, time_limit_seconds=PLANNING_SECONDS,
+    )  # fmt: skip
+    if case.recompute == "none":
+        return plan
+    assert plan.step is not None
+    plan = plans.plan_of(
+        chain, platform, plan.boundaries, [stage.device for stage in plan.stages], orders=plan.step.order,
+        recomputed=dict.fromkeys(range(len(plan.stages)), True),
+    )  # fmt: skip
+    return _with_its_memory(plan, chain)
+
+
+def boundaries(cut: str, chain: Chain, num_devices: int) -> list[int]:
+    """Return a uniform cut, with as many layers everywhere, or a bad one."""
+    uniform = [place / num_devices for place in range(1, num_devices)]
+    return _training_cuts(chain, uniform if cut == "uniform" else BAD_SHARES[num_devices])
+
+
+def _training_cuts(chain: Chain, shares: Sequence[float]) -> list[int]:
+    """Return boundaries at these shares of the layers, or the next ones with which every stage trains."""
+    trains = [bool(layer.num_trainable_parameters) for layer in chain.layers]
+    cuts = [0]
+    for place, share in enumerate(shares):
+        cut = max(round(share * chain.num_layers), cuts[-1] + 1)
+        while not any(trains[cuts[-1] : cut]):
+            cut += 1
+        cuts.append(min(cut, chain.num_layers - len(shares) + place))
+    cuts.append(chain.num_layers)
+    assert all(any(trains[slice(*stage)]) for stage in pairwise(cuts)), cuts
+    return cuts
+
+
+def _with_its_memory(plan: Plan, chain: Chain) -> Plan:
+    """Return a plan by hand with what the planner says of its memory, and of the model."""
+    memory = replay(plan, chain).memory
+    stages = [
+        PlannedStage(
+            layers=stage.layers, device=stage.device, rematerialize=stage.rematerialize, in_flight=stage.in_flight
+        )
+        for stage in plan.stages
+    ]
+    return replace(
+        plan, memory=memory, peak_memory_bytes=tuple(use.total for use in memory), stages=tuple(stages)
+    )

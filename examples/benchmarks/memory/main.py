@@ -1,0 +1,230 @@
+"""How much memory does each rank need, and how much does its plan say?
+
+    torchrun --nproc_per_node=2 examples/benchmarks/memory/main.py [--pipelines 1] [--only WORD ...] [--sample N]
+        [--warm-up 3] [--out FILE]
+    python examples/benchmarks/memory/report.py FILE ...
+
+Each case trains a model for a few steps on our engine. A counter beneath torch's allocator, which shares nothing
+with the planner, is begun before the engine is made; its peak is held against the plan's ``peak_memory_bytes``. The
+chain and the platform are those that the engine measures and plans with by itself, on a uniform cut, before its
+first step or in a warm-up.
+
+One line of JSON for each rank of each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from cases import Case, Group, all_cases, boundaries, chosen, plan_of
+from models import MODELS, loss
+
+from deepspeed_partition import Chain, LayerProfile, Plan, Platform
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
+from deepspeed_partition.profiling import CountedMemory, counted_memory
+from deepspeed_partition.schedule.instructions import Compute
+from tests.engine.harness import forget_engines, share_groups
+
+MICRO_BATCHES_PER_DEVICE = 2
+STEPS = 3
+BANDWIDTH = 1e9
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Data(Iterator[Any]):
+    """Micro-batches that nobody else holds, each with other numbers."""
+
+    def __init__(self, group: Group) -> None:
+        self._make, self._dtype = MODELS[group.model].micro_batch, DTYPES[group.precision]
+
+    def __next__(self) -> Any:
+        return self._make(self._dtype)
+
+
+class WatchedEngine(MadPipeEngine):
+    """Notes the peak of each part of a step."""
+
+    memory: CountedMemory | None = None
+
+    def begin(self, memory: CountedMemory) -> None:
+        """Count from now on."""
+        self.memory = memory
+        self.peaks: dict[str, int] = {"training": 0, "reduction": 0, "optimizer": 0}
+        self.moments: dict[str, str] = dict.fromkeys(self.peaks, "")
+
+    def unread_bytes(self) -> int:
+        """The bytes of micro-batches that were read and are not loaded yet: on a GPU they are not on the device."""
+        unread = (each for each in self.batch_data.kept.values() if each[0] is not None)
+        return sum(tensor.untyped_storage().nbytes() for each in unread for tensor in each)
+
+    def note(self, part: str, moment: object) -> None:
+        """Note the peak since the last call."""
+        if self.memory is None:
+            return
+        peak = self.memory.peak_bytes - self.unread_bytes()
+        if peak > self.peaks[part]:
+            self.peaks[part], self.moments[part] = peak, str(moment)
+        self.memory.reset_peak()
+
+    def _execute(self, instruction: Any) -> None:
+        super()._execute(instruction)
+        if isinstance(instruction, Compute):
+            self.note("training", instruction)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        self.note("training", "the last transfers")
+        super()._exec_reduce_tied_grads()
+
+    def _exec_reduce_grads(self) -> None:
+        super()._exec_reduce_grads()
+        self.note("reduction", "gradients reduced")
+
+    def _exec_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super()._exec_optimizer_step(*args, **kwargs)
+        self.note("optimizer", "step")
+
+
+def engine_of(group: Group, num_micro_batches: int, num_stages: int, **how: Any) -> WatchedEngine:
+    """Return an engine that trains a group's model; ``how`` it is cut: a plan, or options of ``madpipe``."""
+    torch.manual_seed(0)
+    plan: Plan | None = how.pop("plan", None)
+    more: dict[str, Any] = {"partition_method": "madpipe"} if plan is None else {"plan": plan}
+    module = PipelineModule(MODELS[group.model].layers(), num_stages=num_stages, loss_fn=loss, **more)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": num_micro_batches,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": group.zero},
+        "zero_allow_untested_optimizer": True,
+        "pipeline": {"madpipe": {"bandwidth": BANDWIDTH, "latency_seconds": 0.0, **how}},
+    }
+    if group.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine, *_ = initialize_with(
+        WatchedEngine, model=module, config=config, optimizer=OPTIMIZERS[group.optimizer](parameters),
+        model_parameters=parameters,
+    )  # fmt: skip
+    return engine
+
+
+def measured(
+    group: Group, num_micro_batches: int, num_stages: int, warm_up_steps: int
+) -> tuple[Chain, Platform]:
+    """Return what the engine measures by itself, on a uniform cut."""
+    num_layers = len(MODELS[group.model].layers())
+    engine = engine_of(
+        group, num_micro_batches, num_stages, algorithm=boundaries("uniform", _alike(num_layers), num_stages),
+        warmup_steps=warm_up_steps,
+    )  # fmt: skip
+    data = Data(group)
+    for _ in range(warm_up_steps + 1):
+        engine.train_batch(data)
+    found = from_rank_0(lambda: (engine.chain, engine.plan.platform))
+    del engine
+    forget_engines()
+    return found
+
+
+def _alike(num_layers: int) -> Chain:
+    layer = LayerProfile(name="", forward_seconds=1.0, backward_seconds=1.0, weight_bytes=1, output_bytes=1)
+    return Chain(input_bytes=1, layers=(layer,) * num_layers)
+
+
+def run(case: Case, plan: Plan, num_micro_batches: int) -> dict[str, Any]:
+    """Train on a plan, and return what this rank needed and what the plan says of it."""
+    with counted_memory() as memory:
+        engine = engine_of(case.group, num_micro_batches, plan.platform.num_devices, plan=plan)
+        at_start = memory.current_bytes
+        engine.begin(memory)
+        data, between = Data(case.group), []
+        for _ in range(STEPS):
+            memory.reset_peak()
+            engine.train_batch(data)
+            between.append(memory.current_bytes)
+        row = {
+            "stages": [stage.layers for stage in plan.stages if stage.device == engine.stage_id],
+            "device": engine.stage_id,
+            "pipeline": engine.grid.data_parallel_id,
+            "measured": {**engine.peaks, "before_steps": at_start, "between_steps": between},
+            "moments": engine.moments,
+            "planned": {
+                "peak": plan.peak_memory_bytes[engine.stage_id], **asdict(plan.memory[engine.stage_id])
+            },
+        }
+        del engine
+        forget_engines()
+    return row
+
+
+def rows_of(
+    group: Group, cases: list[Case], num_stages: int, num_pipelines: int, warm_up_steps: int
+) -> Iterator[list[dict[str, Any]]]:
+    num_micro_batches = MICRO_BATCHES_PER_DEVICE * num_stages
+    chain, platform = measured(group, num_micro_batches, num_stages, warm_up_steps)
+    for case in cases:
+        started = time.perf_counter()
+        plan = from_rank_0(lambda case=case: plan_of(case, chain, platform, num_micro_batches))
+        row = run(case, plan, num_micro_batches)
+        about = {
+            **asdict(group), "cut": case.cut, "recompute": case.recompute, "num_devices": num_stages,
+            "num_pipelines": num_pipelines, "warm_up_steps": warm_up_steps, "boundaries": plan.boundaries,
+            "devices": [stage.device for stage in plan.stages],
+        }  # fmt: skip
+        yield [{**about, **each} for each in gather_objects(row)]
+        if dist.get_rank() == 0:
+            print(f"{case}: {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pipelines", type=int, default=1, help="data parallelism: ZeRO 1 comes with 2")
+    parser.add_argument("--zero", type=int, nargs="+", help="0, 1; left out: 0 with one pipeline, else both")
+    parser.add_argument("--only", nargs="+", default=(), help="words that the name of a case has")
+    parser.add_argument("--sample", type=int, help="so many cases, chosen by chance, always the same")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps in which layers are measured in training")
+    parser.add_argument("--out", type=Path, default=Path("memory.jsonl"))
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    share_groups()
+    num_stages = dist.get_world_size() // arguments.pipelines
+    zero = arguments.zero or ([0] if arguments.pipelines == 1 else [0, 1])
+    cases = chosen(all_cases(zero), arguments.only, arguments.sample)
+    for group, members in groupby(cases, lambda case: case.group):
+        for rows in rows_of(group, list(members), num_stages, arguments.pipelines, arguments.warm_up):
+            if dist.get_rank() == 0:
+                with arguments.out.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
