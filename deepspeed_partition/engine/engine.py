@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
@@ -118,6 +119,13 @@ class MadPipeEngine(ResumingEngine):
             reducible = get_accelerator().supported_dtypes()
             gradients = [gradient for gradient in gradients if gradient.dtype in reducible]
         return gradients, of_experts
+
+    def allreduce_and_copy(self, small_bucket: Any, dp_group: Any, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients over the pipelines; where there is one, it would be a copy of all of them, and back."""
+        changes_type = any(each.dtype != self.communication_data_type for each in small_bucket)
+        scales = self.gradient_predivide_factor() != 1.0
+        if dist.get_world_size(group=dp_group) > 1 or changes_type or scales:
+            super().allreduce_and_copy(small_bucket, dp_group, *args, **kwargs)
 
     # The cut
 

@@ -186,25 +186,56 @@ def _take_part_in_norms(optimizer: DeepSpeedZeroOptimizer, num_missing: int) -> 
 
 
 def fit_reduction_buffers(optimizer: Any, num_weights: int) -> None:
-    """Let the buffers in which ZeRO reduces gradients have room for those of this rank, and no more.
+    """Let the buffer in which ZeRO reduces gradients have room for those of this rank, and be there when it does.
 
-    DeepSpeed makes them as large as ``reduce_bucket_size``, 5e8 numbers by default, however few weights a stage
-    has. Gradients that all fit are reduced alike.
+    DeepSpeed makes it as large as ``reduce_bucket_size``, 5e8 numbers by default, however few weights a stage has;
+    and it makes two: one in a step's first backward, beside all activations, and another one that nothing uses,
+    when gradients are reduced. Gradients that all fit are reduced alike.
     """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_weights, 1))
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+    optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_weights, 1))
+    if _makes_buffer_late(optimizer):
+        _make_buffer_late(optimizer)
 
 
-def reduction_buffer_bytes(optimizer: Any) -> int:
-    """The bytes of the buffer that ZeRO has during all backwards of a step.
+def _makes_buffer_late(optimizer: DeepSpeedZeroOptimizer) -> bool:
+    """Return whether the buffer can wait until gradients are reduced: nothing reduces them in the backward."""
+    known = hasattr(optimizer, "ipg_buckets") and hasattr(optimizer, "_gradient_reduction_buffer_dtype")
+    return known and optimizer.contiguous_gradients and not optimizer.overlap_comm
 
-    It makes another one to reduce gradients, when activations are gone.
-    """
+
+def _make_buffer_late(optimizer: DeepSpeedZeroOptimizer) -> None:
+    set_up: Callable[[], None] = optimizer.setup_buckets
+    reduce: Callable[..., None] = optimizer.reduce_gradients
+
+    def set_up_without_buffer() -> None:
+        optimizer.contiguous_gradients = False
+        try:
+            set_up()
+        finally:
+            optimizer.contiguous_gradients = True
+
+    def reduce_in_buffer(pipeline_parallel: bool = False) -> None:
+        for bucket in optimizer.ipg_buckets.values():
+            dtype = optimizer._gradient_reduction_buffer_dtype()
+            buffer = torch.empty(
+                int(optimizer.reduce_bucket_size), dtype=dtype, device=get_accelerator().current_device_name()
+            )
+            bucket.buffer[:], bucket.index = [buffer], 0
+        reduce(pipeline_parallel=False)
+
+    optimizer.setup_buckets, optimizer.reduce_gradients = set_up_without_buffer, reduce_in_buffer
+
+
+def reduction_buffer_bytes(optimizer: Any) -> tuple[int, int]:
+    """Return the bytes of ZeRO's buffers to reduce gradients: during all backwards of a step, and at its end."""
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or not optimizer.contiguous_gradients:
-        return 0
+        return 0, 0
     in_full = optimizer.use_grad_accum_attribute
     dtype: torch.dtype = optimizer.gradient_accumulation_dtype if in_full else optimizer.dtype
-    return int(optimizer.reduce_bucket_size) * dtype.itemsize
+    num_bytes = int(optimizer.reduce_bucket_size) * dtype.itemsize
+    return (0, num_bytes) if _makes_buffer_late(optimizer) else (num_bytes, 2 * num_bytes)
 
 
 def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> None:

@@ -17,11 +17,11 @@ from torch import nn
 
 import deepspeed_partition
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.repairs import reduction_buffer_bytes
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup.run_platform import num_states, training_bytes
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.profiling import counted_memory
 from tests.engine import boundaries as transfers
 from tests.engine import captured_models_cases, faults, pipelines, third_party
 from tests.engine.harness import run_cases
@@ -538,7 +538,6 @@ def weight_copies_are_what_deepspeed_keeps(_: Path) -> None:
         before = live()
         engine, _, _ = start(specs, cut(), {**config, "optimizer": adam_or_sgd})
         counted, weights = training_bytes(engine)
-        counted -= reduction_buffer_bytes(engine.optimizer)  # gone when gradients are reduced
         data = mine(engine, batches(2, dtype=torch.bfloat16 if "bf16" in config else torch.float32))
         engine.train_batch(data)
         found: list[int] = []
@@ -554,6 +553,27 @@ def weight_copies_are_what_deepspeed_keeps(_: Path) -> None:
     weight = nn.Parameter(torch.zeros(3))
     assert num_states(torch.optim.AdamW([weight], lr=0.1, amsgrad=True)) == 3
     assert num_states(torch.optim.SGD([weight], lr=0.1)) == 0
+
+
+def gradients_are_reduced_in_one_buffer_at_most(_: Path) -> None:
+    """With one pipeline fp32 has none; ZeRO-1's is not there beside the activations, nor is there a second one."""
+    specs = [LayerSpec(nn.Linear, 8, 256), *(LayerSpec(nn.Linear, 256, 256) for _ in range(6)), mlp()[0]]
+    specs[-1] = LayerSpec(nn.Linear, 256, 4)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    # Weights and gradients; with ZeRO a master copy, and the buffer.
+    for zero, copies in ((0, 2), (1, 4)):
+        with counted_memory() as memory:
+            config = {"zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True}
+            engine, _, _ = start(specs, [0, 4, 8], {**config, "optimizer": sgd})
+            data = mine(engine, batches(2))
+            engine.train_batch(data)
+            memory.reset_peak()
+            peaks: list[int] = []
+            engine.before_optimizer_step = lambda peaks=peaks, memory=memory: peaks.append(memory.peak_bytes)
+            engine.train_batch(data)
+            engine.before_optimizer_step = None
+        weights = sum(4 * weight.numel() for weight in engine.module.parameters())
+        assert (copies - 0.5) * weights < peaks[0] < (copies + 0.5) * weights, (zero, peaks[0] / weights)
 
 
 # Checkpoints
@@ -726,6 +746,7 @@ ONLY_TWO = [
     layers_changed_after_they_were_built, explicit_boundaries,
     the_configuration_alone, deepspeeds_methods_stay, planning_turned_off, plan_files, no_plan_fits,
     a_layer_that_fails, options_reach_the_platform, weight_copies_are_what_deepspeed_keeps,
+    gradients_are_reduced_in_one_buffer_at_most,
     checkpoints_of_boundaries_and_of_deepspeed, a_checkpoint_from_before_the_first_step,
 ]  # fmt: skip
 ONLY_FOUR = [replicas_train_the_same, replicas_hear_of_failures, one_stage]

@@ -72,7 +72,7 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
         # Trying an optimizer out takes a step of it: once is enough.
         members = [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
         states = num_states(engine.basic_optimizer) * sum(_bytes(member) for member in members)
-    buffer = reduction_buffer_bytes(engine.optimizer)
+    buffer, _ = reduction_buffer_bytes(engine.optimizer)
     return allocated + gradients + buffer + states, sum(_bytes(parameter) for parameter in parameters)
 
 

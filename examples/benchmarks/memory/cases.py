@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from models import MODELS
 
 from deepspeed_partition import Chain, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Rematerialize
 from deepspeed_partition.planner.plan import PlannedStage
+from deepspeed_partition.planner.schedule import Order
 from tests.engine import plans
 
 PRECISIONS = ("fp32", "bf16")
@@ -69,7 +71,7 @@ def plan_of(case: Case, chain: Chain, platform: Platform, num_micro_batches: int
         devices = [*range(num_devices)] * 2
         orders = plans.depth_first(devices, num_micro_batches, num_devices + 1)
         recomputed = dict.fromkeys(range(len(devices)), True) if case.recompute == "stage" else {}
-        plan = plans.plan_of(chain, platform, cuts, devices, orders=orders, recomputed=recomputed)
+        plan = _by_hand(chain, platform, cuts, devices, orders, recomputed)
         return _with_its_memory(plan, chain)
     plan = make_plan(
         chain, platform, "madpipe" if case.cut == "planned" else boundaries(case.cut, chain, num_devices),
@@ -78,11 +80,26 @@ def plan_of(case: Case, chain: Chain, platform: Platform, num_micro_batches: int
     if case.recompute == "none":
         return plan
     assert plan.step is not None
-    plan = plans.plan_of(
-        chain, platform, plan.boundaries, [stage.device for stage in plan.stages], orders=plan.step.order,
-        recomputed=dict.fromkeys(range(len(plan.stages)), True),
-    )  # fmt: skip
+    devices = [stage.device for stage in plan.stages]
+    recomputed = dict.fromkeys(range(len(devices)), True)
+    plan = _by_hand(chain, platform, plan.boundaries, devices, plan.step.order, recomputed)
     return _with_its_memory(plan, chain)
+
+
+def _by_hand(
+    chain: Chain,
+    platform: Platform,
+    cuts: Sequence[int],
+    devices: Sequence[int],
+    orders: Sequence[Order],
+    recomputed: Mapping[int, Rematerialize],
+) -> Plan:
+    """Return a plan of these orders; its period is ample, for a step's memory does not depend on it."""
+    seconds = chain.compute_seconds + sum(platform.transfer_seconds(layer.output_bytes) for layer in chain.layers)
+    # Operations a little apart: where one begins when another ends, rounding would let them overlap.
+    return plans.plan_of(
+        chain, platform, cuts, devices, 8 * seconds, orders, recomputed, waits=lambda: seconds / 1000
+    )
 
 
 def boundaries(cut: str, chain: Chain, num_devices: int) -> list[int]:
@@ -114,6 +131,4 @@ def _with_its_memory(plan: Plan, chain: Chain) -> Plan:
         )
         for stage in plan.stages
     ]
-    return replace(
-        plan, memory=memory, peak_memory_bytes=tuple(use.total for use in memory), stages=tuple(stages)
-    )
+    return replace(plan, memory=memory, peak_memory_bytes=tuple(use.total for use in memory), stages=tuple(stages))

@@ -5,11 +5,11 @@
     python examples/benchmarks/memory/report.py FILE ...
 
 Each case trains a model for a few steps on our engine. A counter beneath torch's allocator, which shares nothing
-with the planner, is begun before the engine is made; its peak is held against the plan's ``peak_memory_bytes``. The
-chain and the platform are those that the engine measures and plans with by itself, on a uniform cut, before its
-first step or in a warm-up.
+with the planner, is begun before the engine is made; its peak is held against the plan's ``peak_memory_bytes``.
+The chain and the platform are those that the engine measures and plans with by itself, on a uniform cut, before
+its first step or in a warm-up.
 
-One line of JSON for each rank of each case.
+One line of JSON for each rank of each case; cases that the file has already are passed over.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WatchedEngine(MadPipeEngine):
         self.moments: dict[str, str] = dict.fromkeys(self.peaks, "")
 
     def unread_bytes(self) -> int:
-        """The bytes of micro-batches that were read and are not loaded yet: on a GPU they are not on the device."""
+        """Return the bytes of micro-batches that were read and not loaded: on a GPU they are not on the device."""
         unread = (each for each in self.batch_data.kept.values() if each[0] is not None)
         return sum(tensor.untyped_storage().nbytes() for each in unread for tensor in each)
 
@@ -130,9 +130,7 @@ def engine_of(group: Group, num_micro_batches: int, num_stages: int, **how: Any)
     return engine
 
 
-def measured(
-    group: Group, num_micro_batches: int, num_stages: int, warm_up_steps: int
-) -> tuple[Chain, Platform]:
+def measured(group: Group, num_micro_batches: int, num_stages: int, warm_up_steps: int) -> tuple[Chain, Platform]:
     """Return what the engine measures by itself, on a uniform cut."""
     num_layers = len(MODELS[group.model].layers())
     engine = engine_of(
@@ -142,7 +140,7 @@ def measured(
     data = Data(group)
     for _ in range(warm_up_steps + 1):
         engine.train_batch(data)
-    found = from_rank_0(lambda: (engine.chain, engine.plan.platform))
+    found = engine.chain, engine.plan.platform
     del engine
     forget_engines()
     return found
@@ -170,9 +168,7 @@ def run(case: Case, plan: Plan, num_micro_batches: int) -> dict[str, Any]:
             "pipeline": engine.grid.data_parallel_id,
             "measured": {**engine.peaks, "before_steps": at_start, "between_steps": between},
             "moments": engine.moments,
-            "planned": {
-                "peak": plan.peak_memory_bytes[engine.stage_id], **asdict(plan.memory[engine.stage_id])
-            },
+            "planned": {"peak": plan.peak_memory_bytes[engine.stage_id], **asdict(plan.memory[engine.stage_id])},
         }
         del engine
         forget_engines()
@@ -198,6 +194,16 @@ def rows_of(
             print(f"{case}: {time.perf_counter() - started:.1f} s", flush=True)
 
 
+def names_in(path: Path, num_devices: int, num_pipelines: int) -> set[str]:
+    """Return the names of the cases that a file has for so many processes."""
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {
+        str(Case(Group(*(row[key] for key in Group.__dataclass_fields__)), row["cut"], row["recompute"]))
+        for row in rows
+        if (row["num_devices"], row["num_pipelines"]) == (num_devices, num_pipelines)
+    }
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", type=int, default=1, help="data parallelism: ZeRO 1 comes with 2")
@@ -217,6 +223,8 @@ def main() -> None:
     num_stages = dist.get_world_size() // arguments.pipelines
     zero = arguments.zero or ([0] if arguments.pipelines == 1 else [0, 1])
     cases = chosen(all_cases(zero), arguments.only, arguments.sample)
+    known = from_rank_0(lambda: names_in(arguments.out, num_stages, arguments.pipelines))
+    cases = [case for case in cases if str(case) not in known]
     for group, members in groupby(cases, lambda case: case.group):
         for rows in rows_of(group, list(members), num_stages, arguments.pipelines, arguments.warm_up):
             if dist.get_rank() == 0:

@@ -141,8 +141,15 @@ class Norm(nn.Sequential):
         super().__init__(nn.BatchNorm2d(features), nn.ReLU(inplace=True), Head(features, classes))
 
 
+class Stem(nn.Sequential):
+    """The first convolution of a network for images, with normalization and ReLU."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(*_conv(3, features, 7, 2, 3))
+
+
 def _resnet50(base: int = 24) -> list[Any]:
-    layers: list[Any] = [LayerSpec(_conv, 3, base, 7, 2, 3), LayerSpec(nn.MaxPool2d, 3, 2, 1)]
+    layers: list[Any] = [LayerSpec(Stem, base), LayerSpec(nn.MaxPool2d, 3, 2, 1)]
     inputs = base
     for group, count in enumerate((3, 4, 6, 3)):
         for block in range(count):
@@ -166,7 +173,7 @@ class Transition(nn.Sequential):
 
 def _densenet121(growth: int = 12) -> list[Any]:
     features = 2 * growth
-    layers: list[Any] = [LayerSpec(_conv, 3, features, 7, 2, 3), LayerSpec(nn.MaxPool2d, 3, 2, 1)]
+    layers: list[Any] = [LayerSpec(Stem, features), LayerSpec(nn.MaxPool2d, 3, 2, 1)]
     for block, count in enumerate((6, 12, 24, 16)):
         if block:
             layers.append(LayerSpec(Transition, features))
