@@ -73,6 +73,12 @@ class SpreadModel:
         self._copies: WeightCopies | None = None
 
     @property
+    def copies(self) -> WeightCopies:
+        """The copies of the module's weights in callbacks and hooks, such as averages."""
+        assert self._copies is not None, "they are looked for when layers are spread"
+        return self._copies
+
+    @property
     def pipeline(self) -> Any:
         """DeepSpeed's module with this rank's layers; None before the first run."""
         return pipeline_of(self.module)
@@ -181,20 +187,9 @@ class SpreadModel:
 
     def _follow_layers(self) -> None:
         """Let what a rank has of its layers, or knows of them, be where they are now. Collective."""
-        assert self._copies is not None, "they are looked for when layers are spread"
         group = self.pipeline.mpu().get_pipe_parallel_group()
-        self._copies.follow(group)
+        self.copies.follow(group)
         self._follow(group)
-
-    def state_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of callbacks and hooks for a checkpoint; rank 0 gets whole copies of weights. Collective."""
-        assert self._copies is not None, "they are looked for when layers are spread"
-        return self._copies.saved(state, self.pipeline.mpu().get_pipe_parallel_group())
-
-    def lay_state(self, state: dict[str, Any]) -> None:
-        """Let copies of weights in the state of a checkpoint have the layers of this rank. Collective."""
-        assert self._copies is not None, "they are looked for when layers are spread"
-        self._copies.loaded(state, self.pipeline.mpu().get_pipe_parallel_group())
 
     def refuse_copies_that_stay(self) -> None:
         """Refuse modules that average the weights of this rank's layers, which may leave it.
@@ -202,8 +197,7 @@ class SpreadModel:
         Raises:
             MisconfigurationException: there is one.
         """
-        assert self._copies is not None, "they are looked for when layers are spread"
-        found = self._copies.modules() if self.pipeline.num_stages > 1 else []
+        found = self.copies.modules() if self.pipeline.num_stages > 1 else []
         if found:
             raise self._lightning.refusal(
                 f"{', '.join(found)} is a copy of the layers that this rank has now, and they move when the "

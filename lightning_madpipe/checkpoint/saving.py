@@ -82,7 +82,8 @@ class Checkpointing(DeepSpeedStrategy):
         self._dumps_weights = bool(weights_only)
         try:
             with self.pipeline.layers_of_user.lent():
-                state = self._spread.state_to_save(dump(connector, bool(weights_only)))
+                state = dump(connector, bool(weights_only))
+                state = self._spread.copies.saved(state, self.pipeline.mpu().get_pipe_parallel_group())
             if weights_only:
                 state.pop(COPIES, None)  # rank 0 writes the one file, in which they are whole
             return state
@@ -224,7 +225,7 @@ class Checkpointing(DeepSpeedStrategy):
             load = partial(checkpoint_folders.load_weights, path, saved, self.pipeline, reader)
             checkpoint = refused_together(load)
             say_what_was_unpickled(reader)
-        self._spread.lay_state(checkpoint)
+        self._spread.copies.loaded(checkpoint, self.pipeline.mpu().get_pipe_parallel_group())
         checkpoint_folders.load_outside_state(
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
         )
