@@ -102,11 +102,14 @@ def profile_chain(
                 measured = measure_shared(sources, boundary, conditions, finish, group, on_layer=bar.update)
             else:
                 measured, _ = measure_layers(sources, boundary, conditions, finish, on_layer=bar.update)
-    chain = _chain_of(measured, inputs, name, conditions)
-    if rank == 0:
-        for sentence in suspicious(chain):
-            logger.warning(sentence)
-    return chain
+    return measured_chain(
+        measured,
+        name=name,
+        input_bytes=bytes_of(inputs),
+        micro_batch_size=num_samples(inputs),
+        device=conditions.device,
+        warn=logger.warning if rank == 0 else lambda sentence: None,
+    )
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -116,15 +119,39 @@ def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return 0, 1
 
 
-def _chain_of(measured: Sequence[MeasuredLayer], inputs: Boundary, name: str, conditions: Conditions) -> Chain:
+def num_samples(inputs: Boundary) -> int | None:
+    """The length of the first dimension of the first input, which counts samples; None of a tensor without one."""
     first = tensors_of(inputs)[0]
-    return Chain(
+    return first.shape[0] if first.dim() else None
+
+
+def measured_chain(
+    measured: Sequence[MeasuredLayer],
+    *,
+    name: str,
+    input_bytes: int,
+    micro_batch_size: int | None,
+    device: torch.device,
+    warn: Callable[[str], object],
+) -> Chain:
+    """Join the measurements of all layers, in their order, to the chain of a model.
+
+    Args:
+        input_bytes: the size of one micro-batch's inputs.
+        micro_batch_size: the number of its samples, where that is known.
+        device: where the layers were measured.
+        warn: called with a sentence for each reading that is hard to believe.
+    """
+    chain = Chain(
         name=name,
-        input_bytes=bytes_of(inputs),
+        input_bytes=input_bytes,
         layers=tuple(layer_profiles(measured)),
-        micro_batch_size=first.shape[0] if first.dim() else None,
-        hardware=hardware_name(conditions.device),
+        micro_batch_size=micro_batch_size,
+        hardware=hardware_name(device),
     )
+    for sentence in suspicious(chain):
+        warn(sentence)
+    return chain
 
 
 def profile_stage(

@@ -38,9 +38,9 @@ from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.renumbering import renumbered
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 from deepspeed_partition.planner.warm_up_report import LinkUse, TrialRun
-from deepspeed_partition.profiling import Link, layer_profiles, measure_links, measure_stage, suspicious
-from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, tensors_of, to_device
-from deepspeed_partition.profiling.devices import hardware_name
+from deepspeed_partition.profiling import Link, measure_links, measure_stage
+from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, to_device
+from deepspeed_partition.profiling.layers import measured_chain, num_samples
 from deepspeed_partition.profiling.measure import MeasuredLayer
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
     if not engine.is_last_stage():
         handed_on = None if outputs is None else to_device(outputs, torch.device("cpu"))
         send_object((handed_on, error), grid.stage_to_global(stage_id=stage + 1))
-    num_bytes, num_samples = (0, None) if error else (bytes_of(inputs), _num_samples(inputs))
-    report = _report(engine, memory_bytes, measuring, layers, num_bytes, num_samples, error)
+    num_bytes, batch_size = (0, None) if error else (bytes_of(inputs), num_samples(inputs))
+    report = _report(engine, memory_bytes, measuring, layers, num_bytes, batch_size, error)
     return gather_objects(report, grid.get_pipe_parallel_group())
 
 
@@ -266,17 +266,16 @@ def _plan(
         if report.error is not None:
             raise report.error
     options = engine.options
-    chain = Chain(
+    chain = measured_chain(
+        [layer for report in reports for layer in report.layers],
         name=getattr(engine.module, "model_name", type(engine.module).__name__),
         input_bytes=reports[0].input_bytes,
-        layers=tuple(layer_profiles([layer for report in reports for layer in report.layers])),
         micro_batch_size=reports[0].micro_batch_size,
-        hardware=hardware_name(engine.device),
+        device=engine.device,
+        warn=lambda sentence: announce(sentence, logging.WARNING),
     )
     if engine.flushes is not None:
         chain = _with_loss_of_batch(chain, reports[-1].loss_cost, max(engine.flushes))
-    for sentence in suspicious(chain):
-        announce(sentence, logging.WARNING)
     platform = _platform(options, reports, uses, link)
     trials = [report.trial for report in reports if report.trial is not None]
     if trials:
@@ -431,8 +430,3 @@ def _platform(
         latency_seconds=link.latency_seconds if latency is None else latency,
         weight_copies=options.weight_copies or kept / weights,
     )
-
-
-def _num_samples(inputs: Boundary) -> int | None:
-    first = tensors_of(inputs)[0]
-    return first.shape[0] if first.dim() else None
