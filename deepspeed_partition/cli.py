@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -312,7 +311,7 @@ def check(ctx: click.Context, plan: str, chain: str, as_json: bool) -> None:
             "period_seconds": made.period_seconds,
             "in_flight": list(found.in_flight),
             "peak_memory_bytes": peaks,
-            "memory": [asdict(use) for use in found.memory],
+            "memory": [use.to_dict() for use in found.memory],
             "step_seconds": found.step_seconds,
         })  # fmt: skip
     elif found.violations:

@@ -96,7 +96,9 @@ class _SteadyState:
 def _steady_state(problem: Problem, found: Cuts | Pattern, chosen_period: int | None) -> _SteadyState:
     """Return a pattern as it is, or a contiguous partition under 1F1B*."""
     times, platform = problem.times, problem.platform
-    memory = [MemoryUse(weights=0, stash=0, buffers=0, transient=0)] * platform.num_devices
+    memory = [
+        MemoryUse(weights=0, stash=0, buffers=0, transient=0, fixed=platform.fixed_bytes)
+    ] * platform.num_devices
     if isinstance(found, Pattern):
         in_flight = [1] * len(found.placement.devices)
         return _SteadyState(found.placement, found.period, found.schedule(times.clock), in_flight, tuple(memory))
@@ -118,7 +120,8 @@ def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
     if period <= math.ceil(lower_bound(problem)):
         return "any allocation"
     if answer.best_period == period and reserves_all_slots(problem.platform):
-        return answer.proved_class
+        # The searches beyond contiguous partitions count shared weights on each stage of a device.
+        return "contiguous" if problem.table.training.shares and answer.proved_class else answer.proved_class
     return None
 
 

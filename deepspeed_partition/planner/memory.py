@@ -1,6 +1,19 @@
 """The memory model: bytes of a stage of a contiguous allocation on its device, one function per term.
 
-    weight_copies * weights + in_flight * stash + transient + buffers at its two boundaries
+    weights + in_flight * stash + transient + buffers at its two boundaries + what the process itself holds
+
+or, where that is more, the weights with what comes behind the last backward of a step: gradients are brought
+together, the optimizer steps, and no micro-batch is there any more.
+
+While a stage runs, the micro-batch that it runs on has only come to some layer: ahead of it nothing is kept yet,
+or nothing any more. The stash counts it in full, so the transient bytes of a stage are what a layer needs beyond
+that:
+
+    max over its layers of  running_bytes - (what this layer and those behind it in the stage keep), or 0
+
+Where ``running_bytes`` are not known, they are the largest ``transient_bytes``, on top of the whole stash. Source:
+the MadPipe paper, section 4.2.1, has the weights, the stash and the buffers; the rest is an addition, after what
+runs of PyTorch really hold.
 
 These are the instants that count, here and wherever the bytes of a plan are counted. Something that lasts from a
 to b is there at the instants t with a <= t < b: what ends at an instant is gone when anything begins there. An
@@ -16,13 +29,13 @@ The replay (``replay.py``) counts the same bytes from the operations alone and s
 from __future__ import annotations
 
 from copy import copy
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.plan import MemoryUse
-from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
+from deepspeed_partition.planner.training_bytes import TrainingBytes
 
 UNLIMITED = 2**40
 """Number of micro-batches that stands for no limit: more than any schedule has in flight."""
@@ -31,12 +44,37 @@ UNLIMITED = 2**40
 def stage_memory(chain: Chain, platform: Platform, start: int, stop: int, in_flight: int) -> MemoryUse:
     """Return the bytes of layers ``start`` to ``stop`` on a device: M(k, l, g) of the paper, section 4.2.1."""
     layers = chain.layers[start:stop]
-    return MemoryUse(
-        weights=platform.weights_bytes(sum(layer.weight_bytes for layer in layers)),
-        stash=in_flight * sum(chain.stash(layer) for layer in layers),
+    at_cut = layers[-1].cut_stash_bytes if stop < chain.num_layers else 0
+    kept = [chain.stash(layer) for layer in layers]
+    transient = 0
+    for index, layer in enumerate(layers):
+        ahead = sum(kept[index:]) + at_cut
+        needs = layer.transient_bytes if layer.running_bytes is None else layer.running_bytes - ahead
+        transient = max(transient, needs)
+    weights = TrainingBytes(chain, platform)
+    training = MemoryUse(
+        weights=weights.of([(start, stop)]),
+        stash=in_flight * (sum(kept) + at_cut),
         buffers=buffer_slots(platform) * _boundary_bytes(chain, start, stop),
-        transient=max(layer.transient_bytes for layer in layers),
+        transient=transient,
+        fixed=platform.fixed_bytes,
     )
+    return larger(training, weights.after_backwards([(start, stop)]))
+
+
+def larger(training: MemoryUse, after_backwards: int) -> MemoryUse:
+    """Return the peak of a device: while it trains, or behind the last backward of a step where that is more.
+
+    No activations are left then, and no tensors wait.
+    """
+    stepping = MemoryUse(
+        weights=training.weights,
+        stash=0,
+        buffers=0,
+        transient=after_backwards,
+        fixed=training.fixed,
+    )
+    return stepping if stepping.total > training.total else training
 
 
 def buffer_slots(platform: Platform) -> int:
@@ -67,27 +105,30 @@ class StageTable:
 
     def __init__(self, chain: Chain, platform: Platform) -> None:
         size = chain.num_layers + 1
-        weights = _prefix(layer.weight_bytes for layer in chain.layers)
         stash = _prefix(chain.stash(layer) for layer in chain.layers)
+        at_cut = np.array([0, *(layer.cut_stash_bytes for layer in chain.layers[:-1]), 0], dtype=np.int64)
         trainable = _prefix(int(bool(layer.num_trainable_parameters)) for layer in chain.layers)
-        transient = np.zeros((size, size), dtype=np.int64)
-        of_layer = np.array([layer.transient_bytes for layer in chain.layers], dtype=np.int64)
-        for start in range(chain.num_layers):
-            transient[start, start + 1 :] = np.maximum.accumulate(of_layer[start:])
         slots = buffer_slots(platform)
         inner = [min(slots * chain.boundary_bytes(boundary), 2**60) for boundary in range(1, chain.num_layers)]
         buffers = np.array([0, *inner, 0], dtype=np.int64)
-        scaled = _times(weights[None, :] - weights[:, None], Fraction(str(platform.weight_copies)))
-        self.weights: NDArray[np.int64] = weights
-        """Bytes of the parameters of layers 0 to l, once; shape (L + 1,), indexed [l]."""
+        self.training = TrainingBytes(chain, platform)
+        """Bytes that training keeps for weights, for any set of stages on one device."""
+        self.weights: NDArray[np.int64] = self.training.of_stages()
+        """Bytes that training keeps for the weights of layers k to l, [k, l]; contained in ``fixed``."""
         self.buffers: NDArray[np.int64] = buffers[:, None] + buffers[None, :]
         """Bytes of the buffers at both boundaries of layers k to l, [k, l]; contained in ``fixed``."""
-        self.fixed: NDArray[np.int64] = scaled + self.buffers + transient
-        """Bytes that layers k to l need however many micro-batches are in flight, [k, l]."""
-        self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None], 0)
+        self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None] + at_cut[None, :], 0)
         """Bytes that each micro-batch in flight adds to layers k to l, [k, l]."""
-        self.transient: NDArray[np.int64] = transient
+        self.transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=False)
         """Bytes that layers k to l need only while they run, [k, l]; contained in ``fixed``."""
+        self.forward_transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=True)
+        """Bytes that layers k to l need only while they run forward, in a step, [k, l]."""
+        self.fixed_bytes = platform.fixed_bytes
+        """Bytes that every device holds, whatever it runs; contained in ``fixed``."""
+        self.fixed: NDArray[np.int64] = self.weights + self.buffers + self.transient + self.fixed_bytes
+        """Bytes that layers k to l need however many micro-batches are in flight, [k, l]."""
+        self.floor: NDArray[np.int64] = self.weights + self.training.after_backwards_of_stages() + self.fixed_bytes
+        """Bytes that a device with layers k to l needs behind the last backward of a step, [k, l]."""
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
         """Booleans, [k, l]: some parameter of layers k to l is trained."""
@@ -100,23 +141,50 @@ class StageTable:
         other.max_in_flight = self._room_for(memory_bytes)
         return other
 
+    def needs(self, in_flight: int) -> NDArray[np.int64]:
+        """Return the bytes of a device with layers k to l and ``in_flight`` micro-batches in flight, [k, l]."""
+        result: NDArray[np.int64] = np.maximum(self.fixed + in_flight * self.stash, self.floor)
+        return result
+
     def _room_for(self, memory_bytes: int) -> NDArray[np.int64]:
         room = memory_bytes - self.fixed
         in_flight = np.full(room.shape, UNLIMITED, dtype=np.int64)
         np.floor_divide(room, self.stash, out=in_flight, where=self.stash > 0)
-        in_flight[(room < 0) | ~self.is_stage] = 0
+        in_flight[(room < 0) | (self.floor > memory_bytes) | ~self.is_stage] = 0
         return in_flight
 
 
-def _times(num_bytes: NDArray[np.int64], copies: Fraction) -> NDArray[np.int64]:
-    """Multiply bytes (0 to 2**60) by ``copies``, exactly, and round up."""
-    least, most = int(num_bytes.min()), int(num_bytes.max())
-    # Python's integers where the product may need more than 64 bits; they take twenty times as long.
-    fits = max(most, -least) * copies.numerator < 2**62 and copies.denominator < 2**62
-    exact = num_bytes if fits else num_bytes.astype(object)
-    scaled = -((-exact * copies.numerator) // copies.denominator)
-    result: NDArray[np.int64] = np.minimum(np.maximum(scaled, 0), 2**60).astype(np.int64)
-    return result
+def _transient(
+    chain: Chain, stash: NDArray[np.int64], at_cut: NDArray[np.int64], *, forward: bool
+) -> NDArray[np.int64]:
+    """Return the transient bytes of layers k to l, [k, l].
+
+    Args:
+        stash: of layers 0 to l, indexed [l].
+        at_cut: what a cut before layer l adds, indexed [l].
+    """
+    size = chain.num_layers + 1
+    transient = np.zeros((size, size), dtype=np.int64)
+    unmeasured = np.array([
+        layer.transient_bytes if layer.running_bytes is None else 0 for layer in chain.layers
+    ], dtype=np.int64)  # fmt: skip
+    none = -(2**62)
+    measured = np.array([
+        none if running is None else running + int(stash[index])
+        for index, layer in enumerate(chain.layers)
+        for running in [_running(layer, forward=forward)]
+    ], dtype=np.int64)  # fmt: skip
+    for start in range(chain.num_layers):
+        # Bytes up to and with a layer, beyond those before layer 0, less the whole stash: what lies behind it.
+        beyond = np.maximum.accumulate(measured[start:]) - (stash + at_cut)[start + 1 :]
+        transient[start, start + 1 :] = np.maximum(np.maximum.accumulate(unmeasured[start:]), beyond)
+    return transient
+
+
+def _running(layer: LayerProfile, *, forward: bool) -> int | None:
+    return (
+        layer.running_bytes if not forward or layer.forward_running_bytes is None else layer.forward_running_bytes
+    )
 
 
 def _prefix(values: object) -> NDArray[np.int64]:

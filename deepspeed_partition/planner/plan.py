@@ -55,10 +55,18 @@ class MemoryUse:
     stash: int
     buffers: int
     transient: int
+    """Bytes of what runs, or of the optimizer's step where that is the peak; nothing else is there then."""
+    fixed: int = 0
+    """Bytes of the process itself: ``Platform.fixed_bytes``."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.stash + self.buffers + self.transient
+        return self.weights + self.stash + self.buffers + self.transient + self.fixed
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the JSON form, in bytes."""
+        terms = {"weights": self.weights, "stash": self.stash, "buffers": self.buffers}
+        return terms | {"transient": self.transient} | ({"fixed": self.fixed} if self.fixed else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,10 +215,7 @@ class Plan:
         data["stages"] = [_stage_to_dict(stage) for stage in self.stages]
         data["operations"] = [operation.to_dict() for operation in self.operations]
         data["peak_memory_bytes"] = list(self.peak_memory_bytes)
-        data["memory"] = [
-            {"weights": use.weights, "stash": use.stash, "buffers": use.buffers, "transient": use.transient}
-            for use in self.memory
-        ]
+        data["memory"] = [use.to_dict() for use in self.memory]
         data["planning_seconds"] = self.planning_seconds
         if self.data_parallel is not None:
             data["data_parallel"] = self.data_parallel
@@ -248,7 +253,7 @@ class Plan:
                 stages=tuple(_stage_from_dict(stage) for stage in mapping["stages"]),
                 operations=tuple(PlacedOperation.from_dict(operation) for operation in mapping["operations"]),
                 memory=tuple(
-                    MemoryUse(**{key: int(use[key]) for key in MemoryUse.__dataclass_fields__})
+                    MemoryUse(**{key: int(use[key]) for key in MemoryUse.__dataclass_fields__ if key in use})
                     for use in mapping["memory"]
                 ),
                 peak_memory_bytes=tuple(int(peak) for peak in mapping["peak_memory_bytes"]),

@@ -124,6 +124,8 @@ def make_plan(
         splits = [Split(None, platform, num_micro_batches)]
     else:
         splits = splits_of(platform, num_micro_batches, data_parallel, zero_stage)
+    if zero_stage == 1 and len({split.platform.weight_copies for split in splits} | {platform.weight_copies}) > 1:
+        _check_shareable(chain)
     flush_sizes = _checked_flushes(
         flushes, num_micro_batches, others=bool(data_parallel or num_stages or every_stage_trains)
     )
@@ -157,6 +159,16 @@ def make_plan(
 
     best = min(reversed(plans), key=memory_and_time)
     return replace(best, planning_seconds=time.perf_counter() - started)
+
+
+def _check_shareable(chain: Chain) -> None:
+    """Refuse to divide among pipelines what a run has said to keep for each layer."""
+    for index, layer in enumerate(chain.layers):
+        if layer.training_bytes is not None:
+            raise ValueError(
+                f"layers[{index}].training_bytes of {chain.name!r} say what a run keeps, with the ZeRO stage that "
+                "it had, and not which part of it ZeRO-1 shares: leave them out, or zero_stage"
+            )
 
 
 def _plans_of(

@@ -49,6 +49,31 @@ def _bytes(where: str, value: object) -> int:
     return _whole(where, value, 0, LARGEST_BYTES)
 
 
+_SIZES = (
+    "weight_bytes",
+    "output_bytes",
+    "transient_bytes",
+    "cut_stash_bytes",
+    "gradient_bytes",
+    "reduction_bytes",
+    "optimizer_transient_bytes",
+)
+_OPTIONAL_SIZES = (
+    "stash_bytes",
+    "num_trainable_parameters",
+    "running_bytes",
+    "forward_running_bytes",
+    "training_bytes",
+)
+_LATER_FIELDS: dict[str, Any] = {
+    "cut_stash_bytes": 0, "running_bytes": None, "forward_running_bytes": None, "recomputable": True,
+    "training_bytes": None, "gradient_bytes": 0, "reduction_bytes": 0, "optimizer_transient_bytes": 0,
+    "shared_weights": (),
+}  # fmt: skip
+"""Fields that chains once did not have, and the values with which they mean what they meant: a chain without them
+keeps its digest."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """Cost of one layer for one micro-batch: times in seconds, sizes in bytes.
@@ -73,7 +98,34 @@ class LayerProfile:
     """Bytes kept from the forward for the backward: once per micro-batch in flight. None: the bytes of the
     layer's input, as in the paper; a ``Chain`` fills it in."""
     transient_bytes: int = 0
-    """Bytes needed only while the layer runs, on top of the rest."""
+    """Bytes needed only while the layer runs, on top of the rest. Nobody reads them where ``running_bytes`` is
+    known."""
+    cut_stash_bytes: int = 0
+    """Bytes that a stage which ends with this layer keeps besides, per micro-batch in flight: the output, where
+    this layer and the next one both keep it, and ``stash_bytes`` of the next one has it."""
+    running_bytes: int | None = None
+    """Most bytes in use while the layer runs, forward or backward, for the micro-batch that it runs on: its input,
+    its own stash, its output, gradients and work spaces, but neither weights and their gradients nor what the
+    layers before it keep. None: not measured, ``transient_bytes`` come on top of the whole stage."""
+    forward_running_bytes: int | None = None
+    """The same while it runs forward, in a step; in a steady state the larger of both counts. None: as
+    ``running_bytes``."""
+    recomputable: bool = True
+    """Whether the forward of the layer may run twice for one micro-batch."""
+    training_bytes: int | None = None
+    """Bytes that training keeps for the weights, with gradients, master copies, the optimizer's states and the
+    layer's buffers. None: ``Platform.weight_copies`` times ``weight_bytes``."""
+    gradient_bytes: int = 0
+    """Part of ``training_bytes`` that is there from the first backward of a step on, and before it is not: the
+    gradients."""
+    reduction_bytes: int = 0
+    """Bytes needed besides when the gradients of a step are complete and are brought together: copies of the
+    gradients of this layer."""
+    optimizer_transient_bytes: int = 0
+    """Bytes that the optimizer needs besides while it steps over the weights of this layer."""
+    shared_weights: tuple[tuple[str, int], ...] = ()
+    """Weights that are one with those of other layers, by name, in bytes (part of ``weight_bytes``): a device that
+    has several of these layers keeps them once. A mapping is taken, too."""
     type: str | None = None
     """Class of the layer, which ``type:REGEX`` matches. None: its name; a ``Chain`` fills it in."""
     num_trainable_parameters: int | None = None
@@ -98,12 +150,37 @@ class LayerProfile:
             value = getattr(self, key)
             if value is not None or not key.endswith("spread_seconds"):
                 object.__setattr__(self, key, _seconds(f"layer {shown(self.name)}: {key}", value))
-        for key in (
-            "weight_bytes", "output_bytes", "stash_bytes", "transient_bytes", "num_trainable_parameters",
-        ):  # fmt: skip
+        for key in (*_SIZES, *_OPTIONAL_SIZES):
             value = getattr(self, key)
-            if value is not None or key in ("weight_bytes", "output_bytes", "transient_bytes"):
+            if value is not None or key in _SIZES:
                 object.__setattr__(self, key, _bytes(f"layer {shown(self.name)}: {key}", value))
+        if not isinstance(self.recomputable, bool):
+            raise ValueError(
+                f"layer {shown(self.name)}: recomputable is {shown(self.recomputable)}, not true or false"
+            )
+        if self.gradient_bytes > (self.training_bytes or 0):
+            raise ValueError(
+                f"layer {shown(self.name)}: gradient_bytes is {self.gradient_bytes}, and training_bytes, of which "
+                f"they are a part, {'is left out' if self.training_bytes is None else self.training_bytes}"
+            )
+        if self.forward_running_bytes is not None and self.forward_running_bytes > (self.running_bytes or 0):
+            raise ValueError(
+                f"layer {shown(self.name)}: forward_running_bytes is {self.forward_running_bytes}, more than "
+                f"running_bytes, which {'are left out' if self.running_bytes is None else self.running_bytes}"
+            )
+        object.__setattr__(self, "shared_weights", self._checked_shares())
+
+    def _checked_shares(self) -> tuple[tuple[str, int], ...]:
+        where = f"layer {shown(self.name)}: shared_weights"
+        pairs = self.shared_weights.items() if isinstance(self.shared_weights, Mapping) else self.shared_weights
+        shares = {}
+        for key, size in pairs:
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: the name {shown(key)} is no string")
+            shares[key] = _bytes(f"{where} {shown(key)}", size)
+        if sum(shares.values()) > self.weight_bytes:
+            raise ValueError(f"{where} are {sum(shares.values())} bytes of {self.weight_bytes}")
+        return tuple(sorted(shares.items()))
 
     @property
     def compute_seconds(self) -> float:
@@ -165,7 +242,15 @@ class Chain:
             )
         object.__setattr__(self, "layers", tuple(filled))
         total = self.input_bytes + sum(
-            layer.weight_bytes + layer.output_bytes + self.stash(layer) + layer.transient_bytes
+            layer.weight_bytes
+            + layer.output_bytes
+            + self.stash(layer)
+            + layer.transient_bytes
+            + layer.cut_stash_bytes
+            + layer.reduction_bytes
+            + layer.optimizer_transient_bytes
+            + (layer.running_bytes or 0)
+            + (layer.training_bytes or 0)
             for layer in self.layers
         )
         if total > 2**58:
@@ -204,7 +289,7 @@ class Chain:
                 "transient_bytes": layer.transient_bytes,
                 "type": layer.type,
                 "num_trainable_parameters": layer.num_trainable_parameters,
-            })  # fmt: skip
+            } | _later_fields(layer))  # fmt: skip
         text = json.dumps(
             {"input_bytes": self.input_bytes, "layers": layers}, sort_keys=True, separators=(",", ":")
         )
@@ -223,7 +308,8 @@ class Chain:
             "backward_spread_seconds",
         )  # fmt: skip
         layers = [
-            {key: getattr(layer, key) for key in keys if getattr(layer, key) is not None} for layer in self.layers
+            {key: getattr(layer, key) for key in keys if getattr(layer, key) is not None} | _later_fields(layer)
+            for layer in self.layers
         ]
         tail = {} if self.warm_up is None else {"warm_up": self.warm_up.to_dict()}
         return head | {"input_bytes": self.input_bytes, "layers": layers} | tail
@@ -275,6 +361,14 @@ class Chain:
         files.write_json(path, self.to_dict())
 
 
+def _later_fields(layer: LayerProfile) -> dict[str, Any]:
+    """Return the fields of ``_LATER_FIELDS`` that say something, in their JSON form."""
+    fields = {key: getattr(layer, key) for key, nothing in _LATER_FIELDS.items() if getattr(layer, key) != nothing}
+    if layer.shared_weights:
+        fields["shared_weights"] = dict(layer.shared_weights)
+    return fields
+
+
 def _stem(path: str | PathLike[str]) -> str:
     """Return a model's name: ``vgg16`` for ``vgg16.graph.txt`` and for ``profiles/vgg16/graph.txt``."""
     stem = Path(path).name.removesuffix(".txt").removesuffix(".graph")
@@ -309,6 +403,11 @@ class Platform:
     """Factor of the parameters' bytes: two versions and one gradient in the paper; may be a fraction."""
     comm_buffers: int = 2
     """Tensors reserved at each end of a boundary: one activation and one gradient in the paper."""
+    fixed_bytes: int = 0
+    """Bytes that a process holds on its device whatever it runs."""
+    optimizer_step: str = "largest"
+    """How the optimizer steps: one weight after the other, so that a device needs the ``"largest"`` of the
+    ``optimizer_transient_bytes`` of its layers, or all at once, so that it needs their ``"sum"``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_devices", _whole("num_devices", self.num_devices, 1, 2**20))
@@ -333,6 +432,9 @@ class Platform:
         object.__setattr__(self, "bandwidth", float(self.bandwidth))
         object.__setattr__(self, "latency_seconds", float(self.latency_seconds))
         object.__setattr__(self, "comm_buffers", _whole("comm_buffers", self.comm_buffers, 0, 1000))
+        object.__setattr__(self, "fixed_bytes", _bytes("fixed_bytes", self.fixed_bytes))
+        if self.optimizer_step not in ("largest", "sum"):
+            raise ValueError(f"optimizer_step is {shown(self.optimizer_step)}: it is largest or sum")
 
     def transfer_seconds(self, num_bytes: int) -> float:
         """Return the seconds of one tensor over one link: latency + bytes / bandwidth."""
@@ -360,7 +462,9 @@ class Platform:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, a part of a plan file; seconds, bytes, bytes per second."""
-        return {key: getattr(self, key) for key in self.__dataclass_fields__}
+        later = {"fixed_bytes": 0, "optimizer_step": "largest"}  # plan files once did not have these
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return {key: value for key, value in fields.items() if key not in later or value != later[key]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Platform:

@@ -95,7 +95,45 @@ def random_instance(seed: int, most_layers: int = 7, most_devices: int = 4) -> t
         weight_copies=pick.choice([3, 1, 2.5]),
         comm_buffers=pick.choice([2, 2, 3]),
     )
-    return made, platform
+    return with_measured_memory(made, platform, pick) if seed % 3 == 2 else (made, platform)
+
+
+def with_measured_memory(made: Chain, platform: Platform, pick: random.Random) -> tuple[Chain, Platform]:
+    """The instance with all that a run can say of memory, for some of the layers and terms."""
+    tied = pick.sample(range(made.num_layers), min(2, made.num_layers)) if pick.random() < 0.5 else []
+    layers = []
+    for index, layer in enumerate(made.layers):
+        kept = layer.stash_bytes or 0
+        training = pick.choice([None, None, layer.weight_bytes, 3 * layer.weight_bytes + 1])
+        running = pick.choice([None, kept, kept + 4, kept + pick.randint(0, 9)])
+        layers.append(
+            replace(
+                layer,
+                cut_stash_bytes=pick.choice([0, 0, 3, 6]),
+                running_bytes=running,
+                forward_running_bytes=pick.choice([None, pick.randint(0, running)]) if running else None,
+                training_bytes=training,
+                gradient_bytes=pick.randint(0, training or 0),
+                reduction_bytes=pick.choice([0, 0, 3]),
+                optimizer_transient_bytes=pick.choice([0, 2, 11]),
+                shared_weights={"tied": layer.weight_bytes} if index in tied else {},
+            )
+        )
+    return replace(made, layers=tuple(layers)), replace(
+        platform, fixed_bytes=pick.choice([0, 1, 5]), optimizer_step=pick.choice(["largest", "sum"])
+    )
+
+
+def in_training_alone(made: Chain) -> Chain:
+    """The chain without what comes behind the backwards of a step, and without shared weights.
+
+    The searches beyond contiguous partitions leave the first to the check of each allocation that they find, and
+    count the second on each stage.
+    """
+    layers = (
+        replace(layer, reduction_bytes=0, optimizer_transient_bytes=0, shared_weights=()) for layer in made.layers
+    )
+    return replace(made, layers=tuple(layers))
 
 
 def problem_of(made: Chain, platform: Platform) -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 
@@ -49,15 +49,53 @@ def groups(loads: Sequence[Fraction], period: Fraction) -> list[int]:
 
 def memory(chain: Chain, platform: Platform, start: int, stop: int, in_flight: int) -> Fraction:
     """M(k, l, g) of the paper, with stash and transient bytes of their own."""
-    layers = chain.layers[start:stop]
     before = chain.layers[start - 1].output_bytes if start else 0
     after = chain.layers[stop - 1].output_bytes if stop < len(chain.layers) else 0
-    return (
-        Fraction(str(platform.weight_copies)) * sum(layer.weight_bytes for layer in layers)
-        + in_flight * sum(layer.stash_bytes for layer in layers)
-        + platform.comm_buffers * (before + after)
-        + max(layer.transient_bytes for layer in layers)
-    )
+    kept = training_bytes(chain, platform, [(start, stop)]) + platform.fixed_bytes
+    running = in_flight * stash(chain, start, stop) + transient(chain, start, stop)
+    optimizer = step_of_optimizer(chain, platform, [(start, stop)])
+    return kept + max(running + platform.comm_buffers * (before + after), optimizer)
+
+
+def training_bytes(chain: Chain, platform: Platform, stages: Iterable[tuple[int, int]]) -> Fraction:
+    """What a device keeps for its weights, not rounded up; what layers share once."""
+    total, seen = Fraction(0), set()
+    for start, stop in stages:
+        for layer in chain.layers[start:stop]:
+            own = layer.weight_bytes - sum(size for name, size in layer.shared_weights if name in seen)
+            seen |= {name for name, _ in layer.shared_weights}
+            if layer.training_bytes is None:
+                total += Fraction(str(platform.weight_copies)) * own
+            else:
+                again = layer.weight_bytes - own
+                total += layer.training_bytes
+                total -= layer.training_bytes * again // layer.weight_bytes if again else 0
+    return total
+
+
+def step_of_optimizer(chain: Chain, platform: Platform, stages: Iterable[tuple[int, int]]) -> int:
+    needs = [layer.optimizer_transient_bytes for start, stop in stages for layer in chain.layers[start:stop]]
+    reduction = sum(layer.reduction_bytes for start, stop in stages for layer in chain.layers[start:stop])
+    return max(reduction, sum(needs) if platform.optimizer_step == "sum" else max(needs))
+
+
+def stash(chain: Chain, start: int, stop: int) -> int:
+    layers = chain.layers[start:stop]
+    at_cut = layers[-1].cut_stash_bytes if stop < len(chain.layers) else 0
+    return sum(layer.stash_bytes for layer in layers) + at_cut
+
+
+def transient(chain: Chain, start: int, stop: int) -> int:
+    """What a stage needs beyond its whole stash: per layer what is kept up to it, and what it needs to run."""
+    most = 0
+    for index in range(start, stop):
+        layer = chain.layers[index]
+        if layer.running_bytes is None:
+            most = max(most, layer.transient_bytes)
+        else:
+            up_to_it = sum(each.stash_bytes for each in chain.layers[start:index]) + layer.running_bytes
+            most = max(most, up_to_it - stash(chain, start, stop))
+    return most
 
 
 def least_period(chain: Chain, platform: Platform, cuts: Sequence[int]) -> Fraction | None:
@@ -185,18 +223,22 @@ def _estimated_bytes(
 ) -> Fraction:
     cuts, devices = placed
     mine = [stage for stage in range(len(devices)) if devices[stage] == device]
-    layers = {stage: chain.layers[cuts[stage] : cuts[stage + 1]] for stage in mine}
-    stash = {stage: sum(layer.stash_bytes for layer in layers[stage]) for stage in mine}
-    transient = {stage: max(layer.transient_bytes for layer in layers[stage]) for stage in mine}
-    constant = sum(memory(chain, platform, cuts[stage], cuts[stage + 1], 0) - transient[stage] for stage in mine)
+    layers = {stage: (cuts[stage], cuts[stage + 1]) for stage in mine}
+    kept = {stage: stash(chain, *layers[stage]) for stage in mine}
+    running = {stage: transient(chain, *layers[stage]) for stage in mine}
+    sent = [0, *(chain.layers[cut - 1].output_bytes for cut in cuts[1:-1]), 0]
+    constant = training_bytes(chain, platform, layers.values()) + platform.fixed_bytes
+    floor = constant + step_of_optimizer(chain, platform, layers.values())
+    constant += platform.comm_buffers * sum(sent[stage] + sent[stage + 1] for stage in mine)
     if estimate == "safe":
-        return constant + sum(group[stage] * stash[stage] for stage in mine) + max(transient.values())
+        safe = constant + sum(group[stage] * kept[stage] for stage in mine) + max(running.values())
+        return max(safe, floor)
 
     def at_forward(i: int) -> int:
         fewest = {j: max(group[j] - 1, group[i]) if j <= i else group[j] - 1 for j in mine}
-        return sum(fewest[j] * stash[j] for j in mine) + transient[i]
+        return sum(fewest[j] * kept[j] for j in mine) + running[i]
 
-    return constant + max(at_forward(i) for i in mine)
+    return max(constant + max(at_forward(i) for i in mine), floor)
 
 
 def a_pattern_exists(chain: Chain, platform: Platform, placed: Placed, period: int) -> bool:
@@ -260,15 +302,18 @@ def _some_combination_fits(
 
     fits = np.ones(len(now), dtype=bool)
     for moment, device in product(range(period), sorted(set(devices))):
-        total = np.zeros(len(now))
+        here = [each for each, place in zip(pairwise(cuts), devices, strict=True) if place == device]
+        for_weights = float(training_bytes(chain, platform, here) + platform.fixed_bytes)
+        fits &= for_weights + step_of_optimizer(chain, platform, here) <= platform.memory_bytes
+        total = np.full(len(now), for_weights)
         running = np.zeros(len(now))
         for stage in (stage for stage in stages if devices[stage] == device):
             forward, backward = f"F{stage}", f"B{stage}"
-            total += float(Fraction(str(platform.weight_copies)) * sum(l.weight_bytes for l in layers[stage]))
-            total += alive(begins[forward], ends[backward], moment) * sum(l.stash_bytes for l in layers[stage])
+            of_stage = chain, cuts[stage], cuts[stage + 1]
+            total += alive(begins[forward], ends[backward], moment) * stash(*of_stage)
             for name in (forward, backward):
                 runs = alive(begins[name], ends[name], moment) > 0
-                running = np.maximum(running, runs * max(l.transient_bytes for l in layers[stage]))
+                running = np.maximum(running, runs * transient(*of_stage))
             if stage < stages[-1]:  # the upper end of the cut below
                 waiting = waits(ends[forward], ends[f"SF{stage}"], moment)
                 waiting += waits(begins[f"SB{stage}"], begins[backward], moment)

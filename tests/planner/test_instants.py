@@ -7,6 +7,7 @@ bytes, and the stash of its micro-batch, once counted in the plan and not for wh
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,7 +31,9 @@ def waiting(spans: list[Span], now: Fraction) -> int:
     return sum(begin <= now < end for begin, end in spans)
 
 
-def peaks(plan: dict[str, Any], layers: list[dict[str, Any]], when: dict[str, list[Span]]) -> list[int]:
+def peaks(
+    plan: dict[str, Any], layers: list[dict[str, Any]], when: dict[str, list[Span]], *, steps: bool
+) -> list[int]:
     """Bytes of each device at its peak, by the sentences of the formats, from plain data."""
     platform, stages = plan["platform"], plan["stages"]
     moments = {moment for spans in when.values() for span in spans for moment in span}
@@ -38,24 +41,65 @@ def peaks(plan: dict[str, Any], layers: list[dict[str, Any]], when: dict[str, li
     for device in range(platform["num_devices"]):
         mine = [index for index, stage in enumerate(stages) if stage["device"] == device]
         own = {index: layers[slice(*stages[index]["layers"])] for index in mine}
-        weights = sum(layer["weight_bytes"] for index in mine for layer in own[index])
-        copies = Fraction(str(platform["weight_copies"]))
-        most = 0
+        kept = {
+            index: sum(layer["stash_bytes"] for layer in own[index])
+            + (own[index][-1].get("cut_stash_bytes", 0) if index < len(stages) - 1 else 0)
+            for index in mine
+        }
+        weights, most = for_weights([layer for index in mine for layer in own[index]], platform)
         for now in moments:
             total = running = 0
             for index in mine:
                 forward, backward = when[f"F{index}"], when[f"B{index}"]
                 in_flight = [(f[0], b[1]) for f, b in zip(forward, backward, strict=True)]
-                total += there(in_flight, now) * sum(layer["stash_bytes"] for layer in own[index])
-                if there(forward + backward, now):
-                    running = max(running, *(layer["transient_bytes"] for layer in own[index]))
+                total += there(in_flight, now) * kept[index]
+                if steps and now < min(backward)[0]:
+                    total -= sum(map(own_gradients, own[index]))
+                for spans, key in ((forward, "forward_running_bytes"), (backward, "running_bytes")):
+                    if there(spans, now):
+                        key = key if steps else "running_bytes"
+                        running = max(running, beyond(own[index], kept[index], key))
                 for cut in (index - 1, index):
                     if 0 <= cut < len(stages) - 1:
                         num_bytes = layers[stages[cut]["layers"][1] - 1]["output_bytes"]
                         total += _at_cut(cut, cut == index, when, now, platform["comm_buffers"]) * num_bytes
             most = max(most, total + running)
-        found.append(math.ceil(copies * weights) + most)
+        found.append(weights + platform.get("fixed_bytes", 0) + most)
     return found
+
+
+def for_weights(layers: list[dict[str, Any]], platform: dict[str, Any]) -> tuple[int, int]:
+    """What a device keeps for its weights, and what it needs at least besides: behind the last backward."""
+    copies, seen, weights, kept = Fraction(str(platform["weight_copies"])), set[str](), 0, 0
+    for layer in layers:
+        again = sum(size for name, size in layer.get("shared_weights", {}).items() if name in seen)
+        seen |= set(layer.get("shared_weights", {}))
+        if "training_bytes" in layer:
+            kept += layer["training_bytes"] - (layer["training_bytes"] * again // (layer["weight_bytes"] or 1))
+        else:
+            weights += layer["weight_bytes"] - again
+    steps = [layer.get("optimizer_transient_bytes", 0) for layer in layers]
+    stepping = sum(steps) if platform.get("optimizer_step") == "sum" else max(steps, default=0)
+    return kept + math.ceil(copies * weights), max(
+        stepping, sum(layer.get("reduction_bytes", 0) for layer in layers)
+    )
+
+
+def own_gradients(layer: dict[str, Any]) -> int:
+    own = layer["weight_bytes"] - sum(layer.get("shared_weights", {}).values())
+    return layer.get("gradient_bytes", 0) * own // (layer["weight_bytes"] or 1)
+
+
+def beyond(layers: list[dict[str, Any]], kept: int, key: str) -> int:
+    """What a stage needs while it runs beyond what it keeps: at each layer, what has come up to it and its own."""
+    most = up_to_it = 0
+    for layer in layers:
+        if "running_bytes" in layer:
+            most = max(most, up_to_it + layer.get(key, layer["running_bytes"]) - kept)
+        else:
+            most = max(most, layer["transient_bytes"])
+        up_to_it += layer["stash_bytes"]
+    return most
 
 
 def _at_cut(cut: int, above: bool, when: dict[str, list[Span]], now: Fraction, reserved: int) -> int:
@@ -104,7 +148,9 @@ def agree(plan, layers) -> None:
     assert replay(plan, layers).violations == ()
     data = plan.to_dict()
     when = of_pattern(data) if plan.step is None else of_step(plan, layers)
-    assert peaks(data, layers.to_dict()["layers"], when) == list(plan.peak_memory_bytes)
+    assert peaks(data, layers.to_dict()["layers"], when, steps=plan.step is not None) == list(
+        plan.peak_memory_bytes
+    )
 
 
 ROOMY = Platform(num_devices=3, memory_bytes=1000, bandwidth=2.0**1000, weight_copies=1)
@@ -137,14 +183,13 @@ def zeros(seed: int):
     """Layers half of which take no time, and need much while they run."""
     made, platform = random_instance(seed, most_layers=6, most_devices=3)
     dead = [index % 2 == seed % 2 and index > 0 for index in range(made.num_layers)]
-    return chain(
-        [0 if none else layer.forward_seconds or 1 for none, layer in zip(dead, made.layers, strict=True)],
-        [0 if none else layer.backward_seconds for none, layer in zip(dead, made.layers, strict=True)],
-        weights=[layer.weight_bytes for layer in made.layers],
-        outputs=[layer.output_bytes for layer in made.layers],
-        stash=[layer.stash_bytes for layer in made.layers],
-        transient=[9 if none else layer.transient_bytes for none, layer in zip(dead, made.layers, strict=True)],
-    ), platform
+    layers = [
+        replace(layer, forward_seconds=0, backward_seconds=0, transient_bytes=9)
+        if none
+        else replace(layer, forward_seconds=layer.forward_seconds or 1)
+        for none, layer in zip(dead, made.layers, strict=True)
+    ]
+    return replace(made, layers=tuple(layers)), platform
 
 
 @pytest.mark.parametrize("num_micro_batches", [None, 3])

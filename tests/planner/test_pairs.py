@@ -12,7 +12,7 @@ from deepspeed_partition.planner.solvers.pattern.min_memory_schedule import esti
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.exhaustive import some
 from tests.planner import oracles
-from tests.planner.instances import problem_of, random_instance, shared_instance
+from tests.planner.instances import in_training_alone, problem_of, random_instance, shared_instance
 
 
 def test_no_schedule_is_shorter_and_often_one_is_as_short(monkeypatch):
@@ -40,7 +40,7 @@ def test_no_pattern_of_a_period_takes_less_and_often_one_takes_that(monkeypatch)
         problem = problem_of(made, platform)
         road = Road(problem, placement)
         period = road.shortest_that_may_fit("peak")
-        peak, pairs = (estimated_bytes(problem, road, period, estimate) for estimate in ("peak", "pairs"))
+        peak, pairs = (estimated_bytes(road, period, estimate) for estimate in ("peak", "pairs"))
         with monkeypatch.context() as patched:
             patched.setattr(Road, "bytes_of_pairs", lambda *_: 0)
             found = most_compact(problem, placement, period, 10**6)
@@ -53,6 +53,7 @@ def test_no_pattern_of_a_period_takes_less_and_often_one_takes_that(monkeypatch)
 @pytest.mark.parametrize("seed", range(100))
 def test_the_search_equals_exhaustive_search(seed):
     made, platform = random_instance(seed, most_layers=6)
+    made = in_training_alone(made)
     problem = problem_of(made, platform)
     periods, periods_of_two = [], []
     for placed in oracles.all_placements(made.num_layers, platform.num_devices):

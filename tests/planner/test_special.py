@@ -14,7 +14,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices imp
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
-from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
+from tests.planner.instances import chain, in_training_alone, of_case, problem_of, random_instance, solved_cases
 
 PLENTY = 10**6
 """More partial allocations than these chains have."""
@@ -30,6 +30,7 @@ def special_placements(made, platform):
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_exhaustive_search(seed, estimate):
     made, platform = random_instance(seed, most_layers=6)
+    made = in_training_alone(made)
     periods = [
         oracles.estimated_period(made, platform, placed, estimate) for placed in special_placements(made, platform)
     ]
@@ -48,6 +49,7 @@ def test_equals_exhaustive_search(seed, estimate):
 def test_finds_every_allocation_below_a_period(seed):
     """With one special device, and with several: the two enumerations together miss none and add none."""
     made, platform = random_instance(seed, most_layers=6, most_devices=3)
+    made = in_training_alone(made)
     problem = problem_of(made, platform)
     period = int(problem.times.compute[-1]) * 2 // 3
     one_special_device, several = set(), set()
@@ -67,6 +69,7 @@ def test_finds_every_allocation_below_a_period(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_the_bound_of_an_allocation(seed):
     made, platform = random_instance(seed, most_layers=5, most_devices=3)
+    made = in_training_alone(made)
     problem = problem_of(made, platform)
     for placed in oracles.all_placements(made.num_layers, platform.num_devices):
         road = Road(problem, Placement(*placed))

@@ -103,6 +103,19 @@ def _properties(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Ch
     return check
 
 
+def _additional_properties(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
+    below, known = check_of(part["additionalProperties"]), part.get("properties", {})
+
+    def check(value: Any) -> Violation | None:
+        if isinstance(value, dict):
+            for name, each in value.items():
+                if name not in known and (violation := below(each)) is not None:
+                    return _below(name, violation)
+        return None
+
+    return check
+
+
 def _items(part: Mapping[str, Any], check_of: Callable[[Any], Check]) -> Check:
     below, first = check_of(part["items"]), len(part.get("prefixItems", ()))
 
@@ -183,6 +196,7 @@ _KEYWORDS: dict[str, Callable[[Any, Any], Check]] = {
     "type": _type,
     "required": _required,
     "properties": _properties,
+    "additionalProperties": _additional_properties,
     "items": _items,
     "prefixItems": _prefix_items,
     "anyOf": _any_of,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
-from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.planner.problem import Chain, LayerProfile
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate.replay_step import Timeline, boundaries_of, run_step, step_ticks
 
@@ -80,6 +80,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
             )
+        costs = [_StageCost(chain, stage, in_step=True) for stage in plan.stages]
         in_flight, peaks = _peaks(plan, chain, costs, step)
         violations += _memory_violations(plan, peaks, "step")
     violations += _promise_violations(plan, in_flight, peaks)
@@ -87,25 +88,62 @@ def replay(plan: Plan, chain: Chain) -> Replay:
 
 
 class _StageCost:
-    """Times and bytes of one stage, from the chain alone."""
+    """Times and bytes of one stage, from the chain alone.
 
-    def __init__(self, chain: Chain, stage: PlannedStage) -> None:
+    Args:
+        in_step: whether the stage runs in a step that drains, or in a steady state, which has gradients at any
+            time and counts the larger of what a layer needs forward and backward.
+    """
+
+    def __init__(self, chain: Chain, stage: PlannedStage, *, in_step: bool = False) -> None:
         start, stop = stage.layers
         layers = chain.layers[start:stop]
         self.forward_seconds = math.fsum(layer.forward_seconds for layer in layers)
         self.backward_seconds = math.fsum(layer.backward_seconds for layer in layers)
         self.weight_bytes = sum(layer.weight_bytes for layer in layers)
-        self.stash_bytes = sum(layer.stash_bytes or 0 for layer in layers)
-        self.forward_transient_bytes = max(layer.transient_bytes for layer in layers)
+        blocks = [(first - start, last - start) for first, last in stage.blocks]
+        kept = [layer.stash_bytes or 0 for layer in layers]
         recomputed = 0
-        for first, last in stage.blocks:
-            block = chain.layers[first:last]
-            block_stash = sum(layer.stash_bytes or 0 for layer in block)
-            block_input = chain.boundary_bytes(first)
-            self.stash_bytes += block_input - block_stash
-            self.backward_seconds += math.fsum(layer.forward_seconds for layer in block)
-            recomputed = max(recomputed, block_stash - block_input)
-        self.backward_transient_bytes = self.forward_transient_bytes + recomputed
+        for first, last in blocks:  # of a block the first layer keeps the input, and the others nothing
+            block_input = chain.boundary_bytes(start + first)
+            recomputed = max(recomputed, sum(kept[first:last]) - block_input)
+            kept[first:last] = [block_input] + [0] * (last - first - 1)
+            self.backward_seconds += math.fsum(layer.forward_seconds for layer in layers[first:last])
+        if stop < chain.num_layers and all(last < len(layers) for _, last in blocks):
+            kept[-1] += layers[-1].cut_stash_bytes
+        self.stash_bytes = sum(kept)
+        self.late_gradient_bytes = sum(map(_unshared_gradient_bytes, layers)) if in_step else 0
+        """Gradients that are not there before the first backward of the step."""
+        self.forward_transient_bytes = self.backward_transient_bytes = 0
+        for index, layer in enumerate(layers):
+            forward, backward = _transient(layers, kept, blocks, index)
+            if layer.running_bytes is None:
+                backward = forward + recomputed
+            elif in_step and layer.forward_running_bytes is not None:
+                forward -= layer.running_bytes - layer.forward_running_bytes
+            self.forward_transient_bytes = max(self.forward_transient_bytes, forward)
+            self.backward_transient_bytes = max(self.backward_transient_bytes, backward)
+
+
+def _unshared_gradient_bytes(layer: LayerProfile) -> int:
+    """Return the gradients of weights that the layer has for itself: those of others may come earlier."""
+    own = layer.weight_bytes - sum(size for _, size in layer.shared_weights)
+    return layer.gradient_bytes * own // layer.weight_bytes if layer.weight_bytes else 0
+
+
+def _transient(
+    layers: Sequence[LayerProfile], kept: Sequence[int], blocks: Sequence[tuple[int, int]], index: int
+) -> tuple[int, int]:
+    """Return what one layer of a stage needs beyond all that the stage keeps, in its forward and its backward."""
+    running = layers[index].running_bytes
+    if running is None:
+        return layers[index].transient_bytes, layers[index].transient_bytes
+    for first, last in blocks:
+        if first < index < last:  # its backward begins when the forwards of the block have run again
+            again = sum(layer.stash_bytes or 0 for layer in layers[first:index])
+            beyond = running - sum(kept[first:])
+            return beyond + kept[first], beyond + max(kept[first], again)
+    return running - sum(kept[index:]), running - sum(kept[index:])
 
 
 def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> Iterator[str]:
@@ -253,11 +291,11 @@ def _peaks(
             for kind in "FB"
         }
         residents = [*kept.values(), *(r for r, _ in ends.values()), *(r for r, _ in inside.values())]
-        weights = math.ceil(
-            Fraction(str(plan.platform.weight_copies)) * sum(costs[index].weight_bytes for index in mine)
-        )
+        fixed = plan.platform.fixed_bytes
+        weights, after_backwards = _for_weights(plan, chain, device)
+        last = MemoryUse(weights=weights, stash=0, buffers=0, transient=after_backwards, fixed=fixed)
         if not residents:
-            memory.append((MemoryUse(weights=weights, stash=0, buffers=0, transient=0),))
+            memory.append((last,))
             continue
         moments = np.unique(np.concatenate([r.starts for r in (*residents, *running.values())]))
         moments = moments[(moments >= timeline.window[0]) & (moments < timeline.window[1])]
@@ -276,16 +314,44 @@ def _peaks(
             cost = costs[index]
             needs = cost.forward_transient_bytes if kind == "F" else cost.backward_transient_bytes
             transient = np.maximum(transient, (runs.count(moments) > 0) * needs)
-        total = stash + buffers + transient
+        held = np.full(len(moments), weights, dtype=np.int64)
+        for index in mine:
+            begins = (begin for begin, _ in _spans(timeline, f"B{index}"))
+            held -= (moments < min(begins)) * costs[index].late_gradient_bytes
+        total = held + stash + buffers + transient
+        if weights + after_backwards > total.max():  # then no micro-batch is there, and no tensor
+            memory.append((last,))
+            continue
         at_peak = np.flatnonzero(total == total.max())
-        terms = zip(stash[at_peak].tolist(), buffers[at_peak].tolist(), transient[at_peak].tolist(), strict=True)
+        terms = zip(*(each[at_peak].tolist() for each in (held, stash, buffers, transient)), strict=True)
         memory.append(
             tuple(
-                MemoryUse(weights=weights, stash=kept_bytes, buffers=waiting_bytes, transient=running_bytes)
-                for kept_bytes, waiting_bytes, running_bytes in dict.fromkeys(terms)
+                MemoryUse(weights=kept, stash=stashed, buffers=waiting, transient=running, fixed=fixed)
+                for kept, stashed, waiting, running in dict.fromkeys(terms)
             )
         )
     return tuple(in_flight), tuple(memory)
+
+
+def _for_weights(plan: Plan, chain: Chain, device: int) -> tuple[int, int]:
+    """Return the bytes that training keeps for the weights of a device, and those needed behind its backwards."""
+    layers = [
+        layer for stage in plan.stages if stage.device == device for layer in chain.layers[slice(*stage.layers)]
+    ]
+    copies, seen = Fraction(str(plan.platform.weight_copies)), set[str]()
+    kept = multiplied = 0
+    for layer in layers:
+        again = [size for key, size in layer.shared_weights if key in seen]
+        seen.update(key for key, _ in layer.shared_weights)
+        if layer.training_bytes is None:
+            multiplied += layer.weight_bytes - sum(again)
+        else:
+            kept += layer.training_bytes
+            kept -= sum(layer.training_bytes * size // layer.weight_bytes for size in again if layer.weight_bytes)
+    steps = [layer.optimizer_transient_bytes for layer in layers]
+    optimizer = sum(steps) if plan.platform.optimizer_step == "sum" else max(steps, default=0)
+    reduction = sum(layer.reduction_bytes for layer in layers)
+    return kept + math.ceil(copies * multiplied), max(optimizer, reduction)
 
 
 def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:

@@ -31,15 +31,16 @@ def lower_bound(problem: Problem) -> Fraction:
     chain, platform, times = problem.chain, problem.platform, problem.times
     total = int(times.compute[-1])
     bound = max(Fraction(total, platform.num_devices), Fraction(_blocks(times, platform.num_devices)))
-    stashed = 0
+    stashed, memory_bytes = 0, platform.memory_bytes - platform.fixed_bytes
     for index, layer in enumerate(chain.layers):
         stash, below = chain.stash(layer), total - int(times.compute[index])
         stashed += stash * below
-        most = (platform.memory_bytes - platform.weights_bytes(layer.weight_bytes)) // stash if stash else 0
+        weights = problem.table.training.of([(index, index + 1)])
+        most = (memory_bytes - weights) // stash if stash else 0
         if most > 0:
             bound = max(bound, Fraction(below, most))
-    weights = platform.weights_bytes(sum(layer.weight_bytes for layer in chain.layers))
-    room = platform.num_devices * platform.memory_bytes - weights
+    weights = problem.table.training.of([(0, chain.num_layers)])
+    room = platform.num_devices * memory_bytes - weights
     return max(bound, Fraction(stashed, room)) if room > 0 else bound
 
 

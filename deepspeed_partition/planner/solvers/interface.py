@@ -133,7 +133,7 @@ def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[
     """Return the bytes that each stage needs with ``in_flight[stage]`` micro-batches in flight."""
     table = problem.table
     return [
-        int(table.fixed[stage]) + count * int(table.stash[stage])
+        max(int(table.fixed[stage]) + count * int(table.stash[stage]), int(table.floor[stage]))
         for stage, count in zip(pairwise(cuts), in_flight, strict=True)
     ]
 

@@ -37,7 +37,5 @@ class MemoryBalanced:
     @staticmethod
     def _cuts(problem: Problem) -> Cuts | None:
         table, most = problem.table, problem.num_micro_batches
-        found = min_max_partitions(
-            problem, lambda from_end: table.fixed + min(from_end, most or from_end) * table.stash
-        )
+        found = min_max_partitions(problem, lambda from_end: table.needs(min(from_end, most or from_end)))
         return found[-1][0] if found else None  # the partition of the most stages

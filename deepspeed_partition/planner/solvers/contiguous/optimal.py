@@ -68,7 +68,7 @@ class Contiguous:
         table = problem.table
 
         def need(from_end: int) -> NDArray[np.int64]:
-            return table.fixed + problem.depth(from_end) * table.stash
+            return table.needs(problem.depth(from_end))
 
         return min(min_max_partitions(problem, need), key=lambda found: found[1], default=None)
 

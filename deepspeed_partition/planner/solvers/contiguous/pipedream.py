@@ -42,7 +42,7 @@ class PipeDream:
             cuts = self._cuts(problem)
             return None if cuts is None else (cuts, max(bytes_needed(problem, cuts)))
         table = problem.table
-        found = min_max_partitions(problem, lambda from_end: table.fixed + from_end * table.stash)
+        found = min_max_partitions(problem, lambda from_end: table.needs(from_end))
         return min(found, key=lambda each: each[1], default=None)
 
     def _cuts(self, problem: Problem) -> Cuts | None:

@@ -262,8 +262,18 @@ def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | 
 
     best: tuple[Placement, int] = Placement.contiguous(cuts), enough
 
+    def fitting(placement: Placement | None, memory_bytes: int) -> Placement | None:
+        """Return the placement, unless what comes behind the backwards, which searches leave out, does not fit."""
+        if placement is None:
+            return None
+        return placement if max(need_of(placement)) <= memory_bytes else None
+
+    def need_of(placement: Placement) -> list[int]:
+        return [device.bytes_for_one for device in Road(problem, placement).memory]
+
     def special(memory_bytes: int) -> Placement | None:
-        return SpecialSearch(problem.with_memory(memory_bytes), "peak").decide(problem.longest_period)
+        search = SpecialSearch(problem.with_memory(memory_bytes), "peak")
+        return fitting(search.decide(problem.longest_period), memory_bytes)
 
     def several(memory_bytes: int) -> Placement | None:
         problem.deadline.check()
@@ -271,11 +281,11 @@ def _smallest_memory(problem: Problem, cuts: Cuts, enough: int) -> tuple[Cuts | 
         found = search.all(problem.longest_period, FEW_PLACEMENTS)
         if found is None:
             found = search.some(problem.longest_period, BEAM_WIDTH)
-        return next(iter(found), None)
+        return fitting(next(iter(found), None), memory_bytes)
 
     def need(placement: Placement, _: int) -> int:
         nonlocal best
-        smallest = max(device.bytes_for_one for device in Road(problem, placement).memory)
+        smallest = max(need_of(placement))
         best = min(best, (placement, smallest), key=lambda each: each[1])
         return smallest
 

@@ -220,10 +220,10 @@ class Grid:
         self.transfer = times.round_trip
         self.longest = problem.longest_period
         # Bytes in units in which their products with the number of steps are 64-bit numbers.
-        memory = problem.platform.memory_bytes
+        memory = max(1, problem.platform.memory_bytes - table.fixed_bytes)
         unit = -(-memory * self.last_memory // 2**61)
         self.memory = memory // unit
-        self.fixed = -(-np.minimum(table.fixed - table.transient, memory + unit) // unit)
+        self.fixed = -(-np.minimum(table.weights + table.buffers, memory + unit) // unit)
         self.stash = -(-np.minimum(table.stash, memory + unit) // unit)
         free = self.memory - self.fixed
         self.most_kept = np.where(free < 0, -1, free // np.maximum(self.stash, 1))

@@ -81,9 +81,9 @@ class SeveralSearch:
         self.transfer = times.round_trip
         # A stage's weights are rounded up to a byte, a device's only once: the bound must not count that.
         self.rounded = 0 if float(problem.platform.weight_copies).is_integer() else 1
-        memory = problem.platform.memory_bytes
+        memory = max(0, problem.platform.memory_bytes - table.fixed_bytes)
         self.memory = memory
-        self.fixed = np.minimum(table.fixed - table.transient - self.rounded, memory + 1)
+        self.fixed = np.minimum(table.weights + table.buffers - self.rounded, memory + 1)
         self.stash = np.minimum(table.stash, memory + 1)
         self.transient = np.minimum(table.transient, memory + 1)
 
@@ -242,8 +242,7 @@ class SeveralSearch:
         Their delays are in the group ``group`` or above.
         """
         free = self.num_devices * period - labels.load.sum(axis=1) - load
-        chain, platform = self.problem.chain, self.problem.platform
-        weights = platform.weights_bytes(sum(layer.weight_bytes for layer in chain.layers[:start]))
+        weights = self.problem.table.training.of([(0, start)])
         stash = float(self.problem.table.stash[0, start]) if start else 0.0
         others = labels.kept.sum(axis=1, dtype=float)[:, None] - labels.kept
         needed = weights - self.num_layers * self.rounded + (group - 1)[:, None] * stash + others + kept

@@ -137,7 +137,7 @@ class _MemorySearch(BestFirstSearch):
             return SpecialSearch(problem, estimate, most_specials).decide(self.period)
 
         def need(placement: Placement, memory_bytes: int) -> int:
-            least = estimated_bytes(self.problem, Road(self.problem, placement), self.period, estimate)
+            least = estimated_bytes(Road(self.problem, placement), self.period, estimate)
             assert least is not None, "an allocation that a decision found is too slow"
             return min(least, memory_bytes)  # its rounded weights may take a byte more
 
@@ -155,7 +155,7 @@ class _MemorySearch(BestFirstSearch):
         return False
 
     def promise(self, placement: Placement) -> int | None:
-        least = estimated_bytes(self.problem, Road(self.problem, placement), self.period)
+        least = estimated_bytes(Road(self.problem, placement), self.period)
         return None if least is None or least >= self.to_beat else least
 
     def schedule(self, placement: Placement) -> int | None:

@@ -123,20 +123,17 @@ class SpecialSearch:
         self.room = table.max_in_flight
         # Weights are rounded up once per device, not per stage: in fractions of a byte their sums are exact.
         copies = Fraction(str(problem.platform.weight_copies))
-        memory = problem.platform.memory_bytes
+        memory = max(0, problem.platform.memory_bytes - problem.platform.fixed_bytes)
         unit = copies.denominator if copies.denominator * memory < 2**60 else 1
         self.memory = unit * memory
 
         def counted(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
             return unit * np.minimum(num_bytes, memory + 1)
 
-        prefix = np.cumsum([0, *(layer.weight_bytes for layer in problem.chain.layers)], dtype=np.int64)
-        if int(prefix[-1]) * copies.numerator * unit >= 2**62:  # Python's integers, which take much longer
-            prefix = prefix.astype(object)
-        weights = (prefix[None, :] - prefix[:, None]) * (copies.numerator * unit) // copies.denominator
+        weights = table.training.in_parts_of_a_byte(unit)
         self.stash = counted(table.stash)
         self.transient = counted(table.transient)
-        self.fixed = np.clip(weights, 0, self.memory + 1).astype(np.int64) + counted(table.buffers)
+        self.fixed = np.minimum(weights, self.memory + 1) + counted(table.buffers)
         free = self.memory - self.fixed
         most = np.full_like(free, 2**40)
         np.floor_divide(free, self.stash, out=most, where=self.stash > 0)

@@ -46,7 +46,7 @@ class Compact:
 NOTHING = Compact(None, None, None)
 
 
-def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimate = "pairs") -> int | None:
+def estimated_bytes(road: Road, period: int, estimate: Estimate = "pairs") -> int | None:
     """Estimate the bytes of the largest device at ``period``; None where no pattern has so short a period.
 
     No pattern takes less at this period, except under ``"safe"``, which is no bound.
@@ -61,13 +61,12 @@ def estimated_bytes(problem: Problem, road: Road, period: int, estimate: Estimat
         least = road.bytes_at_least(in_flight, device.stages)
         return least if estimate == "peak" else max(least, road.bytes_of_pairs(period, device, estimate))
 
-    return max(problem.platform.memory_bytes - device.room + needs(device) for device in road.memory)
+    return max(device.bytes_with(needs(device)) for device in road.memory)
 
 
-def bytes_of(problem: Problem, road: Road, pattern: Pattern) -> int:
+def bytes_of(road: Road, pattern: Pattern) -> int:
     """Return the bytes of the largest device under a pattern."""
-    memory_bytes = problem.platform.memory_bytes
-    return max(memory_bytes - device.room + road.peak_bytes(pattern, device) for device in road.memory)
+    return max(device.bytes_with(road.peak_bytes(pattern, device)) for device in road.memory)
 
 
 def most_compact(problem: Problem, placement: Placement, period: int, below: int) -> Compact:
@@ -76,10 +75,10 @@ def most_compact(problem: Problem, placement: Placement, period: int, below: int
     Where the deadline of ``problem`` passes, the answer is the best so far and its bound is weaker.
     """
     # Unlimited memory would be out of all proportion to the bytes of the pattern.
-    enough = _more_than_any(problem, Road(problem, placement))
+    enough = _more_than_any(Road(problem, placement))
     problem = problem.with_memory(min(enough, math.floor(below * (1 - RESOLUTION))))
     road = Road(problem, placement)
-    least = estimated_bytes(problem, road, period)
+    least = estimated_bytes(road, period)
     if least is None or least > problem.platform.memory_bytes:
         return NOTHING
     # As in ``ilp.py``, solve first without tensors that wait at ends of boundaries: that needs no more.
@@ -90,11 +89,10 @@ def most_compact(problem: Problem, placement: Placement, period: int, below: int
     return Compact(held.pattern, held.num_bytes, relaxed.bound)
 
 
-def _more_than_any(problem: Problem, road: Road) -> int:
+def _more_than_any(road: Road) -> int:
     """Return the bytes of the largest device if no operation takes, and none waits, longer than a period."""
     in_flight = [2 * len(road.operations) + 1] * road.num_stages
-    memory_bytes = problem.platform.memory_bytes
-    return max(memory_bytes - device.room + road.bytes_enough(in_flight, device.stages) for device in road.memory)
+    return max(device.bytes_with(road.bytes_enough(in_flight, device.stages)) for device in road.memory)
 
 
 def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slots: bool) -> Compact:
@@ -122,7 +120,7 @@ def _solve(problem: Problem, road: Road, period: int, least: int, *, single_slot
         pattern = pattern_of(road, orders, shifts, single_slots=False)
     if pattern is None or pattern.period > period or not road.fits(pattern):
         return unknown  # operations so short that the solver's tolerance reorders them
-    num_bytes = bytes_of(problem, road, pattern)
+    num_bytes = bytes_of(road, pattern)
     return Compact(pattern, num_bytes, num_bytes if status == pulp.LpSolutionOptimal else least)
 
 

@@ -55,10 +55,18 @@ class DeviceMemory:
     """Memory of one device, in bytes."""
 
     stages: tuple[int, ...]
+    fixed: int
+    """Bytes of weights and buffers, and of the process itself."""
+    floor: int
+    """Bytes needed behind the last backward of a step."""
     room: int
-    """Bytes beside weights and buffers; negative where those alone do not fit."""
+    """Bytes for stashes and transients; negative where ``fixed`` or ``floor`` does not fit."""
     bytes_for_one: int
     """Bytes needed in all with one micro-batch in flight, which is the least."""
+
+    def bytes_with(self, num_bytes: int) -> int:
+        """Return the bytes needed in all with ``num_bytes`` of stashes and transients."""
+        return max(self.fixed + num_bytes, self.floor)
 
 
 class Road:
@@ -99,11 +107,13 @@ class Road:
         self.memory: list[DeviceMemory] = []
         for device in sorted(set(devices)):
             mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
-            weights = sum(int(table.weights[cuts[stage + 1]] - table.weights[cuts[stage]]) for stage in mine)
-            buffers = sum(at_ends[stage] + at_ends[stage + 1] for stage in mine)
-            fixed = platform.weights_bytes(weights) + buffers
-            one = self.bytes_at_least([1] * self.num_stages, mine)
-            self.memory.append(DeviceMemory(mine, platform.memory_bytes - fixed, fixed + one))
+            layers = [(cuts[stage], cuts[stage + 1]) for stage in mine]
+            kept = table.training.of(layers) + platform.fixed_bytes
+            floor = kept + table.training.after_backwards(layers)
+            fixed = kept + sum(at_ends[stage] + at_ends[stage + 1] for stage in mine)
+            one = fixed + self.bytes_at_least([1] * self.num_stages, mine)
+            room = platform.memory_bytes - fixed if floor <= platform.memory_bytes else -1
+            self.memory.append(DeviceMemory(mine, fixed, floor, room, max(one, floor)))
 
     @cached_property
     def busiest(self) -> int:

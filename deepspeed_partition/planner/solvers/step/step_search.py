@@ -133,7 +133,7 @@ def fixed_step(problem: Problem, cuts: Cuts) -> Step:
 def memory_of_flush(problem: Problem) -> int:
     """Return the bytes per device with which a contiguous partition has a whole batch in flight."""
     table, in_flight = problem.table, problem.fewest_in_flight
-    found = min_max_partitions(problem, lambda from_end: table.fixed + in_flight * table.stash)
+    found = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
     cuts = min(found, key=lambda each: each[1])[0]
     engine = step_engine(problem, Placement.contiguous(cuts))
     rule = _Rule("furthest", (in_flight,) * (len(cuts) - 1))
@@ -500,7 +500,7 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
     yield deepspeed_partitions.parameters(chain, num_devices)
     table = problem.table
     in_flight = problem.fewest_in_flight
-    least = min_max_partitions(problem, lambda from_end: table.fixed + in_flight * table.stash)
+    least = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
     yield min(least, key=lambda found: found[1])[0]
 
 

@@ -153,19 +153,19 @@ class StepEngine:
                 *(np.array(run.ends[position], dtype=kind) for position in mine),
                 *(np.array(run.sends[position - 1], dtype=kind) for position in mine if position),
             ]))  # fmt: skip
-            total = np.full(len(moments), self.weights[place], dtype=np.int64)
+            total = np.full(len(moments), self.kept[place], dtype=np.int64)
             transient = np.zeros(len(moments), dtype=np.int64)
             for position in mine:
                 stage = self._stage(position)
                 running = _alive(run.begins[position], run.ends[position], moments, instants=True)
-                transient = np.maximum(transient, (running > 0) * self.transient[stage])
+                transient = np.maximum(transient, (running > 0) * self.transient[position])
                 if position < self.num_stages:
                     back = len(self.ticks) - 1 - position
                     kept = _alive(run.begins[position], run.ends[back], moments, instants=True)
-                    total += kept * self.stash[stage]
+                    total += kept * self.stash[stage] - (moments < run.begins[back][0]) * self.gradients[stage]
             for boundary, num_bytes in enumerate(self.crossing_bytes):
                 total += self._buffers(run, boundary, place, moments) * num_bytes
-            peaks.append(int((total + transient).max()))
+            peaks.append(max(int((total + transient).max()), self.floor[place]))
         return peaks
 
     def _buffers(self, run: StepRun, boundary: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -208,17 +208,24 @@ class StepEngine:
         self.rank = {position: rank for rank, position in enumerate(by_name)}
 
     def _describe_memory(self, times: TimedChain, table: StageTable, stages: list[tuple[int, int]]) -> None:
-        chain = times.chain
         self.stash = [int(table.stash[stage]) for stage in stages]
-        self.transient = [int(table.transient[stage]) for stage in stages]
-        self.crossing_bytes = [chain.boundary_bytes(stop) for _, stop in stages[:-1]]
+        down = [int(table.forward_transient[stage]) for stage in stages]
+        up = [int(table.transient[stage]) for stage in stages]
+        self.transient = [*down, *reversed(up)]
+        """Bytes that each position needs only while it runs."""
+        self.gradients = [table.training.gradients(*stage) for stage in stages]
+        """Bytes of each stage that are not there before its first backward; contained in ``kept``."""
+        self.crossing_bytes = [times.chain.boundary_bytes(stop) for _, stop in stages[:-1]]
         self.most_in_flight = [int(table.max_in_flight[stage]) for stage in stages]
         """Most micro-batches in flight of each stage, if it had its device for itself."""
-        self.weights = []
+        self.kept: list[int] = []
+        """Bytes of each device for its weights, with all gradients, and for the process itself."""
+        self.floor: list[int] = []
+        """Bytes of each device behind the last backward of a step."""
         for place in range(self.num_devices):
             mine = [each for stage, each in enumerate(stages) if self.device[stage] == place]
-            weights = sum(int(table.weights[stop] - table.weights[start]) for start, stop in mine)
-            self.weights.append(self.platform.weights_bytes(weights))
+            self.kept.append(table.training.of(mine) + table.fixed_bytes)
+            self.floor.append(self.kept[-1] + table.training.after_backwards(mine))
 
     def _stage(self, position: int) -> int:
         return min(position, len(self.ticks) - 1 - position)

@@ -1,0 +1,137 @@
+"""Bytes that training keeps for the weights of the layers on a device, and what the end of a step needs besides.
+
+A layer's weights take ``training_bytes`` where a run has said so, else ``Platform.weight_copies`` times their own,
+rounded up once per device. What several layers of a device share (``shared_weights``: a tied embedding) is kept
+there once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
+
+MOST_BYTES = 2**60
+"""Largest number in a table, in bytes: sums of a few of them are still 64-bit numbers."""
+
+
+class TrainingBytes:
+    """Bytes for weights, of any set of stages on one device, or of all stages at once."""
+
+    def __init__(self, chain: Chain, platform: Platform) -> None:
+        self._copies = Fraction(str(platform.weight_copies))
+        self._sums_up = platform.optimizer_step == "sum"
+        layers = chain.layers
+        self._weights = _prefix(layer.weight_bytes if layer.training_bytes is None else 0 for layer in layers)
+        """Bytes of the weights that are multiplied, of layers 0 to l; shape (L + 1,), indexed [l]."""
+        self._as_they_are = _prefix(layer.training_bytes or 0 for layer in layers)
+        self._optimizer = np.array([layer.optimizer_transient_bytes for layer in layers], dtype=np.int64)
+        self._reduction = np.array([layer.reduction_bytes for layer in layers], dtype=np.int64)
+        self._gradients = _prefix(map(_late_gradient_bytes, layers))
+        self._shares: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        """Layers that share weights, by name, in order: number, weights to multiply, and bytes as they are."""
+        for index, layer in enumerate(layers):
+            for key, size in layer.shared_weights:
+                if layer.training_bytes is None:
+                    self._shares[key].append((index, size, 0))
+                else:
+                    kept = layer.training_bytes * size // max(1, layer.weight_bytes)
+                    self._shares[key].append((index, 0, kept))
+
+    @property
+    def shares(self) -> bool:
+        """Whether several layers share weights, so that it matters which of them are on one device."""
+        return any(len(places) > 1 for places in self._shares.values())
+
+    def of(self, stages: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes that a device keeps for the weights of its stages, given as layers (half-open)."""
+        stages = list(stages)
+        weights = sum(int(self._weights[stop] - self._weights[start]) for start, stop in stages)
+        as_they_are = sum(int(self._as_they_are[stop] - self._as_they_are[start]) for start, stop in stages)
+        for places in self._shares.values():
+            here = [place for place in places if any(start <= place[0] < stop for start, stop in stages)]
+            weights -= sum(size for _, size, _ in here[1:])
+            as_they_are -= sum(kept for _, _, kept in here[1:])
+        return self._multiplied(weights) + as_they_are
+
+    def gradients(self, start: int, stop: int) -> int:
+        """Return the bytes, of what a stage keeps, that are not there before its first backward of a step.
+
+        Gradients of shared weights do not count: the first backward is that of another stage.
+        """
+        return int(self._gradients[stop] - self._gradients[start])
+
+    def after_backwards(self, stages: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes needed besides, behind the last backward of a step, on a device with these stages.
+
+        They are the larger of what brings the gradients together and of what the optimizer's step needs.
+        """
+        stages = list(stages)
+        steps = [int(size) for start, stop in stages for size in self._optimizer[start:stop]]
+        reduction = sum(int(self._reduction[start:stop].sum()) for start, stop in stages)
+        return max(reduction, sum(steps) if self._sums_up else max(steps, default=0))
+
+    def of_stages(self) -> NDArray[np.int64]:
+        """Return the bytes of layers k to l as one stage, shape (L + 1, L + 1), indexed [k, l]."""
+        weights, as_they_are = (each[None, :] - each[:, None] for each in (self._weights, self._as_they_are))
+        for places in self._shares.values():
+            for (before, *_), (index, size, kept) in pairwise(places):
+                # A stage that begins at the layer before, or above it, and ends behind this one has both.
+                weights[: before + 1, index + 1 :] -= size
+                as_they_are[: before + 1, index + 1 :] -= kept
+        result: NDArray[np.int64] = np.clip(_times(weights, self._copies) + as_they_are, 0, MOST_BYTES)
+        return result
+
+    def in_parts_of_a_byte(self, unit: int) -> NDArray[np.int64]:
+        """Return the bytes of each stage times ``unit``, not rounded up, at most twice ``MOST_BYTES``; [k, l].
+
+        Weights that layers share count on each of them, also within a stage.
+        """
+        weights = self._weights
+        factor = self._copies.numerator * unit
+        if int(weights[-1]) * factor >= 2**62:  # Python's integers, which take much longer
+            weights = weights.astype(object)
+        scaled = (weights[None, :] - weights[:, None]) * factor // self._copies.denominator
+        as_they_are = (self._as_they_are[None, :] - self._as_they_are[:, None]).astype(object) * unit
+        result: NDArray[np.int64] = np.clip(scaled + as_they_are, 0, 2 * MOST_BYTES).astype(np.int64)
+        return result
+
+    def after_backwards_of_stages(self) -> NDArray[np.int64]:
+        """Return ``after_backwards`` of layers k to l as one stage, [k, l]."""
+        size = len(self._optimizer) + 1
+        needs = np.zeros((size, size), dtype=np.int64)
+        for start in range(size - 1):
+            together = np.cumsum if self._sums_up else np.maximum.accumulate
+            steps = together(self._optimizer[start:])
+            needs[start, start + 1 :] = np.maximum(steps, np.cumsum(self._reduction[start:]))
+        return needs
+
+    def _multiplied(self, weights: int) -> int:
+        scaled = weights * self._copies
+        return -(-scaled.numerator // scaled.denominator)
+
+
+def _late_gradient_bytes(layer: LayerProfile) -> int:
+    shared = sum(size for _, size in layer.shared_weights)
+    return layer.gradient_bytes * (layer.weight_bytes - shared) // layer.weight_bytes if layer.weight_bytes else 0
+
+
+def _times(num_bytes: NDArray[np.int64], copies: Fraction) -> NDArray[np.int64]:
+    """Multiply bytes (0 to 2**60) by ``copies``, exactly, and round up."""
+    least, most = int(num_bytes.min()), int(num_bytes.max())
+    # Python's integers where the product may need more than 64 bits; they take twenty times as long.
+    fits = max(most, -least) * copies.numerator < 2**62 and copies.denominator < 2**62
+    exact = num_bytes if fits else num_bytes.astype(object)
+    scaled = -((-exact * copies.numerator) // copies.denominator)
+    result: NDArray[np.int64] = np.minimum(np.maximum(scaled, 0), MOST_BYTES).astype(np.int64)
+    return result
+
+
+def _prefix(values: Iterable[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(np.array(list(values), dtype=np.int64))])
