@@ -10,27 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import Clock
-from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
-from deepspeed_partition.planner.problem import Chain, LayerProfile
+from deepspeed_partition.planner.plan import MemoryUse, Plan
+from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
-from deepspeed_partition.planner.simulate.replay_step import Timeline, boundaries_of, run_step, step_ticks
+from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, peaks_of
+from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step, step_ticks
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
-
-
-_Peaks = tuple[MemoryUse, ...]
-"""Memory of one device at each of the moments when it needs the most: the same total, possibly in other terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
         PlanMismatchError: the plan is for another chain.
     """
     plan.check_chain(chain)
-    costs = [_StageCost(chain, stage) for stage in plan.stages]
+    costs = [StageCost(chain, stage) for stage in plan.stages]
     violations = list(_structure_violations(plan, chain, costs))
     if violations:  # a pattern that lacks operations cannot be unrolled
         return Replay(tuple(violations), (), ())
@@ -68,7 +61,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     violations += _overlap_violations(plan)
     violations += _allreduce_violations(plan, costs)
     pattern = _unrolled_pattern(plan, chain, placed)
-    in_flight, peaks = _peaks(plan, chain, costs, pattern)
+    in_flight, peaks = peaks_of(plan, chain, costs, pattern)
     violations += _memory_violations(plan, peaks, "pattern")
     step_seconds = None
     if plan.step is not None:
@@ -80,73 +73,14 @@ def replay(plan: Plan, chain: Chain) -> Replay:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
             )
-        costs = [_StageCost(chain, stage, in_step=True) for stage in plan.stages]
-        in_flight, peaks = _peaks(plan, chain, costs, step)
+        costs = [StageCost(chain, stage, in_step=True) for stage in plan.stages]
+        in_flight, peaks = peaks_of(plan, chain, costs, step)
         violations += _memory_violations(plan, peaks, "step")
     violations += _promise_violations(plan, in_flight, peaks)
     return Replay(tuple(violations), in_flight, tuple(each[0] for each in peaks), step_seconds)
 
 
-class _StageCost:
-    """Times and bytes of one stage, from the chain alone.
-
-    Args:
-        in_step: whether the stage runs in a step that drains, or in a steady state, which has gradients at any
-            time and counts the larger of what a layer needs forward and backward.
-    """
-
-    def __init__(self, chain: Chain, stage: PlannedStage, *, in_step: bool = False) -> None:
-        start, stop = stage.layers
-        layers = chain.layers[start:stop]
-        self.forward_seconds = math.fsum(layer.forward_seconds for layer in layers)
-        self.backward_seconds = math.fsum(layer.backward_seconds for layer in layers)
-        self.weight_bytes = sum(layer.weight_bytes for layer in layers)
-        blocks = [(first - start, last - start) for first, last in stage.blocks]
-        kept = [layer.stash_bytes or 0 for layer in layers]
-        recomputed = 0
-        for first, last in blocks:  # of a block the first layer keeps the input, and the others nothing
-            block_input = chain.boundary_bytes(start + first)
-            recomputed = max(recomputed, sum(kept[first:last]) - block_input)
-            kept[first:last] = [block_input] + [0] * (last - first - 1)
-            self.backward_seconds += math.fsum(layer.forward_seconds for layer in layers[first:last])
-        if stop < chain.num_layers and all(last < len(layers) for _, last in blocks):
-            kept[-1] += layers[-1].cut_stash_bytes
-        self.stash_bytes = sum(kept)
-        self.late_gradient_bytes = sum(map(_unshared_gradient_bytes, layers)) if in_step else 0
-        """Gradients that are not there before the first backward of the step."""
-        self.forward_transient_bytes = self.backward_transient_bytes = 0
-        for index, layer in enumerate(layers):
-            forward, backward = _transient(layers, kept, blocks, index)
-            if layer.running_bytes is None:
-                backward = forward + recomputed
-            elif in_step and layer.forward_running_bytes is not None:
-                forward -= layer.running_bytes - layer.forward_running_bytes
-            self.forward_transient_bytes = max(self.forward_transient_bytes, forward)
-            self.backward_transient_bytes = max(self.backward_transient_bytes, backward)
-
-
-def _unshared_gradient_bytes(layer: LayerProfile) -> int:
-    """Return the gradients of weights that the layer has for itself: those of others may come earlier."""
-    own = layer.weight_bytes - sum(size for _, size in layer.shared_weights)
-    return layer.gradient_bytes * own // layer.weight_bytes if layer.weight_bytes else 0
-
-
-def _transient(
-    layers: Sequence[LayerProfile], kept: Sequence[int], blocks: Sequence[tuple[int, int]], index: int
-) -> tuple[int, int]:
-    """Return what one layer of a stage needs beyond all that the stage keeps, in its forward and its backward."""
-    running = layers[index].running_bytes
-    if running is None:
-        return layers[index].transient_bytes, layers[index].transient_bytes
-    for first, last in blocks:
-        if first < index < last:  # its backward begins when the forwards of the block have run again
-            again = sum(layer.stash_bytes or 0 for layer in layers[first:index])
-            beyond = running - sum(kept[first:])
-            return beyond + kept[first], beyond + max(kept[first], again)
-    return running - sum(kept[index:]), running - sum(kept[index:])
-
-
-def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> Iterator[str]:
+def _structure_violations(plan: Plan, chain: Chain, costs: list[StageCost]) -> Iterator[str]:
     """Yield a sentence for each operation that is missing, doubled, misplaced, or of a wrong duration."""
     period = plan.period_seconds
     expected: dict[str, tuple[float, int | None, tuple[int, int] | None]] = {}
@@ -181,7 +115,7 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[_StageCost]) -> 
         yield f"{name} is missing from the pattern"
 
 
-def _allreduce_violations(plan: Plan, costs: list[_StageCost]) -> Iterator[str]:
+def _allreduce_violations(plan: Plan, costs: list[StageCost]) -> Iterator[str]:
     """Yield a sentence where an all-reduce is no ring: 2 (D - 1) rounds, each with a D-th of the weights."""
     degree = plan.data_parallel or 1
     for index, (cost, planned) in enumerate(zip(costs, plan.allreduce_seconds, strict=False)):
@@ -253,160 +187,7 @@ def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperatio
     return timeline
 
 
-class _Residents:
-    """Intervals during which something is kept, and how many of them contain given instants.
-
-    ``instants``: an interval that begins and ends at one instant contains it, as the micro-batch in a stage that
-    takes no time; otherwise it contains none, as for a tensor that is used the moment it comes.
-    """
-
-    def __init__(self, intervals: Iterable[tuple[int, int]], *, instants: bool = False) -> None:
-        spans = np.array(list(intervals)).reshape(-1, 2)  # Python's integers where 64 bits are too few
-        instant = spans[:, 0] == spans[:, 1]
-        self.starts = np.sort(spans[:, 0])
-        self.lasting_starts = np.sort(spans[~instant][:, 0])
-        self.lasting_ends = np.sort(spans[~instant][:, 1])
-        self.instants = np.sort(spans[instant & instants][:, 0])
-
-    def count(self, at: NDArray[Any]) -> NDArray[np.int64]:
-        """Count the intervals at each instant; what ends there is gone before anything begins there."""
-        lasting = self.lasting_starts.searchsorted(at, "right") - self.lasting_ends.searchsorted(at, "right")
-        return lasting + self.instants.searchsorted(at, "right") - self.instants.searchsorted(at, "left")
-
-
-def _peaks(
-    plan: Plan, chain: Chain, costs: list[_StageCost], timeline: Timeline
-) -> tuple[tuple[int, ...], tuple[_Peaks, ...]]:
-    """Return the most in flight of each stage, and each device's memory at its peaks, in the timeline's window."""
-    in_flight = [0] * len(plan.stages)
-    memory: list[_Peaks] = []
-    for device in range(plan.platform.num_devices):
-        mine = [index for index, stage in enumerate(plan.stages) if stage.device == device]
-        kept = {index: _kept(timeline, f"F{index}", f"B{index}") for index in mine}
-        ends = dict(_waiting_at_ends(plan, chain, timeline, device))
-        inside = dict(_waiting_inside(plan, chain, timeline, device))
-        running = {
-            (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), instants=True)
-            for index in mine
-            for kind in "FB"
-        }
-        residents = [*kept.values(), *(r for r, _ in ends.values()), *(r for r, _ in inside.values())]
-        fixed = plan.platform.fixed_bytes
-        weights, after_backwards = _for_weights(plan, chain, device)
-        last = MemoryUse(weights=weights, stash=0, buffers=0, transient=after_backwards, fixed=fixed)
-        if not residents:
-            memory.append((last,))
-            continue
-        moments = np.unique(np.concatenate([r.starts for r in (*residents, *running.values())]))
-        moments = moments[(moments >= timeline.window[0]) & (moments < timeline.window[1])]
-        stash = np.zeros(len(moments), dtype=np.int64)
-        for index in mine:
-            alive = kept[index].count(moments)
-            in_flight[index] = int(alive.max())
-            stash += alive * costs[index].stash_bytes
-        buffers = np.zeros(len(moments), dtype=np.int64)
-        for waiting, num_bytes in ends.values():
-            buffers += np.maximum(plan.platform.comm_buffers, waiting.count(moments)) * num_bytes
-        for waiting, num_bytes in inside.values():
-            buffers += waiting.count(moments) * num_bytes
-        transient = np.zeros(len(moments), dtype=np.int64)
-        for (index, kind), runs in running.items():
-            cost = costs[index]
-            needs = cost.forward_transient_bytes if kind == "F" else cost.backward_transient_bytes
-            transient = np.maximum(transient, (runs.count(moments) > 0) * needs)
-        held = np.full(len(moments), weights, dtype=np.int64)
-        for index in mine:
-            begins = (begin for begin, _ in _spans(timeline, f"B{index}"))
-            held -= (moments < min(begins)) * costs[index].late_gradient_bytes
-        total = held + stash + buffers + transient
-        if weights + after_backwards > total.max():  # then no micro-batch is there, and no tensor
-            memory.append((last,))
-            continue
-        at_peak = np.flatnonzero(total == total.max())
-        terms = zip(*(each[at_peak].tolist() for each in (held, stash, buffers, transient)), strict=True)
-        memory.append(
-            tuple(
-                MemoryUse(weights=kept, stash=stashed, buffers=waiting, transient=running, fixed=fixed)
-                for kept, stashed, waiting, running in dict.fromkeys(terms)
-            )
-        )
-    return tuple(in_flight), tuple(memory)
-
-
-def _for_weights(plan: Plan, chain: Chain, device: int) -> tuple[int, int]:
-    """Return the bytes that training keeps for the weights of a device, and those needed behind its backwards."""
-    layers = [
-        layer for stage in plan.stages if stage.device == device for layer in chain.layers[slice(*stage.layers)]
-    ]
-    copies, seen = Fraction(str(plan.platform.weight_copies)), set[str]()
-    kept = multiplied = 0
-    for layer in layers:
-        again = [size for key, size in layer.shared_weights if key in seen]
-        seen.update(key for key, _ in layer.shared_weights)
-        if layer.training_bytes is None:
-            multiplied += layer.weight_bytes - sum(again)
-        else:
-            kept += layer.training_bytes
-            kept -= sum(layer.training_bytes * size // layer.weight_bytes for size in again if layer.weight_bytes)
-    steps = [layer.optimizer_transient_bytes for layer in layers]
-    optimizer = sum(steps) if plan.platform.optimizer_step == "sum" else max(steps, default=0)
-    reduction = sum(layer.reduction_bytes for layer in layers)
-    return kept + math.ceil(copies * multiplied), max(optimizer, reduction)
-
-
-def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:
-    for micro_batch in timeline.micro_batches:
-        if (name, micro_batch) in timeline.operations:
-            yield timeline.operations[name, micro_batch]
-
-
-def _between(
-    timeline: Timeline, first: str, first_edge: int, second: str, second_edge: int
-) -> Iterator[tuple[int, int]]:
-    """Yield per micro-batch the instants of an edge (0 start, 1 end) of one operation and of another."""
-    for micro_batch in timeline.micro_batches:
-        begin = timeline.operations[first, micro_batch][first_edge]
-        yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
-
-
-def _kept(timeline: Timeline, forward: str, backward: str) -> _Residents:
-    return _Residents(_between(timeline, forward, 0, backward, 1), instants=True)
-
-
-def _waiting_at_ends(
-    plan: Plan, chain: Chain, timeline: Timeline, device: int
-) -> Iterator[tuple[tuple[int, str], tuple[_Residents, int]]]:
-    """Yield the tensors, activations and gradients together, at each end of a boundary that lies on ``device``."""
-    for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
-        before, after = f"F{index}", f"F{index + 1}"
-        if plan.stages[index].device == device:
-            spans = [
-                *_between(timeline, before, 1, f"SF{index}", 1),
-                *_between(timeline, f"SB{index}", 0, f"B{index}", 0),
-            ]
-            yield (index, "upper"), (_Residents(spans), num_bytes)
-        if plan.stages[index + 1].device == device:
-            spans = [
-                *_between(timeline, f"SF{index}", 0, after, 0),
-                *_between(timeline, f"B{index + 1}", 1, f"SB{index}", 1),
-            ]
-            yield (index, "lower"), (_Residents(spans), num_bytes)
-
-
-def _waiting_inside(
-    plan: Plan, chain: Chain, timeline: Timeline, device: int
-) -> Iterator[tuple[int, tuple[_Residents, int]]]:
-    """Yield the tensors that wait between neighbouring stages of one device."""
-    for index, num_bytes in boundaries_of(plan, chain, between_devices=False):
-        if plan.stages[index].device == device:
-            spans = [
-                *_between(timeline, f"F{index}", 1, f"F{index + 1}", 0),
-                *_between(timeline, f"B{index + 1}", 1, f"B{index}", 0),
-            ]
-            yield index, (_Residents(spans), num_bytes)
-
-
-def _memory_violations(plan: Plan, peaks: tuple[_Peaks, ...], what: str) -> Iterator[str]:
+def _memory_violations(plan: Plan, peaks: tuple[DevicePeaks, ...], what: str) -> Iterator[str]:
     for device, (use, *_) in enumerate(peaks):
         short = use.total - plan.platform.memory_bytes
         if short > 0:
@@ -416,7 +197,7 @@ def _memory_violations(plan: Plan, peaks: tuple[_Peaks, ...], what: str) -> Iter
             )
 
 
-def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[_Peaks, ...]) -> Iterator[str]:
+def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[DevicePeaks, ...]) -> Iterator[str]:
     for index, (stage, found) in enumerate(zip(plan.stages, in_flight, strict=True)):
         if stage.in_flight != found:
             yield f"stage {index} has {found} micro-batches in flight and the plan says {stage.in_flight}"

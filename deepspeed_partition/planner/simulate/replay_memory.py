@@ -1,0 +1,280 @@
+"""Memory of a plan for the replay (``replay.py``): from the instants of its operations to the peak of each device.
+
+Every term is derived here a second time, from the chain and from the operations alone; ``memory.py`` is what the
+planner counts with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
+from deepspeed_partition.planner.problem import Chain, LayerProfile
+from deepspeed_partition.planner.simulate.replay_step import Timeline, boundaries_of
+
+DevicePeaks = tuple[MemoryUse, ...]
+"""Memory of one device at each of the moments when it needs the most: the same total, possibly in other terms."""
+
+
+class StageCost:
+    """Times and bytes of one stage, from the chain alone.
+
+    Args:
+        in_step: whether the stage runs in a step that drains, or in a steady state, which has gradients at any
+            time and counts the larger of what a layer needs forward and backward.
+    """
+
+    def __init__(self, chain: Chain, stage: PlannedStage, *, in_step: bool = False) -> None:
+        start, stop = stage.layers
+        layers = chain.layers[start:stop]
+        self.forward_seconds = math.fsum(layer.forward_seconds for layer in layers)
+        self.backward_seconds = math.fsum(layer.backward_seconds for layer in layers)
+        self.weight_bytes = sum(layer.weight_bytes for layer in layers)
+        blocks = [(first - start, last - start) for first, last in stage.blocks]
+        kept = [layer.stash_bytes or 0 for layer in layers]
+        recomputed = 0
+        for first, last in blocks:  # of a block the first layer keeps the input, and the others nothing
+            block_input = chain.boundary_bytes(start + first)
+            recomputed = max(recomputed, sum(kept[first:last]) - block_input)
+            kept[first:last] = [block_input] + [0] * (last - first - 1)
+            self.backward_seconds += math.fsum(layer.forward_seconds for layer in layers[first:last])
+        if stop < chain.num_layers and all(last < len(layers) for _, last in blocks):
+            kept[-1] += layers[-1].cut_stash_bytes
+        self.stash_bytes = sum(kept)
+        self.late_gradient_bytes = sum(map(_unshared_gradient_bytes, layers)) if in_step else 0
+        """Gradients that are not there before the first backward of the step."""
+        self.forward_transient_bytes = self.backward_transient_bytes = 0
+        for index, layer in enumerate(layers):
+            forward, backward = _transient(layers, kept, blocks, index)
+            if layer.running_bytes is None:
+                backward = forward + recomputed
+            elif in_step and layer.forward_running_bytes is not None:
+                forward -= layer.running_bytes - layer.forward_running_bytes
+            self.forward_transient_bytes = max(self.forward_transient_bytes, forward)
+            self.backward_transient_bytes = max(self.backward_transient_bytes, backward)
+
+
+def _unshared_gradient_bytes(layer: LayerProfile) -> int:
+    """Return the gradients of weights that the layer has for itself: those of others may come earlier."""
+    own = layer.weight_bytes - sum(size for _, size in layer.shared_weights)
+    return layer.gradient_bytes * own // layer.weight_bytes if layer.weight_bytes else 0
+
+
+def _transient(
+    layers: Sequence[LayerProfile], kept: Sequence[int], blocks: Sequence[tuple[int, int]], index: int
+) -> tuple[int, int]:
+    """Return what one layer of a stage needs beyond all that the stage keeps, in its forward and its backward."""
+    running = layers[index].running_bytes
+    if running is None:
+        return layers[index].transient_bytes, layers[index].transient_bytes
+    for first, last in blocks:
+        if first < index < last:  # its backward begins when the forwards of the block have run again
+            again = sum(layer.stash_bytes or 0 for layer in layers[first:index])
+            beyond = running - sum(kept[first:])
+            return beyond + kept[first], beyond + max(kept[first], again)
+    return running - sum(kept[index:]), running - sum(kept[index:])
+
+
+class _Residents:
+    """Intervals during which something is kept, and how many of them contain given instants.
+
+    ``instants``: an interval that begins and ends at one instant contains it, as the micro-batch in a stage that
+    takes no time; otherwise it contains none, as for a tensor that is used the moment it comes.
+    """
+
+    def __init__(self, intervals: Iterable[tuple[int, int]], *, instants: bool = False) -> None:
+        spans = np.array(list(intervals)).reshape(-1, 2)  # Python's integers where 64 bits are too few
+        instant = spans[:, 0] == spans[:, 1]
+        self.starts = np.sort(spans[:, 0])
+        self.lasting_starts = np.sort(spans[~instant][:, 0])
+        self.lasting_ends = np.sort(spans[~instant][:, 1])
+        self.instants = np.sort(spans[instant & instants][:, 0])
+
+    def count(self, at: NDArray[Any]) -> NDArray[np.int64]:
+        """Count the intervals at each instant; what ends there is gone before anything begins there."""
+        lasting = self.lasting_starts.searchsorted(at, "right") - self.lasting_ends.searchsorted(at, "right")
+        return lasting + self.instants.searchsorted(at, "right") - self.instants.searchsorted(at, "left")
+
+
+def peaks_of(
+    plan: Plan, chain: Chain, costs: Sequence[StageCost], timeline: Timeline
+) -> tuple[tuple[int, ...], tuple[DevicePeaks, ...]]:
+    """Return the most in flight of each stage, and each device's memory at its peaks, in the timeline's window."""
+    in_flight = [0] * len(plan.stages)
+    memory: list[DevicePeaks] = []
+    for device in range(plan.platform.num_devices):
+        moments = Moments(plan, chain, costs, timeline, device)
+        for index, alive in moments.in_flight.items():
+            in_flight[index] = int(alive.max())
+        memory.append(tuple(dict.fromkeys(moments.use(place) for place in moments.at_peak)))
+    return tuple(in_flight), tuple(memory)
+
+
+class Moments:
+    """What a device holds at each instant at which that may grow, in the window of a timeline.
+
+    Arrays have an entry for each instant. Stages are named by their numbers, ends of boundaries by the number of
+    the boundary and their side.
+    """
+
+    def __init__(
+        self, plan: Plan, chain: Chain, costs: Sequence[StageCost], timeline: Timeline, device: int
+    ) -> None:
+        mine = [index for index, stage in enumerate(plan.stages) if stage.device == device]
+        kept = {index: _kept(timeline, f"F{index}", f"B{index}") for index in mine}
+        ends = dict(_waiting_at_ends(plan, chain, timeline, device))
+        inside = dict(_waiting_inside(plan, chain, timeline, device))
+        running = {
+            (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), instants=True)
+            for index in mine
+            for kind in "FB"
+        }
+        self.fixed_bytes = plan.platform.fixed_bytes
+        self.weights, self.after_backwards = _for_weights(plan, chain, device)
+        """Bytes for weights, with all gradients, and those needed besides behind the last backward."""
+        residents = [*kept.values(), *(r for r, _ in ends.values()), *(r for r, _ in inside.values())]
+        starts = [r.starts for r in (*residents, *running.values())]
+        instants = np.unique(np.concatenate(starts)) if starts else np.zeros(0, dtype=np.int64)
+        self.instants = instants[(instants >= timeline.window[0]) & (instants < timeline.window[1])]
+        """Ticks."""
+        self.in_flight = {index: kept[index].count(self.instants) for index in mine}
+        self.stash_bytes = {index: costs[index].stash_bytes for index in mine}
+        """Bytes of one micro-batch in flight of each stage."""
+        reserved = plan.platform.comm_buffers
+        self.tensors = {end: np.maximum(reserved, r.count(self.instants)) for end, (r, _) in ends.items()}
+        """Tensors at each end of a boundary, reserved or waiting."""
+        self.tensors |= {(index, "inside"): r.count(self.instants) for index, (r, _) in inside.items()}
+        self.tensor_bytes = {end: size for end, (_, size) in ends.items()}
+        self.tensor_bytes |= {(index, "inside"): size for index, (_, size) in inside.items()}
+        self.running = {
+            f"{kind}{index}": (
+                runs.count(self.instants) > 0,
+                costs[index].forward_transient_bytes if kind == "F" else costs[index].backward_transient_bytes,
+            )
+            for (index, kind), runs in running.items()
+        }
+        """Of each operation, whether it runs, and the bytes that it needs only while it does."""
+        self.late_gradients = {
+            index: (
+                self.instants < min(begin for begin, _ in _spans(timeline, f"B{index}")),
+                costs[index].late_gradient_bytes,
+            )
+            for index in mine
+        }
+        """Of each stage, whether its first backward is still to come, and the bytes that come with it."""
+
+    @cached_property
+    def at_peak(self) -> tuple[int | None, ...]:
+        """Places of instants of the peak, one for each set of terms; None is behind the last backward of a step."""
+        total = self._terms.sum(axis=0)
+        # Behind the last backward no micro-batch is there, and no tensor.
+        if not len(total) or self.weights + self.after_backwards > total.max():
+            return (None,)
+        places = np.flatnonzero(total == total.max())
+        _, first = np.unique(self._terms[:, places], axis=1, return_index=True)
+        return tuple(places[np.sort(first)].tolist())
+
+    def use(self, place: int | None) -> MemoryUse:
+        """Return the bytes at an instant, by term."""
+        if place is None:
+            return MemoryUse(
+                weights=self.weights, stash=0, buffers=0, transient=self.after_backwards, fixed=self.fixed_bytes
+            )
+        held, stash, buffers, transient = self._terms[:, place].tolist()
+        return MemoryUse(weights=held, stash=stash, buffers=buffers, transient=transient, fixed=self.fixed_bytes)
+
+    @cached_property
+    def _terms(self) -> NDArray[np.int64]:
+        """Bytes at each instant: weights, stashes, buffers, transient; shape (4, number of instants)."""
+        terms = np.zeros((4, len(self.instants)), dtype=np.int64)
+        held, stash, buffers, transient = terms
+        held += self.weights
+        for is_absent, num_bytes in self.late_gradients.values():
+            held -= is_absent * num_bytes
+        for index, count in self.in_flight.items():
+            stash += count * self.stash_bytes[index]
+        for end, count in self.tensors.items():
+            buffers += count * self.tensor_bytes[end]
+        for runs, num_bytes in self.running.values():
+            np.maximum(transient, runs * num_bytes, out=transient)
+        return terms
+
+
+def _for_weights(plan: Plan, chain: Chain, device: int) -> tuple[int, int]:
+    """Return the bytes that training keeps for the weights of a device, and those needed behind its backwards."""
+    layers = [
+        layer for stage in plan.stages if stage.device == device for layer in chain.layers[slice(*stage.layers)]
+    ]
+    copies, seen = Fraction(str(plan.platform.weight_copies)), set[str]()
+    kept = multiplied = 0
+    for layer in layers:
+        again = [size for key, size in layer.shared_weights if key in seen]
+        seen.update(key for key, _ in layer.shared_weights)
+        if layer.training_bytes is None:
+            multiplied += layer.weight_bytes - sum(again)
+        else:
+            kept += layer.training_bytes
+            kept -= sum(layer.training_bytes * size // layer.weight_bytes for size in again if layer.weight_bytes)
+    steps = [layer.optimizer_transient_bytes for layer in layers]
+    optimizer = sum(steps) if plan.platform.optimizer_step == "sum" else max(steps, default=0)
+    reduction = sum(layer.reduction_bytes for layer in layers)
+    return kept + math.ceil(copies * multiplied), max(optimizer, reduction)
+
+
+def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:
+    for micro_batch in timeline.micro_batches:
+        if (name, micro_batch) in timeline.operations:
+            yield timeline.operations[name, micro_batch]
+
+
+def _between(
+    timeline: Timeline, first: str, first_edge: int, second: str, second_edge: int
+) -> Iterator[tuple[int, int]]:
+    """Yield per micro-batch the instants of an edge (0 start, 1 end) of one operation and of another."""
+    for micro_batch in timeline.micro_batches:
+        begin = timeline.operations[first, micro_batch][first_edge]
+        yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
+
+
+def _kept(timeline: Timeline, forward: str, backward: str) -> _Residents:
+    return _Residents(_between(timeline, forward, 0, backward, 1), instants=True)
+
+
+def _waiting_at_ends(
+    plan: Plan, chain: Chain, timeline: Timeline, device: int
+) -> Iterator[tuple[tuple[int, str], tuple[_Residents, int]]]:
+    """Yield the tensors, activations and gradients together, at each end of a boundary that lies on ``device``."""
+    for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
+        before, after = f"F{index}", f"F{index + 1}"
+        if plan.stages[index].device == device:
+            spans = [
+                *_between(timeline, before, 1, f"SF{index}", 1),
+                *_between(timeline, f"SB{index}", 0, f"B{index}", 0),
+            ]
+            yield (index, "upper"), (_Residents(spans), num_bytes)
+        if plan.stages[index + 1].device == device:
+            spans = [
+                *_between(timeline, f"SF{index}", 0, after, 0),
+                *_between(timeline, f"B{index + 1}", 1, f"SB{index}", 1),
+            ]
+            yield (index, "lower"), (_Residents(spans), num_bytes)
+
+
+def _waiting_inside(
+    plan: Plan, chain: Chain, timeline: Timeline, device: int
+) -> Iterator[tuple[int, tuple[_Residents, int]]]:
+    """Yield the tensors that wait between neighbouring stages of one device."""
+    for index, num_bytes in boundaries_of(plan, chain, between_devices=False):
+        if plan.stages[index].device == device:
+            spans = [
+                *_between(timeline, f"F{index}", 1, f"F{index + 1}", 0),
+                *_between(timeline, f"B{index + 1}", 1, f"B{index}", 0),
+            ]
+            yield index, (_Residents(spans), num_bytes)
