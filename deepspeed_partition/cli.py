@@ -42,10 +42,12 @@ from deepspeed_partition.planner.io.files import write_text
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
+from deepspeed_partition.planner.remedies import with_remedies
 from deepspeed_partition.planner.replication import Replicated, plan_replicated
 from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
+from deepspeed_partition.planner.report.memory_report import explain_memory, memory_text
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
@@ -187,18 +189,19 @@ def plan(
         solver = MadPipe(start=tuple(_start(path, layers) for path in starts))
     elif starts:
         raise click.UsageError("--start is for madpipe without --period alone", click.get_current_context())
+    devices = _platform(**platform)
+    how: dict[str, Any] = {
+        "algorithm": solver,
+        "num_micro_batches": micro_batches,
+        "data_parallel": data_parallel,
+        "zero_stage": _zero_stage(zero, data_parallel),
+        "period_seconds": period,
+    }
     with _watched_search() as deadline:
-        made = make_plan(
-            layers,
-            _platform(**platform),
-            solver,
-            num_micro_batches=micro_batches,
-            data_parallel=data_parallel,
-            zero_stage=_zero_stage(zero, data_parallel),
-            period_seconds=period,
-            time_limit_seconds=time_limit,
-            deadline=deadline,
-        )
+        try:
+            made = make_plan(layers, devices, time_limit_seconds=time_limit, deadline=deadline, **how)
+        except InfeasibleError as error:
+            raise with_remedies(error, make_plan, layers, devices, deadline, **how) from None
     _hand_over(made, output, as_json, lambda: draw.summary(made, _width()))
 
 
@@ -329,10 +332,32 @@ def check(ctx: click.Context, plan: str, chain: str, as_json: bool) -> None:
 
 @cli.command()
 @input_file("plan")
-@json_flag("the plan")
-def show(plan: str, as_json: bool) -> None:
+@click.option(
+    "--memory", is_flag=True, help="What the peak of each device consists of, when it comes, what would lower it."
+)
+@click.option(
+    "--chain",
+    "chain_file",
+    metavar="FILE",
+    type=click.Path(),
+    help="The chain of the plan, for --memory; left out: PLAN with .chain.json, as a run saves it.",
+)
+@json_flag("the plan, or what --memory says,")
+def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None:
     """The table of stages and the timeline of PLAN."""
     made = Plan.load(plan)
+    if memory:
+        beside = Path(plan).with_suffix(".chain.json")
+        if chain_file is None and not beside.is_file():
+            raise click.UsageError(f"--memory needs the chain of the plan: give it with --chain, or as {beside}")
+        peaks = explain_memory(made, Chain.load(chain_file or beside))
+        if as_json:
+            _print_json([peak.to_dict() for peak in peaks])
+        else:
+            click.echo(memory_text(peaks), nl=False)
+        return
+    if chain_file is not None:
+        raise click.UsageError("--chain is for --memory")
     if as_json:
         _print_json(made.to_dict())
         return
@@ -530,7 +555,7 @@ def _hand_over(made: Chain | Plan, output: str | None, as_json: bool, text: Call
         click.echo(f"saved {units.printable(output)}")
 
 
-def _print_json(data: dict[str, Any]) -> None:
+def _print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
     click.echo(json.dumps(data, indent=1, allow_nan=False))
 
 

@@ -23,6 +23,8 @@ ADDED = {
     "commands/convert/--micro-batches",
     "commands/convert/--to",
     "commands/plan/--zero",
+    "commands/show/--chain",
+    "commands/show/--memory",
     "names/deepspeed_partition.engine/TiedModule",
     "names/deepspeed_partition.profiling/CountedMemory",
     "names/deepspeed_partition.profiling/counted_memory",

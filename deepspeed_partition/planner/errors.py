@@ -32,19 +32,27 @@ class InfeasibleError(MadPipeError):
         """Bytes that this stage lacks on its device; None where it is not known."""
         self.smallest_memory_bytes = smallest_memory_bytes
         """Least bytes per device for which a plan exists; None where no memory would help."""
+        self.remedies: tuple[str, ...] = ()
+        """What else would do, in words, the cheapest first, where that was looked for."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # keyword-only arguments do not survive Exception's own pickling
         return _rebuild_infeasible, (
-            str(self), self.stage, self.short_bytes, self.smallest_memory_bytes,
+            str(self), self.stage, self.short_bytes, self.smallest_memory_bytes, self.remedies,
         )  # fmt: skip
 
 
 def _rebuild_infeasible(
-    message: str, stage: int | None, short_bytes: int | None, smallest_memory_bytes: int | None
+    message: str,
+    stage: int | None,
+    short_bytes: int | None,
+    smallest_memory_bytes: int | None,
+    remedies: tuple[str, ...],
 ) -> InfeasibleError:
-    return InfeasibleError(
+    error = InfeasibleError(
         message, stage=stage, short_bytes=short_bytes, smallest_memory_bytes=smallest_memory_bytes
     )
+    error.remedies = remedies
+    return error
 
 
 class BrokenPlanError(MadPipeError):

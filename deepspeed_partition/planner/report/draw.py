@@ -89,7 +89,9 @@ def stage_table(plan: Plan) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "device", "in flight"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    for name in ("forward", "backward", "memory", "= weights", "+ stash", "+ buffers", "+ transient"):
+    terms = ["weights", "stash", "buffers", "transient", *(["fixed"] if plan.platform.fixed_bytes else [])]
+    signs = ["=", *["+"] * len(terms)]
+    for name in ("forward", "backward", "memory", *map(" ".join, zip(signs, terms, strict=False))):
         table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("12.34 ms")))
     table.add_column("layers", overflow="ellipsis", no_wrap=True)  # the column that shrinks
     durations = {operation.operation: operation.duration_seconds for operation in plan.operations}
@@ -102,7 +104,7 @@ def stage_table(plan: Plan) -> Table:
             format_seconds(durations.get(f"F{index}", 0.0)),
             format_seconds(durations.get(f"B{index}", 0.0)),
             format_bytes(plan.peak_memory_bytes[stage.device]),
-            *(format_bytes(part) for part in (use.weights, use.stash, use.buffers, use.transient)),
+            *(format_bytes(getattr(use, term)) for term in terms),
             _layers(stage),
         )
     return table

@@ -80,6 +80,13 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     return Replay(tuple(violations), in_flight, tuple(each[0] for each in peaks), step_seconds)
 
 
+def timeline_of(plan: Plan, chain: Chain) -> Timeline | str:
+    """Return the instants of a plan's step, else of its pattern; a sentence where the step cannot run."""
+    if plan.step is not None:
+        return run_step(plan, chain)
+    return _unrolled_pattern(plan, chain, {operation.operation: operation for operation in plan.operations})
+
+
 def _structure_violations(plan: Plan, chain: Chain, costs: list[StageCost]) -> Iterator[str]:
     """Yield a sentence for each operation that is missing, doubled, misplaced, or of a wrong duration."""
     period = plan.period_seconds
