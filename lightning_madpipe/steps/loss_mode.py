@@ -40,6 +40,7 @@ from lightning_madpipe.steps.losses import (
     SAMPLES,
     Finding,
     Tracked,
+    Unknown,
     View,
     Weight,
     best_of,
@@ -114,7 +115,9 @@ class LossOfBatches:
         flushes = _flushes_of(window)
         if self.num_micro_batches > 1 and self.option != "mean":
             if not self.once:
-                self._try_where_needed(window, flushes)
+                # Layers that run out of memory here do so where they are trained, too, and may then be cut
+                # anew. If they do not, the loss is one that was not tried, and the batch is given up for that.
+                self._try_where_needed(window, flushes, is_last=not self.engine.runs_lists)
             self._give_losses(window)
         self.engine.flushes = flushes if self.once else None
         self._watch()
@@ -125,7 +128,7 @@ class LossOfBatches:
         wanted = [any(micro_batch.is_untried for micro_batch in run.micro_batches) for run in window]
         for micro_batch in (each for run in window for each in run.micro_batches):
             micro_batch.is_untried = False
-        self._try_those(window, flushes, self._on_any(wanted))
+        self._try_those(window, flushes, self._on_any(wanted), is_last=True)
         self._give_losses(window)
         self.engine.flushes = flushes if self.once else None
         self._watch()
@@ -154,23 +157,27 @@ class LossOfBatches:
 
     # Trials
 
-    def _try_where_needed(self, window: Sequence[BatchRun], flushes: tuple[int, ...]) -> None:
+    def _try_where_needed(self, window: Sequence[BatchRun], flushes: tuple[int, ...], *, is_last: bool) -> None:
         if self.option == "batch":
             self._try(window[0], compares=False)
             self._switch(flushes, "")
             return
         differing = [self._may_differ(run) for run in window]
         has_changed = self._module_has_changed()
-        due = [has_changed or self._is_due(), *[False] * (len(window) - 1)]
+        # Where nothing is explained yet, as by a batch without a gradient, each may be the one that shows it.
+        untried = [self._fitting is None and len(run.micro_batches) > 1 for run in window]
+        due = [has_changed or self._is_due() or untried[0], *untried[1:]]
         found = self._on_any([*differing, *due])
-        self._is_sure = not found[len(window)]
+        self._is_sure = self._fitting is None or not found[len(window)]
         wanted = [any(both) for both in zip(found[: len(window)], found[len(window) :], strict=True)]
-        self._try_those(window, flushes, wanted)
+        self._try_those(window, flushes, wanted, is_last=is_last)
 
-    def _try_those(self, window: Sequence[BatchRun], flushes: tuple[int, ...], wanted: Sequence[bool]) -> None:
+    def _try_those(
+        self, window: Sequence[BatchRun], flushes: tuple[int, ...], wanted: Sequence[bool], *, is_last: bool
+    ) -> None:
         for run, wants in zip(window, wanted, strict=True):
             if wants and not self.once:
-                self._decide(flushes, self._try(run, compares=True))
+                self._decide(flushes, self._try(run, compares=True), is_last=is_last)
                 self._last_trial = self._num_steps
 
     def _is_due(self) -> bool:
@@ -226,7 +233,7 @@ class LossOfBatches:
         reason = self.forward(trial)
         if reason is not None:
             self._refuse_sizes(run, trial, reason)
-            return [Finding(why_unknown=reason)]
+            return [Finding(unknown=Unknown.MEETS_AGAIN, why_unknown=reason)]
         if self._found is not None:
             self._keep(trial, self._found)
         findings = self._from_every_pipeline(self._found)
@@ -263,8 +270,12 @@ class LossOfBatches:
         if weight is not None:
             self._tracked.add(self._features(trial), self._weights(trial)[weight])
 
-    def _decide(self, flushes: tuple[int, ...], findings: Sequence[Finding]) -> None:
-        """Decide from what all pipelines found, the same on every rank. Collective."""
+    def _decide(self, flushes: tuple[int, ...], findings: Sequence[Finding], *, is_last: bool) -> None:
+        """Decide from what all pipelines found, the same on every rank. Collective.
+
+        Args:
+            is_last: Whether the batch is not tried again before it is trained on.
+        """
         error = max(
             (finding.relative_error for finding in findings if finding.relative_error is not None), default=None
         )
@@ -277,7 +288,6 @@ class LossOfBatches:
                 key="draws",
             )
         why_not = next((finding.why_not for finding in findings if finding.why_not), None)
-        unknown = next((finding.why_unknown for finding in findings if finding.why_unknown), None)
         if why_not is not None:
             off = "" if error is None else f"the mean over its micro-batches is {error_in_words(error)}: "
             self._switch(flushes, off + why_not)
@@ -289,11 +299,7 @@ class LossOfBatches:
             return
         explained = [finding for finding in findings if finding.factors is not None]
         if not explained:
-            if unknown is not None:
-                self._tell(
-                    "what the loss of a batch has to do with those of its micro-batches could not be found out "
-                    f"({unknown}): their mean is taken, weighted by samples, until a batch shows it"
-                )
+            self._go_on_without(flushes, next((each for each in findings if each.unknown), None), is_last)
             return
         fitting = self._explaining_all(explained)
         weight = best_of(fitting)
@@ -326,6 +332,29 @@ class LossOfBatches:
                     "runs the step once per batch",
                     key=name,
                 )
+
+    def _go_on_without(self, flushes: tuple[int, ...], finding: Finding | None, is_last: bool) -> None:
+        """Decide where a trial has shown nothing. Collective.
+
+        Raises:
+            Exception: the host's; nobody knows whether micro-batches would train the loss of the batch.
+        """
+        if finding is None:  # there is one micro-batch
+            return
+        if self._fitting is not None:
+            self._tell(
+                f"the loss of a batch could not be tried again in step {self._num_steps} ({finding.why_unknown}): "
+                f"micro-batches are {in_words(self.weight)}, as since the last trial",
+                key="not tried again",
+            )
+        elif finding.unknown is Unknown.NOT_FINITE:
+            self._switch(flushes, f"for this batch {finding.why_unknown}")
+        elif finding.unknown is Unknown.NO_TRIAL or (finding.unknown is Unknown.MEETS_AGAIN and is_last):
+            raise self.refusal(
+                "nobody can tell whether the loss of a batch is the mean of those of its micro-batches: its trial "
+                f"before the first step failed ({finding.why_unknown}). If it is that mean, weighted by samples, "
+                "write MadPipeStrategy(loss='mean'); else num_micro_batches=1 gives the loss of the batch"
+            )
 
     def _explaining_all(self, findings: Sequence[Finding]) -> frozenset[Weight]:
         """The weights that explain these batches and all before."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +47,15 @@ COUNTED = ("labels", "rows")
 TOLERANCE = 1e-5
 
 
+class Unknown(Enum):
+    """Why a trial did not show how the loss of a batch comes from those of its micro-batches."""
+
+    MEETS_AGAIN = "what failed in it fails where the step is trained, too"
+    NO_GRADIENT = "neither the batch nor its micro-batches have a gradient"
+    NOT_FINITE = "the loss of the batch is no number"
+    NO_TRIAL = "the batch as a whole cannot be tried"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What trying one batch has shown."""
@@ -55,7 +65,8 @@ class Finding:
     why_not: str | None = None
     """Why the loss of the batch is no sum of those of micro-batches."""
     why_unknown: str | None = None
-    """Why the loss of the batch could not be explained."""
+    """Why the loss of the batch could not be explained, in words; with ``unknown``."""
+    unknown: Unknown | None = None
     fitting: frozenset[Weight] = frozenset()
     considered: frozenset[Weight] = frozenset()
     """All weights that were guessed."""

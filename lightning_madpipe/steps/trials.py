@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
+from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.profiling import LiveBytes
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.batch_runs import BatchRun, cut_inputs
+from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.batches import join_pieces
 from lightning_madpipe.steps.losses import (
     TOLERANCE,
     Finding,
     Tried,
+    Unknown,
     best_of,
     class_weights_of,
     factors_of,
@@ -52,7 +54,7 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
     try:
         joined = steps.join(run, trains=False)
     except ValueError as error:
-        return Finding(why_unknown=str(error))
+        return _unknown(Unknown.NO_TRIAL, str(error).removesuffix(f": {WAY_OUT}"))
     floating = [tensor for tensor in joined if tensor.is_floating_point()]
     low = any(tensor.dtype in LOW_PRECISION for tensor in floating)
     try:
@@ -60,36 +62,44 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
             # Rounded gradients would hide what differs by less than a percent.
             wide = tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in joined)
             finding = _compared(steps, module, run, wide, is_tuple, TOLERANCE)
-            if finding.why_unknown is None and finding.why_not is None:
+            if finding.unknown is None and finding.why_not is None:
                 return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
         tolerance = 2 * max(torch.finfo(tensor.dtype).eps for tensor in floating) if low else TOLERANCE
         finding = Finding() if not compares else _compared(steps, module, run, joined, is_tuple, tolerance)
         return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
     except OUT_OF_MEMORY as error:
-        return Finding(why_unknown=f"there is no memory for all outputs of a batch at once ({error})")
+        return _unknown(Unknown.NO_TRIAL, f"there is no memory for all outputs of a batch at once ({error})")
     except NoLossError:
-        return Finding(why_unknown="it returns no loss")
-    except Exception as error:  # the user's, which comes again where the step runs for good
-        return Finding(why_unknown=f"it raises {type(error).__name__}: {error}")
+        return _unknown(Unknown.MEETS_AGAIN, "it returns no loss")
+    except Exception as error:
+        return _unknown(Unknown.MEETS_AGAIN, f"it raises {type(error).__name__}: {error}")
+
+
+def _unknown(kind: Unknown, why: str, **known: Any) -> Finding:
+    return Finding(unknown=kind, why_unknown=why, **known)
 
 
 def _compared(
     steps: UserSteps, module: Any, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool, tolerance: float
 ) -> Finding:
     draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
-    with draws:
-        whole = steps.try_once(run.whole, joined, is_tuple)
+    try:
+        with draws:
+            whole = steps.try_once(run.whole, joined, is_tuple)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as raised:
+        if not _runs_on_parts(steps, run, joined, is_tuple):
+            raise
+        return Finding(why_not=f"for a batch, and for no part of it, it raises {in_words(raised)}")
     if draws.are_common:
         steps.drawn_from.add("torch")
     left_by_whole = traces.taken()
     if not numpy.isfinite(whole.loss):
-        return Finding(why_unknown=f"it is {whole.loss}")
+        return _unknown(Unknown.NOT_FINITE, f"it is {whole.loss}")
     if len(run.micro_batches) == 1:
         return Finding()
-    outputs = [
-        tuple(own if piece is None else piece for own, piece in zip(joined, pieces, strict=True))
-        for pieces in run.cut(joined)
-    ]
+    outputs = _outputs_of_parts(run, joined)
     # The micro-batches draw what the whole batch has drawn, each its rows.
     alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.micro_batches]
     pieces: list[Tried] = []
@@ -128,7 +138,10 @@ def _compared(
     off = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
     error = off if numpy.isfinite(off) else None  # a mean over labels that are all missing in a micro-batch
     if not any(gradient is not None and bool(gradient.any()) for gradient in whole.gradients):
-        return Finding(why_unknown="it has no gradient", relative_error=error, draws_for_batch=draws.are_for_batch)
+        if any(gradient is not None and bool(gradient.any()) for piece in pieces for gradient in piece.gradients):
+            return Finding(why_not="it has no gradient where parts of the batch have one", relative_error=error)
+        known = {"relative_error": error, "draws_for_batch": draws.are_for_batch}
+        return _unknown(Unknown.NO_GRADIENT, "it has no gradient", **known)
     factors = factors_of(whole, pieces, run.cut(whole.gradients), tolerance)
     if factors is None:
         return Finding(why_not="it compares samples, or is weighted by more than one thing", relative_error=error)
@@ -161,6 +174,27 @@ def _compared(
         **_logs(run, alike, tolerance),
         wrong_results=tuple(_wrong_results(whole, pieces, run.sizes, tolerance)),
     )
+
+
+def _outputs_of_parts(run: BatchRun, joined: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    return [
+        tuple(own if piece is None else piece for own, piece in zip(joined, pieces, strict=True))
+        for pieces in run.cut(joined)
+    ]
+
+
+def _runs_on_parts(steps: UserSteps, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool) -> bool:
+    """Whether the step, which failed for the batch, runs on each of its micro-batches."""
+    if len(run.micro_batches) == 1:
+        return False
+    try:
+        for micro_batch, own in zip(run.micro_batches, _outputs_of_parts(run, joined), strict=True):
+            steps.try_once(micro_batch, own, is_tuple)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # it is met again where the step is trained
+        return False
+    return True
 
 
 def _passes_rows(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> bool:

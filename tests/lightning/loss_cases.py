@@ -447,6 +447,58 @@ class Chosen(Layers):
         return F.cross_entropy(self(x)[chosen], y[chosen])
 
 
+class GradientLater(Contrastive):
+    """Has no gradient for the first batches, whose inputs are zeros."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        return (super().loss_of(batch) * batch[0].abs().amax().sign().reshape(1)).sum()
+
+
+class InfiniteAtFirst(Contrastive):
+    """Has gradients for the first batches, and a loss that is no number."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        is_empty = batch[0].abs().sum() == 0
+        return super().loss_of(batch) + torch.where(is_empty, torch.inf, 0.0)
+
+
+class RaisingForBatches(Layers):
+    """Takes no batch as large as those that it gets, and each of their parts."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if len(x) > 8:
+            raise ValueError("more samples than there is room for")
+        return F.cross_entropy(self(x), y)
+
+
+class WithAuxiliary(nn.Module):
+    """Hands on a number that is of all samples, as routers of experts do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.square().mean()
+
+
+class Auxiliary(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = WithAuxiliary()
+
+    def pipeline_layers(self) -> list[Any]:
+        return [*super().pipeline_layers(), self.end]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.end(super().forward(x))
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        logits, auxiliary = self(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 0.1 * auxiliary
+
+
+def with_auxiliary(host: Host, loss: str) -> dict[str, Any]:
+    return fitted(host, Auxiliary, labelled(32), max_epochs=1, strategy={"loss": loss, "algorithm": [0, 4, 9]})
+
+
 def texts(num: int, *, padded: bool = True, seed: int = 1) -> list[dict[str, torch.Tensor]]:
     """Samples whose lengths rise with their place in a batch, so that micro-batches have different ones."""
     generator = torch.Generator().manual_seed(seed)
@@ -553,6 +605,12 @@ def later_missing(num: int) -> TensorDataset:
     return TensorDataset(x, torch.where(late & (torch.arange(num) * 3 % 8 < 2), torch.nan, y.float()))
 
 
+def later_inputs(num: int, begin: int) -> TensorDataset:
+    """Zeros come first."""
+    x, y = labelled(num).tensors
+    return TensorDataset(torch.where(torch.arange(num)[:, None] < begin, 0.0, x), y)
+
+
 def later_padding(num: int) -> TensorDataset:
     return TensorDataset(later_missing(num).tensors[0], labelled(num).tensors[1])
 
@@ -606,6 +664,8 @@ def losses(host: Host) -> dict[str, Any]:
         "accumulated drawing": lambda: drawing(host, Drawing, accumulate_grad_batches=2),
         "drawing for samples": lambda: fitted(host, DrawingForSamples, labelled(54)),
         "cut to the longest": lambda: fitted(host, CutToLongest, texts(54), texts(22, seed=2), batch_size=8),
+        "gradient later": lambda: fitted(host, GradientLater, later_inputs(80, 32), max_epochs=1),
+        "infinite at first": lambda: fitted(host, InfiniteAtFirst, later_inputs(80, 16), max_epochs=1),
         "clipped": lambda: fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
     return run_chosen(runs)
@@ -704,6 +764,9 @@ def planned(host: Host) -> dict[str, Any]:
         "unknown": refused(lambda: host.trainer(strategy={"loss": "sum"})),
         "selected": refused(lambda: fitted(host, Selecting, later_chosen(32, 0), max_epochs=1)),
         "selected later": refused(lambda: fitted(host, Selecting, later_chosen(64, 32), max_epochs=1)),
+        "without a trial": refused(lambda: with_auxiliary(host, "auto")),
+        "accepted": with_auxiliary(host, "mean")["found"]["once"],
+        "raising for batches": refused(lambda: fitted(host, RaisingForBatches, labelled(32), max_epochs=1)),
         "selected after": fitted(host, Chosen, later_chosen(64, 32), max_epochs=1)["found"]["once"],
     }
 
