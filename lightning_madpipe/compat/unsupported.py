@@ -290,6 +290,7 @@ def notes_on_parts(
     mixing_gradients: Sequence[str],
     deciding: Sequence[str],
     sizes: Sequence[int],
+    ended: str | None = None,
 ) -> Iterator[str]:
     """Yield what layers compute otherwise for a part of a batch, and what can be done about it.
 
@@ -299,11 +300,20 @@ def notes_on_parts(
         mixing_gradients: The layers whose gradient for a sample depends on the others of its batch.
         deciding: The layers, with lines, whose code asks for numbers that depend on the samples.
         sizes: Of the micro-batches of a batch.
+        ended: The layer from which on nobody looked, and why.
     """
+    if ended is not None:
+        yield (
+            f"whether layers compute something else for a part of a batch was not looked at from {ended} on: where "
+            "one mixes samples, or keeps something from run to run, this is another training than in one process, "
+            "and MadPipeStrategy(num_micro_batches=1) is not"
+        )
     if mixing:
         yield (
             f"what {_all_of(mixing, 'layers ')} gives for a sample depends on the others, and in a pipeline it "
-            f"sees those of {_piece_of(sizes)}: {ANOTHER_TRAINING}; a layer that treats each sample by itself"
+            f"sees those of {_piece_of(sizes)}: {ANOTHER_TRAINING}; a layer that treats each sample by itself. A "
+            "tensor of the batch that has as many rows as there are samples by chance, such as a table, is cut "
+            "like samples: make it a buffer, or choose another batch size"
         )
     if mixing_gradients:
         yield (

@@ -75,7 +75,7 @@ def split_batch(
     """
     size = batch_size_of(batch)
     bounds = _bounds(size, min(num_micro_batches, size), uneven=uneven, ones_apart=ones_apart)
-    return [_slice(batch, size, start, stop) for start, stop in pairwise(bounds)]
+    return [_rows_of(batch, size, range(start, stop)) for start, stop in pairwise(bounds)]
 
 
 def _bounds(size: int, num_pieces: int, *, uneven: bool, ones_apart: bool) -> list[int]:
@@ -200,12 +200,13 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
-def first_of(batch: Any, size: int, number: int) -> Any:
-    """The first samples of a batch of ``size``, as :func:`split_batch` cuts it."""
-    return _slice(batch, size, 0, number)
+def some_of(batch: Any, size: int, number: int) -> Any:
+    """Samples from the whole of a batch of ``size``, in order, cut out as :func:`split_batch` cuts it."""
+    steps = max(number - 1, 1)
+    return _rows_of(batch, size, [place * (size - 1) // steps for place in range(number)])
 
 
-def _slice(batch: Any, size: int, start: int, stop: int) -> Any:
+def _rows_of(batch: Any, size: int, rows: range | list[int]) -> Any:
     if isinstance(batch, Tensor):
         if batch.ndim == 0:
             return batch
@@ -214,10 +215,12 @@ def _slice(batch: Any, size: int, start: int, stop: int) -> Any:
                 f"a tensor of shape {tuple(batch.shape)} stands in a batch of {size} samples: dimension 0 "
                 "of every tensor must count the samples, so that the batch can be cut into micro-batches"
             )
-        return batch[start:stop]
+        return batch[rows.start : rows.stop] if isinstance(rows, range) else batch[rows]
     if isinstance(batch, list | tuple) and len(batch) == size and next(tensors_of(batch), None) is None:
-        return batch[start:stop]
-    return map_children(batch, lambda child: _slice(child, size, start, stop))
+        return (
+            batch[rows.start : rows.stop] if isinstance(rows, range) else type(batch)(batch[row] for row in rows)
+        )
+    return map_children(batch, lambda child: _rows_of(child, size, rows))
 
 
 def _children(batch: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_parts, notes_on_statistics
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
-from lightning_madpipe.steps.batches import first_of
+from lightning_madpipe.steps.batches import some_of
 from lightning_madpipe.steps.captured_check import CapturedCheck
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
@@ -136,7 +136,7 @@ class LayerComparison:
             is_found = self._pipeline.call_of_module.captured is not None
             deciding = [name for name in on_parts.deciding if not is_found and name not in self._named]
             self._named.update(mixing, keeping, gradients, deciding)
-            notes += notes_on_parts(mixing, keeping, gradients, deciding, sizes)
+            notes += notes_on_parts(mixing, keeping, gradients, deciding, sizes, on_parts.ended)
         for note in notes:
             if note not in self._noted:
                 self._lightning.warn(note)
@@ -171,7 +171,7 @@ class LayerComparison:
         try:
             with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
                 some = [
-                    as_tuple(self._steps.inputs(replace(whole, data=first_of(whole.data, whole.size, n), size=n)))
+                    as_tuple(self._steps.inputs(replace(whole, data=some_of(whole.data, whole.size, n), size=n)))
                     for n in (size, size // 2, many)[: 3 if many > size else 2]
                 ]
         except Exception:  # the step is told of where it runs for good

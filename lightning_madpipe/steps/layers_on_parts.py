@@ -35,6 +35,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling.attributes import (
@@ -70,6 +71,10 @@ EXACT = 1e-5
 Tensors = tuple[Tensor, ...]
 
 
+class LayerRaisedError(Exception):
+    """A layer that is looked at raises, or hands on what no layer may."""
+
+
 @dataclass(frozen=True, slots=True)
 class FewSamples:
     """What a step gives ``forward`` for a few samples of a batch."""
@@ -92,6 +97,8 @@ class OnParts:
     """Layers that mix samples in their backward alone."""
     deciding: list[str] = field(default_factory=list)
     """Other layers whose code asks for numbers that depend on their input, with the line."""
+    ended: str | None = None
+    """Where the look ended before the last layer, and why, in words; None where a layer itself has raised."""
 
 
 def few_samples(all_of_them: Tensors, half: Tensors) -> FewSamples:
@@ -162,7 +169,10 @@ def layers_on_parts(
                     else:
                         look.look_at_others(alike, parts.scaled(passed))
                     passed, parts = behind, parts_behind
-            except Exception:  # it is told where the layer runs for good
+            except LayerRaisedError:  # it is told where the layer runs for good
+                break
+            except Exception as error:
+                found.ended = f"{look.shown} ({in_words(error)})"
                 break
     if is_training:
         by_frequency = _embeddings_by_frequency(names, call)
@@ -275,7 +285,7 @@ class _Look:
         found: OnParts,
         needed: tuple[bool, ...],
     ) -> None:
-        self._name, self._shown, self._function = name, shown, function
+        self._name, self.shown, self._function = name, shown, function
         self._modules, self._found, self._needed = modules, found, needed
         self.needed_behind: tuple[bool, ...] = ()
         """Whether training needs the gradient of each output."""
@@ -303,7 +313,7 @@ class _Look:
         if not mixes and not draws:
             mixes = alone is not None and not _are_together(whole, *alone)
         if mixes and not is_named:
-            self._found.mixing.append(self._shown)
+            self._found.mixing.append(self.shown)
         elif not mixes:
             self._look_at_decisions(passed, restore)
         if mixes:
@@ -339,8 +349,8 @@ class _Look:
         if any(not own.shape == first.shape == second.shape for own, first, second in each):
             return None
         if any(_depends_on_both(*tensors) for tensors in each if all(t.isfinite().all() for t in tensors)):
-            if self._shown not in self._found.mixing:
-                self._found.mixing.append(self._shown)
+            if self.shown not in self._found.mixing:
+                self._found.mixing.append(self.shown)
             return None
         whole, first, second = three
         return whole, first, second
@@ -367,10 +377,13 @@ class _Look:
             for tensor, needed in zip(inputs, self._needed, strict=True)
         )
         given = tuple(leaf.clone() for leaf in leaves)  # which a layer may change in place, as no leaf may be
-        outputs = self._function(given[0] if len(given) == 1 else given)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        try:
+            outputs = self._function(given[0] if len(given) == 1 else given)
+            outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        except Exception as error:
+            raise LayerRaisedError from error
         if not all(isinstance(output, Tensor) for output in outputs):
-            raise TypeError("a layer hands on something else than tensors")
+            raise LayerRaisedError("it hands on something else than tensors, which is refused elsewhere")
         return leaves, outputs
 
     def _look_at_gradients(
@@ -405,13 +418,13 @@ class _Look:
                 after = dict(self._kept())
             changed = [name for name, value in after.items() if not _are_same(value, between_runs.get(name))]
             is_known = bool(changed) or not first.differs_from(second)
-            changed = changed if is_known else [f"something in {self._shown}"]
+            changed = changed if is_known else [f"something in {self.shown}"]
             self._found.keeping.extend(name for name in changed if name not in self._found.keeping)
             depends = is_known and gradients_depend_on_others(run_anew, first, passed, *ways, draws=draws)
         except Exception:  # it is told where the layer runs for good
             return
         if depends:
-            self._found.mixing_gradients.append(self._shown)
+            self._found.mixing_gradients.append(self.shown)
 
     def _look_at_decisions(self, passed: Tensors, restore: Callable[[], None]) -> None:
         restore()
@@ -421,7 +434,7 @@ class _Look:
         except Exception:  # code that runs on nothing but plain tensors is not watched
             return
         if lines:
-            self._found.deciding.append(f"{self._shown}, {', '.join(lines)}")
+            self._found.deciding.append(f"{self.shown}, {', '.join(lines)}")
 
     def _alone(self, parts: _Parts, restore: Callable[[], None]) -> tuple[Tensors, Tensors] | None:
         if parts.alone is None:
@@ -476,7 +489,7 @@ class _Look:
         if not changed and any(map(_differ, first, second)):
             changed = [name for name, value in between.items() if not _are_same(value, before.get(name))]
             is_known = bool(changed)
-            changed = changed or [f"something in {self._shown}"]
+            changed = changed or [f"something in {self.shown}"]
         self._found.keeping.extend(name for name in changed if name not in self._found.keeping)
         return is_known
 

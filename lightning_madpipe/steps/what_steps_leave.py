@@ -134,7 +134,8 @@ def _collect(value: Any, key: str, parts: dict[str, list[Tensor]]) -> None:
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         value = torch.from_numpy(value)
     if isinstance(value, Tensor):
-        if not value.is_complex() and value.layout is torch.strided:
+        # A tensor on meta, as captured layers keep for forms, has no numbers.
+        if not value.is_complex() and not value.is_meta and value.layout is torch.strided:
             parts[key].append(value.detach().cpu().double().reshape(-1))
     elif isinstance(value, numbers.Real):
         parts[key].append(torch.tensor([float(value)], dtype=torch.float64))

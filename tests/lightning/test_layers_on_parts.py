@@ -477,3 +477,18 @@ def test_samples_that_are_not_known_are_looked_at_for_what_layers_keep_alone() -
     for half in (x[:1], x, x[:2, :3], x[None]):
         found = layers_on_parts(module, call, few_samples((x,), (half,)), device=torch.device("cpu"), dtype=None)
         assert found == OnParts(keeping=["self.net.1.calls"])
+
+
+def test_a_look_that_fails_is_told_and_forms_do_not_end_it() -> None:
+    """An attribute whose numbers could not be read ended the look at all layers in silence."""
+
+    class Unreadable(dict[str, int]):
+        def items(self) -> Any:
+            raise OSError("no numbers")
+
+    layer = Layer(lambda m, x: x - x.mean(0))
+    layer.form = torch.empty(3, device="meta")
+    found = looked_at((4, WIDTH), 0, [layer])
+    assert found == OnParts(mixing=["self.net.0 (Layer)"])
+    layer.settings = Unreadable()
+    assert looked_at((4, WIDTH), 0, [layer]) == OnParts(ended="self.net.0 (Layer) (OSError: no numbers)")

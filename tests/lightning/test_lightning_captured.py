@@ -64,6 +64,13 @@ def test_what_cannot_be_captured_is_refused_with_its_line(two: Records, module: 
     assert sentence in two.of("refused_modules")[module]
 
 
+def test_a_table_that_is_cut_like_samples_is_told(two: Records) -> None:
+    """It was cut in silence, for the look at layers that were found ended at the first form that they keep."""
+    [said] = [line for rank in two.ranks for line in rank["told_of_tables"]]
+    assert "(Linear) gives for a sample depends on the others" in said
+    assert "as many rows as there are samples by chance" in said
+
+
 def test_what_hooks_set_and_forward_reads_is_told_before_the_first_step(two: Records) -> None:
     """It was refused at its first change, in the second epoch, when an epoch had been trained."""
     told = [rank["told_of_annealing"] for rank in two.ranks]
