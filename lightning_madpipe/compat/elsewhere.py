@@ -7,7 +7,7 @@ these are left out of ``named_parameters()`` and ``state_dict()``, and to read o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,6 +137,8 @@ class HiddenTensors(dict[str, Any]):
 
     listing: Listing | None = None
     """Gives the stand-ins, while all tensors are listed."""
+    listing_for: Callable[[], Listing | None] | None = None
+    """Gives that for whoever goes through the tensors in a hook, if all are to be listed there."""
 
     def __init__(self, whole: dict[str, Any], hidden: dict[str, str]) -> None:
         super().__init__({name: value for name, value in whole.items() if name not in hidden})
@@ -148,6 +150,8 @@ class HiddenTensors(dict[str, Any]):
     def items(self) -> Any:
         """The names and tensors, with stand-ins while all are listed."""
         listing = HiddenTensors.listing
+        if listing is None and HiddenTensors.listing_for is not None:
+            listing = HiddenTensors.listing_for()
         if listing is None:
             return super().items()
         return [
@@ -198,10 +202,11 @@ class Listing:
 
     Args:
         module: The LightningModule.
+        stand_in: Makes what is listed of a tensor and of what is said to whoever reads it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, stand_in: Callable[[Tensor, str], Tensor] | None = None) -> None:
+        self._module, self._stand_in = module, stand_in or StandIn.of
         self._shown: dict[int, Tensor] | None = None
 
     def shown(self, tensor: Any, refusal: str) -> Any:
@@ -215,7 +220,9 @@ class Listing:
                     for value in vars(part).get(table, {}).values():
                         if isinstance(value, Tensor):
                             self._shown[id(value)] = value
-        return self._shown.setdefault(id(tensor), StandIn.of(tensor, refusal))
+        if id(tensor) not in self._shown:
+            self._shown[id(tensor)] = self._stand_in(tensor, refusal)
+        return self._shown[id(tensor)]
 
 
 class Elsewhere:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from lightning_madpipe.compat.absent_parameters import Absent
 
 NAME = "_get_total_norm"
 """The function of ``clip_grad`` (torch 2.6 to 2.13) that ``clip_grad_norm_`` takes its norm from. An older torch
@@ -83,10 +84,12 @@ class GradientNorms:
             setattr(clip_grad, NAME, of_one_rank)
 
     def _total(self, tensors: Any, order: float, error_if_nonfinite: bool, given_to_clip: Any) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        everything = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [each for each in everything if not isinstance(each, Absent)]  # those are counted where they are
+        names_all = isinstance(given_to_clip, Iterator) or len(given) < len(everything)
         elsewhere = {id(weight.grad) for weight in self._module.parameters() if _is_counted_elsewhere(weight)}
         norms = [float(torch.linalg.vector_norm(each, order)) for each in given if id(each) not in elsewhere]
-        everyone = self._gathered((norms, isinstance(given_to_clip, Iterator)))
+        everyone = self._gathered((norms, names_all))
         told = [theirs for theirs in everyone if theirs is not None]
         alone = sum(len(theirs) == 1 and not of_all for theirs, of_all in told)
         if len(told) < len(everyone) or alone > 1:

@@ -35,6 +35,12 @@ COUNTED_STATES = (
     "{place} counts the parameters that the optimizer has a state of (here len(optimizer.state) is {number})"
     + _COUNTED
 )
+PLACES = (
+    "{place} takes the optimizer's parameters by their places, and a rank of a pipeline has those of its own "
+    "layers only: the first one here is another one than in one process. Go through self.parameters(), which has "
+    "all of them in a hook that counts places, or by the names of self.named_parameters(), or make a group for "
+    "each kind in configure_optimizers"
+)
 LOGGED = (
     "{place} logs values of single parameters ({names}, ...): each rank logs those of its own layers, and the "
     "loggers, which are rank 0's, get those of rank 0's layers alone. Bring them together first, as by "

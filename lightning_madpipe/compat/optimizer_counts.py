@@ -1,7 +1,8 @@
-"""Numbers of what an optimizer has, asked for on a rank that has the parameters of its own layers only.
+"""Numbers and places of what an optimizer has, asked for on a rank that has those of its own layers only.
 
-``len(group["params"])`` and ``len(optimizer.state)`` call no function of torch, so that nobody sees them who
-follows values. While a hook or a step of the user's runs, these containers tell who asks for their lengths.
+``len(group["params"])``, ``group["params"][:2]`` and ``len(optimizer.state)`` call no function of torch, so that
+nobody sees them who follows values. While a hook or a step of the user's runs, these containers tell who asks for
+that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from lightning_madpipe.compat.hook_sentences import COUNTED_PARAMETERS, COUNTED_STATES
+from lightning_madpipe.compat.by_place import goes_by_place
+from lightning_madpipe.compat.hook_sentences import COUNTED_PARAMETERS, COUNTED_STATES, PLACES
 from lightning_madpipe.compat.running_code import OTHERS
 
 Tell = Callable[[str, int], None]
@@ -67,11 +69,12 @@ class _Place:
 
     def tell(self, frame: FrameType, sentence: str, number: int) -> None:
         """Tell of a length, if code of the user's asks for it, and for nothing else."""
-        if _Listening.tell is None or self._last == (id(frame), frame.f_lasti):
-            return
-        package = (frame.f_globals.get("__name__") or "").partition(".")[0]
-        if package not in (*OTHERS, "torch"):
+        if _Listening.tell is not None and self._last != (id(frame), frame.f_lasti) and _is_of_the_user(frame):
             _Listening.tell(sentence, number)
+
+
+def _is_of_the_user(frame: FrameType) -> bool:
+    return (frame.f_globals.get("__name__") or "").partition(".")[0] not in (*OTHERS, "torch", "copy")
 
 
 class _Tells:
@@ -100,6 +103,18 @@ class _Parameters(_Tells, list[Any]):
     """The parameters of a group."""
 
     sentence = COUNTED_PARAMETERS
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        self._place.note(frame)
+        if _Listening.tell is not None and _is_of_the_user(frame) and goes_by_place(frame):
+            _Listening.tell(PLACES, list.__len__(self))
+        return list.__iter__(self)
+
+    def __getitem__(self, place: Any) -> Any:
+        if _Listening.tell is not None and _is_of_the_user(sys._getframe(1)):
+            _Listening.tell(PLACES, list.__len__(self))
+        return list.__getitem__(self, place)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (list(self),)

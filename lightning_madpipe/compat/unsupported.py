@@ -304,9 +304,9 @@ def notes_on_parts(
     """
     if ended is not None:
         yield (
-            f"whether layers compute something else for a part of a batch was not looked at from {ended} on: where "
-            "one mixes samples, or keeps something from run to run, this is another training than in one process, "
-            "and MadPipeStrategy(num_micro_batches=1) is not"
+            f"whether layers compute something else for a part of a batch was not looked at from {ended} on: "
+            "where one mixes samples, or keeps something from run to run, this is another training than in one "
+            "process, and MadPipeStrategy(num_micro_batches=1) is not"
         )
     if mixing:
         yield (

@@ -119,6 +119,45 @@ def each_by_itself(host: Host) -> dict[str, Any]:
     return {"rows": recorder.rows, "said": [line for line in said if line.startswith("on_")]}
 
 
+class ByPlaces(Module):
+    """Factors by the places of parameters, as layer-wise rates have."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for place, weight in enumerate(self.parameters()):
+            weight.grad.mul_(1 / (1 + place))
+        for weight in list(self.parameters())[:2]:
+            weight.grad.zero_()
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
+        weights[-1].grad.data.add_(0.01 * weights[-1].norm() * weights[-1].detach())
+        clip_grad_norm_(weights[1:4], LARGEST)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for factor, (_, weight) in zip([0.9, 0.8, 0.7], self.named_parameters(), strict=False):
+                weight *= factor
+            torch._foreach_mul_(list(self.parameters())[3:], 0.999)
+            for place, weight in enumerate(self.blocks.parameters()):
+                weight.copy_(weight.clamp(-1, 1) * 0.99**place)
+
+
+def by_places(host: Host) -> dict[str, Any]:
+    recorder = cases.Recorder()
+    trained(host, seeded(ByPlaces), recorder)
+    return {"rows": recorder.rows}
+
+
+class PlacesOfOptimizer(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for weight in optimizer.param_groups[0]["params"][:2]:
+            weight.grad.zero_()
+
+
+class CountedPlacesOfOptimizer(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for place, weight in enumerate(optimizer.param_groups[0]["params"]):
+            weight.grad.mul_(0.9**place)
+
+
 class Ordered(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -565,6 +604,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
+        PlacesOfOptimizer, CountedPlacesOfOptimizer,
     ):  # fmt: skip
         run(build.__name__, build)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
@@ -585,7 +625,15 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [norms_over_ranks, each_by_itself, in_the_order_of_the_loader, own_ratio, asked_in_steps, taught],
+    2: [
+        norms_over_ranks,
+        each_by_itself,
+        by_places,
+        in_the_order_of_the_loader,
+        own_ratio,
+        asked_in_steps,
+        taught,
+    ],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks], 4: []}

@@ -155,7 +155,15 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["norms_over_ranks", "each_by_itself", "in_the_order_of_the_loader", "own_ratio", "asked_in_steps", "taught"],
+    [
+        "norms_over_ranks",
+        "each_by_itself",
+        "by_places",
+        "in_the_order_of_the_loader",
+        "own_ratio",
+        "asked_in_steps",
+        "taught",
+    ],
 )
 def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str) -> None:
     """``clip_grad_norm_`` in a hook took the norm of a part of the gradients, and nothing was said."""
@@ -186,6 +194,8 @@ def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str)
         ("CountedInStep", "training_step counts the optimizer's parameters (here len(group['params']) is "),
         ("counted zero", "(under stage=1, bf16 and fp16 one flat tensor of each group)"),
         ("counted bf16", "(under stage=1, bf16 and fp16 one flat tensor of each group)"),
+        ("PlacesOfOptimizer", "on_before_optimizer_step of PlacesOfOptimizer takes the optimizer's parameters by"),
+        ("CountedPlacesOfOptimizer", "takes the optimizer's parameters by their places"),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),

@@ -1,0 +1,145 @@
+"""Parameters of other ranks in a hook that goes by the places of all.
+
+``for place, weight in enumerate(self.parameters()): weight.grad.mul_(0.9**place)`` is to give each parameter the
+number of its place in the model, so that the loop runs for those of other ranks, too. What it computes with them
+is of no use here, and is computed where they are: it is followed by its form, and ends in nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_madpipe.compat.by_place import goes_by_place
+from lightning_madpipe.compat.elsewhere import ElsewhereError, HiddenTensors, Listing, StandIn
+from lightning_madpipe.compat.running_code import OTHERS
+
+NEEDED_HERE = (
+    "a hook that goes by the places of all parameters uses a value that another rank has, where this rank needs "
+    "it: only what is done to each parameter by itself is done on its rank. Go by the names of "
+    "self.named_parameters(), which are those of this rank, and bring the ranks' parts together, as by "
+    "torch.distributed.all_reduce"
+)
+
+
+class Absent(StandIn):
+    """A parameter of another rank, or what is computed from one."""
+
+    def __bool__(self) -> bool:
+        raise ElsewhereError(NEEDED_HERE)
+
+    __float__ = __int__ = __index__ = __bool__
+
+    @staticmethod
+    def like(form: Tensor, device: torch.device) -> Absent:
+        """What has this form, and is on ``device``."""
+        absent = torch.Tensor._make_subclass(Absent, form.detach(), form.requires_grad)
+        vars(absent).update(_refusal=NEEDED_HERE, _form=form, _place=device)
+        return absent
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = f"{name} {getattr(getattr(function, '__self__', None), '__name__', '')}"
+        if name.startswith("_foreach_"):
+            return _without_absent(function, arguments, keywords)
+        if name in ("__get__ grad", "__get__ data"):
+            return arguments[0]
+        if _writes(name):
+            if not isinstance(arguments[0], Absent):
+                raise ElsewhereError(NEEDED_HERE)
+            return arguments[0]
+        try:
+            return super().__torch_function__(function, types, arguments, keywords)
+        except ElsewhereError:
+            return _by_form(function, arguments, keywords)
+
+
+@contextmanager
+def listed_by_place(module: nn.Module) -> Iterator[None]:
+    """Let code that goes by the places of parameters have all of them meanwhile, in the order of the model."""
+    listing = Listing(module, lambda tensor, _: Absent.like(StandIn.of(tensor, "")._form, tensor.device))
+
+    def listing_for() -> Listing | None:
+        return listing if goes_by_place(_frame_of_the_user()) else None
+
+    before, HiddenTensors.listing_for = HiddenTensors.listing_for, listing_for
+    try:
+        yield
+    finally:
+        HiddenTensors.listing_for = before
+
+
+def _frame_of_the_user() -> FrameType | None:
+    """Where code that is not torch's or a host's goes through parameters; None where a host does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        package = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        if package != "torch" and frame.f_globals.get("__name__") not in (__name__, HiddenTensors.__module__):
+            return None if package in OTHERS else frame
+        frame = frame.f_back
+    return None
+
+
+def _writes(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    if name.startswith("__"):
+        return name.startswith(("__set__", "__setitem__", "__delitem__")) or (
+            name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+        )
+    return name.endswith("_")
+
+
+def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any]) -> Any:
+    """The form of what a function gives."""
+    device = next(each._place for each in _absent((*arguments, *keywords.values())))
+
+    def form(value: Any) -> Any:
+        if isinstance(value, Absent):
+            return value._form
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            result = function(*tree_map(form, tuple(arguments)), **tree_map(form, dict(keywords)))
+    except Exception as error:  # numbers cannot be taken out of what is not here
+        raise ElsewhereError(NEEDED_HERE) from error
+    return tree_map(lambda value: Absent.like(value, device) if isinstance(value, Tensor) else value, result)
+
+
+def _without_absent(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any]) -> Any:
+    """A function on lists, for what is here of them."""
+    lists = [value for value in arguments if isinstance(value, list | tuple)]
+    here = [not any(isinstance(each, Absent) for each in row) for row in zip(*lists, strict=True)]
+    if any(isinstance(value, Absent) for value in (*arguments, *keywords.values())) and any(here):
+        raise ElsewhereError(NEEDED_HERE)
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [each for each, is_here in zip(value, here, strict=True) if is_here]
+
+    made = function(*map(kept, arguments), **keywords) if any(here) else None
+    if made is None:
+        return None if function.__name__.endswith("_") else list(lists[0])
+    results = iter(made)
+    return [next(results) if is_here else value for value, is_here in zip(lists[0], here, strict=True)]
+
+
+def _absent(values: Any) -> Iterator[Absent]:
+    for value in values:
+        if isinstance(value, Absent):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _absent(value)
