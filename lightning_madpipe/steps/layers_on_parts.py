@@ -496,11 +496,16 @@ class _Look:
     def _kept(self) -> Iterator[tuple[str, Numbers]]:
         for module in self._modules:
             for path, part in module.named_modules():
-                if part in self._statistics:
+                if part in self._statistics or _is_captured(part):
                     continue
                 for name, value in (*attributes_of(part).items(), *part._buffers.items()):
                     if not isinstance(value, nn.Parameter):
                         yield ".".join(filter(None, (self._name, path, name))), numbers_of(_plain(value))
+
+
+def _is_captured(part: nn.Module) -> bool:
+    """Whether this is a layer that was found: its attributes are its code, and the user's modules are below."""
+    return any(kind.__module__.startswith("deepspeed_partition.capture.") for kind in type(part).__mro__)
 
 
 def _plain(value: Any, depth: int = DEPTH) -> Any:
