@@ -18,7 +18,7 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
-from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
+from deepspeed_partition.planner.solvers.contiguous.mcap import MCAP_SEARCHES, MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
@@ -46,8 +46,8 @@ from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b 
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
-    "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters", "type:REGEX",
-    "madpipe-paper", REPLICATED, "a list of boundaries",
+    "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "mcap-bf", "mcap-bo", "uniform", "parameters",
+    "type:REGEX", "madpipe-paper", REPLICATED, "a list of boundaries",
 )  # fmt: skip
 MOST_MICRO_BATCHES = 10_000
 MOST_LAYERS = 2048
@@ -322,8 +322,8 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
             return Contiguous()
         if text in ("pipedream", "pipedream-blind"):
             return PipeDream(text, tests_memory=text == "pipedream")
-        if text == "mcap":
-            return MemoryBalanced()
+        if text in MCAP_SEARCHES:
+            return MemoryBalanced(text, MCAP_SEARCHES[text])
         if text == "madpipe-paper":
             return PaperMadPipe()
         if text == REPLICATED:

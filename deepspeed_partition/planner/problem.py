@@ -16,6 +16,7 @@ from typing import Any
 
 from deepspeed_partition.planner.errors import ChainFormatError
 from deepspeed_partition.planner.io import files
+from deepspeed_partition.planner.mcap_profile import McapProfile
 from deepspeed_partition.planner.units import shown
 from deepspeed_partition.planner.warm_up_report import TrialRun
 
@@ -210,6 +211,8 @@ class Chain:
     """Device on which the layers were measured; None where it is not known."""
     warm_up: TrialRun | None = field(default=None, compare=False)
     """Other measurements of the warm-up, where layers were measured in training; no part of the digest."""
+    mcap: McapProfile | None = None
+    """What mCAP's incremental profiling found, for the algorithm ``mcap`` alone; no part of the digest."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_bytes", _bytes("input_bytes", self.input_bytes))
@@ -241,6 +244,8 @@ class Chain:
                 )
             )
         object.__setattr__(self, "layers", tuple(filled))
+        if self.mcap is not None and self.mcap.num_layers != len(filled):
+            raise ValueError(f"mcap is of {self.mcap.num_layers} layers and the chain has {len(filled)}")
         total = self.input_bytes + sum(
             layer.weight_bytes
             + layer.output_bytes
@@ -312,6 +317,8 @@ class Chain:
             for layer in self.layers
         ]
         tail = {} if self.warm_up is None else {"warm_up": self.warm_up.to_dict()}
+        if self.mcap is not None:
+            tail["mcap"] = self.mcap.to_dict()
         return head | {"input_bytes": self.input_bytes, "layers": layers} | tail
 
     @classmethod
@@ -334,6 +341,7 @@ class Chain:
                     for layer in mapping["layers"]
                 ),
                 warm_up=TrialRun.from_dict(mapping["warm_up"]) if "warm_up" in mapping else None,
+                mcap=McapProfile.from_dict(mapping["mcap"]) if "mcap" in mapping else None,
             )
         except ValueError as error:
             raise ChainFormatError(f"{where}: {error}") from None
