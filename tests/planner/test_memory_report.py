@@ -56,7 +56,7 @@ def test_by_hand():
     # Kept is the input of 5 alone, 25 less for each of two; one of them is there again while it runs backward.
     assert saved["recompute stage 0, for 2 s more per micro-batch"] == 2 * 25 - 25
     assert saved["layer 'layer1' in stage 1"] == 2 * 20 + 7 + 2 * 2
-    assert saved["half the micro-batch size"] == 30 + 4 + 3  # of 60, of two tensors of 5 and of 7; halves rounded up
+    assert saved["half the micro-batch size"] == 30 + 4 + 3  # of 60, twice 5 and 7; halves rounded up
     assert [remedy.saved_bytes for remedy in first.remedies] == sorted(saved.values(), reverse=True)
     assert "layer 'layer2' in stage 0" in {remedy.what for remedy in last.remedies}
 
