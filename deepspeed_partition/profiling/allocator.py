@@ -29,6 +29,8 @@ COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 300
 """A compiler that takes longer has come to a standstill: it takes a second or two."""
 NO_LIMIT = -1
+_limited: list[tuple[CountedMemory, int]] = []
+"""Contexts of this process that have a limit, with their limits in bytes."""
 
 
 class CountedMemory:
@@ -105,9 +107,15 @@ def counted_memory(*, limit_bytes: int | None = None) -> Iterator[CountedMemory]
     if limit_bytes is not None and limit_bytes < 0:
         raise ValueError(f"limit_bytes is {limit_bytes}: it is at least 0")
     with _counter(_library(), None) as counted:
-        if limit_bytes is not None:
-            counted._library.madpipe_limit(counted._handle, limit_bytes)
-        yield counted
+        if limit_bytes is None:
+            yield counted
+            return
+        counted._library.madpipe_limit(counted._handle, limit_bytes)
+        _limited.append((counted, limit_bytes))
+        try:
+            yield counted
+        finally:
+            _limited.remove((counted, limit_bytes))
 
 
 def limit_memory(limit_bytes: int) -> Any:
@@ -120,6 +128,12 @@ def limit_memory(limit_bytes: int) -> Any:
         RuntimeError: there is no C++ compiler, or it failed.
     """
     return counted_memory(limit_bytes=limit_bytes)
+
+
+def room_under_limits() -> tuple[int, int] | None:
+    """Return the limit that leaves least room, and this room, in bytes; None where there is no limit."""
+    rooms = [(limit, max(0, limit - counted.current_bytes)) for counted, limit in _limited]
+    return min(rooms, key=lambda each: each[1], default=None)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.profiling import LiveBytes, allocator, counted_memory, limit_memory
+from deepspeed_partition.profiling.allocator import room_under_limits
 
 MANY = 1000
 
@@ -188,3 +189,14 @@ def test_processes_compile_together_fork_and_end(tmp_path):
         assert (process.returncode, output) == (0, "counted\n"), errors
     [library] = (tmp_path / "madpipe").iterdir()
     assert library.name.startswith("counting_allocator-")
+
+
+def test_the_limit_that_leaves_least_room_is_told():
+    assert room_under_limits() is None
+    with limit_memory(1000), limit_memory(800):
+        kept = torch.empty(100, dtype=torch.uint8)
+        assert room_under_limits() == (800, 700)
+        del kept
+        with counted_memory(limit_bytes=50):
+            assert room_under_limits() == (50, 50)
+    assert room_under_limits() is None

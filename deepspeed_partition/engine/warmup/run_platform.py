@@ -17,6 +17,7 @@ from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.profiling.allocator import room_under_limits
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 CONTROL_GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files in which Linux says how much memory this container may use; versions 2 and 1."""
 STATES_OF_ADAM = 2
+MARGIN_OF_LIMIT = 0.01
+"""Share of a limit that is left free: how far a plan's memory may be too low."""
 
 
 def device_memory_bytes(engine: MadPipeEngine) -> int:
@@ -32,7 +35,8 @@ def device_memory_bytes(engine: MadPipeEngine) -> int:
     Collective over the whole job.
     """
     if get_accelerator().device_name() == "cpu":
-        return machine_memory_bytes() // gather_objects(socket.gethostname()).count(socket.gethostname())
+        share = machine_memory_bytes() // gather_objects(socket.gethostname()).count(socket.gethostname())
+        return min(share, _within_limits(engine) or share)
     device = accelerator.name_of_device()
     num_sharing = gather_objects(device).count(device)
     kept = {
@@ -43,6 +47,23 @@ def device_memory_bytes(engine: MadPipeEngine) -> int:
         announce(
             f"plans may fill {format_bytes(usable)} of this device: what is free now and what training has there, "
             f"less a margin of {format_bytes(margin)}; the option memory says another number"
+        )
+    return usable
+
+
+def _within_limits(engine: MadPipeEngine) -> int | None:
+    """The memory that ``limit_memory`` leaves this rank, and what training has of it; None without a limit."""
+    found = room_under_limits()
+    if found is None:
+        return None
+    limit, room = found
+    kept = {_storage(tensor): _storage_bytes(tensor) for tensor in kept_tensors(engine)}
+    margin = int(limit * MARGIN_OF_LIMIT)
+    usable = max(1, min(limit, room + sum(kept.values())) - margin)
+    if not engine.options.memory:
+        announce(
+            f"plans may fill {format_bytes(usable)} of the limit of {format_bytes(limit)} here: what is free now "
+            f"and what training has there, less a margin of {format_bytes(margin)}"
         )
     return usable
 
