@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -108,6 +109,9 @@ class SpreadModel:
         if pipeline is not None:
             if pipeline.num_stages == num_stages and has_layers(pipeline, call.layers):
                 exchange_layers(pipeline, call.layers)
+                if plan is not None:
+                    # The cut is that of the Trainer before, and this one asks for its own plan.
+                    pipeline.madpipe_cut = replace(pipeline.madpipe_cut, is_of_a_run=True)
             elif self.is_whole_everywhere():
                 end_engine()
                 object.__delattr__(module, HOLDER)

@@ -146,19 +146,20 @@ class MadPipeEngine(ResumingEngine):
                 return
             self._own_cut()
             cut = self.module.madpipe_cut = Cut("trial")
-        if cut is None or cut.origin in ("boundaries", "default"):
+        if cut is None or (cut.origin in ("boundaries", "default") and not cut.is_of_a_run):
             return
-        if cut.plan is not None:
+        asked = None if self.options.plan is None else load_plan(self.options.plan)
+        # A plan that an earlier run has made is no user's, who asks for another one now.
+        if asked is not None and (cut.plan is None or (cut.is_of_a_run and cut.plan != asked)):
+            self._check(asked)
+            check_same_model(asked, trainable_parameters(self.module))
+            self._recut_to(Cut("plan", asked), allocation_of(asked))
+        elif cut.plan is not None:
             self._check(cut.plan)
             if self.basic_optimizer is not None:  # frozen weights are evaluated on any cut
                 check_same_model(cut.plan, trainable_parameters(self.module))
             self.plan = cut.plan
-        elif self.options.plan is not None:
-            plan = load_plan(self.options.plan)
-            self._check(plan)
-            check_same_model(plan, trainable_parameters(self.module))
-            self._recut_to(Cut("plan", plan), allocation_of(plan))
-        else:
+        elif cut.origin == "trial":
             save_plan = self.options.save_plan
             if save_plan is not None:
                 from_rank_0(lambda: check_writable(save_plan))

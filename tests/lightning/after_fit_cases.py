@@ -441,6 +441,20 @@ class InterruptingValidation(pl.Callback):
             raise ArithmeticError("validation stopped here")
 
 
+def planned_again(host: cases.Host) -> dict[str, Any]:
+    """The cut of each fit of one module, by Trainers of which the later ones ask for plans of their own."""
+    plans = {}
+    for name, cut in (("first", [0, 3, 8]), ("second", [0, 5, 8])):
+        plans[name] = str(host.folder / f"again-{name}.json")
+        strategy = {"algorithm": cut, "warmup_epochs": 0, "save_plan": plans[name]}
+        fitted(host, cases.Classifier(optimizer="sgd"), strategy=strategy, max_epochs=1)
+    module, cuts = cases.Classifier(optimizer="sgd"), []
+    for strategy in ({**CUT, "warmup_epochs": 0}, {"plan": plans["second"]}, {"plan": plans["first"]}):
+        trainer = fitted(host, module, strategy=strategy, max_epochs=1)["trainer"]
+        cuts.append([stage.layers[0] for stage in trainer.strategy.plan.stages])
+    return {"cuts": cuts}
+
+
 def whole_elsewhere(host: cases.Host) -> dict[str, Any]:
     """Each read of a layer that did not come back raises; gather_model() brings it."""
     record: dict[str, Any] = {}
@@ -605,6 +619,7 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         all_reasons,
         in_every_precision,
         whole_elsewhere,
+        planned_again,
         specs_after_fit,
     ],
     4: [],

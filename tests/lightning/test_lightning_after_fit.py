@@ -32,6 +32,11 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case], tolerance=1e-4 if case == "whole_again" else 1e-5)
 
 
+def test_a_plan_that_a_later_trainer_asks_for_is_run(two: Records) -> None:
+    """The plan of the fit before was run, and nothing said so."""
+    assert two.of("planned_again")["cuts"] == [[0, 3], [0, 5], [0, 3]]
+
+
 def test_types_that_an_optimizer_cannot_carry_are_refused_by_name(two: Records) -> None:
     refusal = two.of("types_that_are_flattened")["refusal"]
     assert "blocks.0.scale (float64), blocks.0.phase (complex64)" in refusal and "stage=0" in refusal
