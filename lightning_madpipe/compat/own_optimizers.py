@@ -55,7 +55,8 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> st
         if _needs_closure(optimizer):
             return (
                 f"the step of {kind} calls its closure without asking whether there is one, and the engine of a "
-                "pipeline, which has the gradients by then, gives none: write `if closure is not None: ...` there"
+                "pipeline, which has the gradients by then, gives none: write `if closure is not None: ...` "
+                "there; an optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"
             )
         alone = _tried(optimizer, beside=False)
         if not _is_same(alone, _tried(optimizer, beside=True)):

@@ -44,8 +44,13 @@ def batch_size_of(batch: Any) -> int:
     """Samples in ``batch``: the length of dimension 0 of its first tensor that has one.
 
     Raises:
-        ValueError: no tensor with a dimension 0, or no sample in it.
+        ValueError: no tensor with a dimension 0, or no sample in it; a sparse or nested tensor.
     """
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_of(batch)):
+        raise ValueError(
+            "the batch holds a sparse or nested tensor, which cannot be cut into micro-batches: let the data "
+            "loader return a padded or dense one (to_padded_tensor(), to_dense()), and change it back in a layer"
+        )
     size = next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0), None)
     if size is None:
         raise ValueError(

@@ -27,8 +27,8 @@ def loss_depends_on_weights(step: str, called: str) -> str:
     """Why a step cannot run whose loss has gradients by weights that are not those of its call."""
     return (
         f"the loss of {step} depends on weights otherwise than through {called}, "
-        "such as by a penalty on self.parameters(), and no rank of a pipeline has them all: use the "
-        "optimizer's weight_decay, or let the layers return what the loss needs"
+        "such as by a penalty on self.parameters() or by weights of its terms that are learned, and no rank of "
+        "a pipeline has them all: use the optimizer's weight_decay, or let the layers return what the loss needs"
     )
 
 

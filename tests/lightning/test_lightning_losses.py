@@ -185,6 +185,14 @@ def pieces_of(batch: Any, num: int = 4) -> tuple[list[Any], list[int]]:
     return pieces, [len(next(iter(piece.values()))) for piece in pieces]
 
 
+def test_sparse_and_nested_tensors_are_refused_in_words() -> None:
+    """They ended in words of torch's, about what cannot be viewed or indexed."""
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    for tensor in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), nested):
+        with pytest.raises(ValueError, match="a sparse or nested tensor, which cannot be cut"):
+            split_batch({"x": torch.zeros(4, 2), "y": tensor}, 2)
+
+
 def test_a_batch_that_could_tell_weights_apart_is_new() -> None:
     """Without padding, samples and labels are alike; what was uneven in a batch that was tried is known."""
     tracked = Tracked()
