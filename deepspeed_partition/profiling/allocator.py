@@ -78,7 +78,7 @@ class CountedMemory:
         """
         if self._handle is None:
             raise RuntimeError("this counter of memory has ended: no part of its time can begin")
-        with _counter(self._library, self._handle) as counted:
+        with _counter(self._library, self._handle, this_thread=False) as counted:
             yield counted
 
     def _end(self) -> None:
@@ -90,7 +90,7 @@ class CountedMemory:
 
 
 @contextmanager
-def counted_memory(*, limit_bytes: int | None = None) -> Iterator[CountedMemory]:
+def counted_memory(*, limit_bytes: int | None = None, this_thread: bool = False) -> Iterator[CountedMemory]:
     """Count the bytes of the CPU tensors that this process allocates inside the context, on all threads.
 
     Contexts may be nested and may overlap: each counts what is allocated from its own beginning on.
@@ -99,6 +99,7 @@ def counted_memory(*, limit_bytes: int | None = None) -> Iterator[CountedMemory]
         limit_bytes: Most bytes that may be in use at once. An allocation beyond raises ``torch.OutOfMemoryError``,
             which torch raises on a GPU, too, and says how much was asked for, in use, and allowed; nothing is
             allocated then. None: no limit.
+        this_thread: Count, and limit, what this thread allocates alone, whichever thread frees it.
 
     Raises:
         ValueError: the limit is negative.
@@ -106,7 +107,7 @@ def counted_memory(*, limit_bytes: int | None = None) -> Iterator[CountedMemory]
     """
     if limit_bytes is not None and limit_bytes < 0:
         raise ValueError(f"limit_bytes is {limit_bytes}: it is at least 0")
-    with _counter(_library(), None) as counted:
+    with _counter(_library(), None, this_thread=this_thread) as counted:
         if limit_bytes is None:
             yield counted
             return
@@ -137,8 +138,8 @@ def room_under_limits() -> tuple[int, int] | None:
 
 
 @contextmanager
-def _counter(library: Any, parent: int | None) -> Iterator[CountedMemory]:
-    handle = library.madpipe_open(parent)
+def _counter(library: Any, parent: int | None, *, this_thread: bool) -> Iterator[CountedMemory]:
+    handle = library.madpipe_open(parent, this_thread)
     if not handle:
         raise RuntimeError(
             "the memory of CPU tensors cannot be counted, for this process has set an allocator without a raw "
@@ -155,7 +156,7 @@ def _counter(library: Any, parent: int | None) -> Iterator[CountedMemory]:
 def _library() -> Any:
     library = ctypes.CDLL(str(_compiled()))
     for name, result, arguments in (
-        ("open", ctypes.c_void_p, [ctypes.c_void_p]),
+        ("open", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_bool]),
         ("close", None, [ctypes.c_void_p]),
         ("current", ctypes.c_int64, [ctypes.c_void_p]),
         ("peak", ctypes.c_int64, [ctypes.c_void_p]),

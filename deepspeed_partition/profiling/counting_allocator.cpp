@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -18,17 +19,24 @@
 
 namespace {
 
+struct Allocation {
+  size_t size;
+  uint64_t number;
+  pthread_t thread;
+};
+
 // What one counter sees: allocations from number `first` on, until they are freed.
 struct Counter {
   uint64_t first;
   int64_t current;
   int64_t peak;
   int64_t limit;  // -1: none
-};
+  bool of_one_thread;
+  pthread_t thread;
 
-struct Allocation {
-  size_t size;
-  uint64_t number;
+  bool sees(const Allocation& allocation) const {
+    return allocation.number >= first && (!of_one_thread || pthread_equal(allocation.thread, thread));
+  }
 };
 
 // Never destroyed: tensors are freed while the process exits, too.
@@ -40,29 +48,31 @@ c10::Allocator* wrapped = nullptr;
 c10::DeleterFnPtr wrapped_deleter = nullptr;
 
 // The allocation is in no table yet: so count it first, for two threads must not share the last room.
-uint64_t count(size_t size) {
+Allocation count(size_t size) {
   std::lock_guard<std::mutex> lock(mutex);
+  const Allocation allocation{size, next_number, pthread_self()};
   const auto bytes = static_cast<int64_t>(size);
   for (const Counter& counter : counters) {
     TORCH_CHECK_WITH(
         OutOfMemoryError,
-        counter.limit < 0 || counter.current + bytes <= counter.limit,
+        counter.limit < 0 || !counter.sees(allocation) || counter.current + bytes <= counter.limit,
         "the limit of this process's memory for tensors is reached: ", size, " bytes were asked for, ",
         counter.current, " bytes are in use, and the limit is ", counter.limit, " bytes");
   }
   for (Counter& counter : counters) {
-    counter.current += bytes;
-    if (counter.current > counter.peak) {
-      counter.peak = counter.current;
+    if (counter.sees(allocation)) {
+      counter.current += bytes;
+      counter.peak = std::max(counter.peak, counter.current);
     }
   }
-  return next_number++;
+  ++next_number;
+  return allocation;
 }
 
 // The caller holds the mutex.
 void discount(const Allocation& allocation) {
   for (Counter& counter : counters) {
-    if (allocation.number >= counter.first) {
+    if (counter.sees(allocation)) {
       counter.current -= static_cast<int64_t>(allocation.size);
     }
   }
@@ -86,7 +96,7 @@ struct CountingAllocator final : c10::Allocator {
     if (size == 0) {
       return wrapped->allocate(0);
     }
-    const Allocation allocation{size, count(size)};
+    const Allocation allocation = count(size);
     try {
       c10::DataPtr made = wrapped->allocate(size);
       // The wrapped allocator has a raw deleter: its context is the address itself.
@@ -121,9 +131,9 @@ constexpr uint8_t PRIORITY = 255;
 
 extern "C" {
 
-// Begin a counter: of what is allocated from now on, or, with a `parent`, of what that one counts. Null: the
-// allocator that torch has cannot be wrapped.
-void* madpipe_open(const void* parent) {
+// Begin a counter: of what is allocated from now on, perhaps by this thread alone, or, with a `parent`, of what that
+// one counts. Null: the allocator that torch has cannot be wrapped.
+void* madpipe_open(const void* parent, bool of_one_thread) {
   std::lock_guard<std::mutex> lock(mutex);
   if (wrapped == nullptr) {
     c10::Allocator* present = c10::GetCPUAllocator();
@@ -139,10 +149,10 @@ void* madpipe_open(const void* parent) {
     c10::SetCPUAllocator(&counting, PRIORITY);
   }
   if (parent == nullptr) {
-    counters.push_back({next_number, 0, 0, -1});
+    counters.push_back({next_number, 0, 0, -1, of_one_thread, pthread_self()});
   } else {
     const auto& outer = *static_cast<const Counter*>(parent);
-    counters.push_back({outer.first, outer.current, outer.current, -1});
+    counters.push_back({outer.first, outer.current, outer.current, -1, outer.of_one_thread, outer.thread});
   }
   return &counters.back();
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from deepspeed_partition.profiling.allocated import allocated_on
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
 from deepspeed_partition.profiling.in_place import LayerTimes, gradients_before, made_by, tensors_in
 from deepspeed_partition.profiling.layer_memory import LayerMemory, MemoryReading, keys_of
@@ -55,7 +56,10 @@ class InPlaceMemory:
     """
 
     def __init__(self, device: torch.device, module: nn.Module, loss_layer: int | None) -> None:
-        self._device, self._loss_layer = device, loss_layer
+        self._loss_layer = loss_layer
+        # From before the first forward to the end of the last backward: what is freed then was counted.
+        self._counting = ExitStack()
+        self._allocated = self._counting.enter_context(allocated_on(device, this_thread=True))
         self._trained = [weight for weight in module.parameters() if weight.requires_grad]
         self._persistent = keys_of([*module.parameters(), *module.buffers()])
         self._runs_forward = False
@@ -81,7 +85,7 @@ class InPlaceMemory:
         def run(inputs: Any) -> Any:
             if not self._runs_forward or not is_boundary(inputs):
                 return function(inputs)
-            watched = _Watched(LayerMemory(self._device, inputs, self._persistent), inputs)
+            watched = _Watched(LayerMemory(self._allocated, inputs, self._persistent), inputs)
             before = gradients_before(inputs)
             with watched.memory.forward():
                 outputs = function(inputs)
@@ -122,9 +126,14 @@ class InPlaceMemory:
                 yield
         finally:
             self._pause()
+            self.close()
             for hook in hooks:
                 hook.remove()
         self.found = {layer: watched.bytes() for layer, watched in self._layers.items()}
+
+    def close(self) -> None:
+        """End the count; the end of ``backward`` does, too."""
+        self._counting.close()
 
     def _await(self, tensors: Iterable[torch.Tensor], memory: LayerMemory) -> None:
         for tensor in tensors:
@@ -229,6 +238,8 @@ def measured_in_place(
                 backward=times[number].backward,
                 weight_bytes=built.weight_bytes,
                 num_trainable_parameters=built.num_trainable_parameters,
+                largest_trainable_parameter=built.largest_trainable_parameter,
+                buffer_bytes=built.buffer_bytes,
                 input_tensor_bytes=found[number].input_tensor_bytes,
                 output_bytes=found[number].output_bytes,
                 memory=found[number].memory,

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 
+from deepspeed_partition.profiling.allocated import Allocated, allocated_on
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, receive, tensors_of
 from deepspeed_partition.profiling.live_bytes import LiveBytes, storages_of
 from deepspeed_partition.profiling.run import LayerRun, gradients_for
@@ -40,6 +41,11 @@ class MemoryReading:
     """Indices of the input tensors that autograd keeps."""
     outputs: tuple[OutputMemory, ...]
     transient_bytes: int
+    forward_bytes: int
+    """Most bytes of its own in use in the forward, the output with them; the input is not its own."""
+    backward_bytes: int
+    """Most bytes of its own in use in the backward, the gradient of its output with them, tensors of its input and
+    output without; 0 where there was none."""
 
 
 class _SavedTensor:
@@ -60,16 +66,16 @@ class LayerMemory:
     module caches, is not paid per micro-batch.
 
     Args:
-        device: the device where the layer runs.
+        allocated: what the device's allocator gives out; None: tensors are counted, without work spaces.
         inputs: the input that the layer is called with.
         persistent: the storages of parameters and buffers, as ``keys_of`` names them.
         hooks: whether to look at what autograd saves; False: all of input and output counts as saved.
     """
 
     def __init__(
-        self, device: torch.device, inputs: Boundary, persistent: AbstractSet[int], *, hooks: bool = True
+        self, allocated: Allocated | None, inputs: Boundary, persistent: AbstractSet[int], *, hooks: bool = True
     ) -> None:
-        self._device, self._hooks = device, hooks
+        self._allocated, self._hooks = allocated, hooks
         self._inputs = {key: place for place, tensor in enumerate(tensors_of(inputs)) for key in keys_of([tensor])}
         self._keys_before = persistent | set(self._inputs)
         self.live = LiveBytes()
@@ -78,7 +84,7 @@ class LayerMemory:
         self._inner: _Watched = []
         self._saved_inputs: tuple[int, ...] = ()
         self._outputs: tuple[OutputMemory, ...] = ()
-        self._forward_peak_bytes = self._backward_peak_bytes = self._incoming_bytes = 0
+        self._forward_peak_bytes = self._backward_peak_bytes = self._incoming_bytes = self._made_bytes = 0
         self._meter: _PeakMeter | None = None
         self._around = _watch(_storages(tensors_of(inputs)))
         self._held: list[torch.UntypedStorage | None] = []
@@ -86,7 +92,7 @@ class LayerMemory:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Observe the forward, or one part of it after the other, within the context."""
-        meter = _PeakMeter(self._device, self.live)
+        meter = _PeakMeter(self._allocated, self.live)
 
         def pack(tensor: torch.Tensor) -> _SavedTensor:
             held = _SavedTensor(tensor)
@@ -106,7 +112,7 @@ class LayerMemory:
         self._saved_inputs = tuple(place for key, place in self._inputs.items() if key in saved_keys)
         self._outputs = _output_memory(output, self._inputs, saved_keys, self._keys_before)
         made = {each.new_storage: each.storage_bytes for each in self._outputs if each.new_storage is not None}
-        self._forward_peak_bytes -= sum(made.values())
+        self._made_bytes = sum(made.values())
         # From here on the next layer uses the output.
         self.live.leave_out(tensors_of(output))
         self._around += _watch(_storages(tensors_of(output)))
@@ -124,9 +130,9 @@ class LayerMemory:
         They count as long as the layer runs: those of the output, which have the output's size.
         """
         self._incoming_bytes += sum(map(bytes_of, gradients))
-        if self._device.type == "cuda":  # its allocator would count their release against the layer
+        if self._allocated is not None:  # it would count their release against the layer
             self._held = [reference() for reference, _ in self._around]
-        self._meter = _PeakMeter(self._device, self.live)
+        self._meter = _PeakMeter(self._allocated, self.live)
 
     def backward_pauses(self) -> None:
         if self._meter is not None:
@@ -138,11 +144,14 @@ class LayerMemory:
     def reading(self) -> MemoryReading:
         """Return the reading, once graph and output are gone."""
         inner_stash_bytes = sum(size for reference, size in self._inner if reference() is None)
+        most_bytes = max(self._forward_peak_bytes - self._made_bytes, self._backward_peak_bytes)
         return MemoryReading(
             inner_stash_bytes=inner_stash_bytes,
             saved_inputs=self._saved_inputs,
             outputs=self._outputs,
-            transient_bytes=max(0, max(self._forward_peak_bytes, self._backward_peak_bytes) - inner_stash_bytes),
+            transient_bytes=max(0, most_bytes - inner_stash_bytes),
+            forward_bytes=self._forward_peak_bytes,
+            backward_bytes=self._backward_peak_bytes,
         )
 
 
@@ -161,19 +170,20 @@ def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryR
 
 
 def _measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor], *, hooks: bool) -> MemoryReading:
-    arguments, _ = receive(run.boundary)
-    memory = LayerMemory(run.conditions.device, arguments, keys_of(persistent), hooks=hooks)
-    with memory.forward():
-        output, roots = run.forward(arguments)
-    memory.forward_has_ended(output, roots)
-    if roots:
-        gradients = gradients_for(roots)
-        memory.backward_goes_on(gradients)
-        with memory.live:
-            run.backward(roots, gradients)
-        memory.backward_pauses()
-    del output, roots
-    return memory.reading()
+    with allocated_on(run.conditions.device) as allocated:
+        arguments, _ = receive(run.boundary)
+        memory = LayerMemory(allocated, arguments, keys_of(persistent), hooks=hooks)
+        with memory.forward():
+            output, roots = run.forward(arguments)
+        memory.forward_has_ended(output, roots)
+        if roots:
+            gradients = gradients_for(roots)
+            memory.backward_goes_on(gradients)
+            with memory.live:
+                run.backward(roots, gradients)
+            memory.backward_pauses()
+        del output, roots
+        return memory.reading()
 
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -215,18 +225,18 @@ def _watch(storages: Iterable[torch.UntypedStorage]) -> _Watched:
 
 
 class _PeakMeter:
-    """Meter of the most bytes of ``live`` since it was made; on a GPU the work spaces of kernels count, too."""
+    """Meter of the most bytes of ``live`` since it was made, by the allocator with work spaces of kernels."""
 
-    def __init__(self, device: torch.device, live: LiveBytes) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self._live = live
-        if self._cuda is not None:  # bookkeeping on the host: nothing waits for the device
-            torch.cuda.reset_peak_memory_stats(self._cuda)
-            self._other_bytes = torch.cuda.memory_allocated(self._cuda) - live.current_bytes
+    def __init__(self, allocated: Allocated | None, live: LiveBytes) -> None:
+        self._allocated, self._live = allocated, live
+        self._other_bytes = 0
+        if allocated is not None:  # bookkeeping on the host: nothing waits for the device
+            allocated.reset_peak()
+            self._other_bytes = allocated.current_bytes() - live.current_bytes
         else:
             live.reset_peak()
 
     def peak_bytes(self) -> int:
-        if self._cuda is not None:
-            return torch.cuda.max_memory_allocated(self._cuda) - self._other_bytes
+        if self._allocated is not None:
+            return self._allocated.peak_bytes() - self._other_bytes
         return self._live.peak_bytes

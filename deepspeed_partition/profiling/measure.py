@@ -43,6 +43,8 @@ class MeasuredLayer:
     backward: Spread
     weight_bytes: int
     num_trainable_parameters: int
+    largest_trainable_parameter: int
+    buffer_bytes: int
     input_tensor_bytes: tuple[int, ...]
     output_bytes: int
     memory: MemoryReading
@@ -84,6 +86,8 @@ def measure_layer(
         backward=backward,
         weight_bytes=built.weight_bytes,
         num_trainable_parameters=built.num_trainable_parameters,
+        largest_trainable_parameter=built.largest_trainable_parameter,
+        buffer_bytes=built.buffer_bytes,
         input_tensor_bytes=tuple(bytes_of(tensor) for tensor in tensors_of(boundary)),
         output_bytes=bytes_of(output),
         memory=memory,

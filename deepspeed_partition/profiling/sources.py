@@ -40,6 +40,16 @@ class BuiltLayer:
     def num_trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
+    @property
+    def largest_trainable_parameter(self) -> int:
+        """Return the numbers of the largest parameter that is trained; 0 where none is."""
+        return max((p.numel() for p in self.parameters() if p.requires_grad), default=0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the buffers; those that share memory count once."""
+        return sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.buffers()}.values())
+
 
 @dataclass(frozen=True)
 class LayerSource:

@@ -90,6 +90,16 @@ def test_threads_allocate_and_free_each_others_tensors():
         assert memory.current_bytes == 0 < memory.peak_bytes
 
 
+def test_one_thread_may_be_counted_alone():
+    with counted_memory(this_thread=True) as mine, counted_memory() as all_of_them, ThreadPoolExecutor(1) as other:
+        theirs = other.submit(torch.zeros, 10).result()
+        own = [torch.zeros(20)]
+        assert (mine.current_bytes, all_of_them.current_bytes) == (80, 120)
+        other.submit(own.clear).result()
+        del theirs
+        assert (mine.current_bytes, mine.peak_bytes, all_of_them.current_bytes) == (0, 80, 0)
+
+
 def test_a_backward_runs_on_another_thread_and_counts():
     layer, x = nn.Linear(16, 16), torch.randn(8, 16)
     with counted_memory() as memory:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_partition.profiling import measure_links, profile_chain
 from deepspeed_partition.profiling.links import LARGE_BYTES, SMALL_BYTES, fit
@@ -28,6 +29,15 @@ def report(tmp_path_factory) -> dict[str, Any]:
     status = run_ranks(HERE / "profile_multiproc.py", [str(path)], NUM_RANKS, log, timeout_seconds=120)
     assert status == 0, log.read_text()
     return json.loads(path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the ranks: what kernels need for themselves depends on the number of their threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", networks())

@@ -28,6 +28,7 @@ from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.warmup.plan_files import save_plan
 from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, training_bytes
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring, TrialReport, links_of
+from deepspeed_partition.engine.warmup.training_needs import TrainingNeeds, training_needs, with_training_needs
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
@@ -69,6 +70,8 @@ class StageReport:
     error: Exception | None = None
     loss_cost: LossCost | None = None
     """What the loss of a batch costs, on the last stage, where it was tried."""
+    needs: TrainingNeeds | None = None
+    """What training needs for the weights; None where the rank trains nothing."""
 
 
 def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) -> tuple[Plan, Chain]:
@@ -191,6 +194,7 @@ def _report(
         trial=None if measuring is None else measuring.report(),
         error=error,
         loss_cost=engine.loss_cost,
+        needs=training_needs(engine),
     )
 
 
@@ -274,6 +278,10 @@ def _plan(
         device=engine.device,
         warn=lambda sentence: announce(sentence, logging.WARNING),
     )
+    needs = [report.needs for report in reports if report.needs is not None]
+    if needs and options.weight_copies is None:
+        measured = [layer for report in reports for layer in report.layers]
+        chain = with_training_needs(chain, measured, needs, engine.module._layer_specs)
     if engine.flushes is not None:
         chain = _with_loss_of_batch(chain, reports[-1].loss_cost, max(engine.flushes))
     platform = _platform(options, reports, uses, link)
@@ -423,10 +431,13 @@ def _platform(
     kept = sum(report.training_bytes for report in reports)
     weights = sum(report.weight_bytes for report in reports)
     latency = options.latency_seconds
+    needs = [report.needs for report in reports if report.needs is not None]
     return Platform(
         num_devices=len(reports),
         memory_bytes=options.memory or min(report.memory_bytes for report in reports),
         bandwidth=options.bandwidth or min(measured, default=ANY_BANDWIDTH),
         latency_seconds=link.latency_seconds if latency is None else latency,
         weight_copies=options.weight_copies or kept / weights,
+        fixed_bytes=max((each.fixed_bytes for each in needs), default=0),
+        optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
     )

@@ -104,6 +104,8 @@ class Measuring:
             if self._part is not None:
                 self._parts.append(self._part)
         finally:
+            if self._memory is not None:
+                self._memory.close()
             self._memory = None
 
     def layer(self, number: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -78,19 +78,22 @@ class WatchedEngine(MadPipeEngine):
         unread = (each for each in self.batch_data.kept.values() if each[0] is not None)
         return sum(tensor.untyped_storage().nbytes() for each in unread for tensor in each)
 
-    def note(self, part: str, moment: object) -> None:
+    def note(self, part: str, moment: object, unread_before: int = 0) -> None:
         """Note the peak since the last call."""
         if self.memory is None:
             return
-        peak = self.memory.peak_bytes - self.unread_bytes()
+        unread = self.unread_bytes()
+        # What the first stage loads is on its device; of the last one's data only the labels ever are.
+        peak = self.memory.peak_bytes - (unread if self.stage_id == 0 else max(unread, unread_before))
         if peak > self.peaks[part]:
             self.peaks[part], self.moments[part] = peak, str(moment)
         self.memory.reset_peak()
 
     def _execute(self, instruction: Any) -> None:
+        unread_before = self.unread_bytes()
         super()._execute(instruction)
         if isinstance(instruction, Compute):
-            self.note("training", instruction)
+            self.note("training", instruction, unread_before)
 
     def _exec_reduce_tied_grads(self) -> None:
         self.note("training", "the last transfers")

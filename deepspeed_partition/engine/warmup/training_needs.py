@@ -1,0 +1,191 @@
+"""What training keeps for each weight, and what the end of a step needs besides: asked from the run's own engine.
+
+DeepSpeed's optimizers hold weights in one of three ways: a plain optimizer steps over the parameters themselves,
+``BF16_Optimizer`` and ZeRO-1 over flat master copies, of which each pipeline has a share. What they hold at all
+times is counted where it lies; what a step brings (gradients, buffers, the optimizer's own temporary tensors) is
+known before the first step from their settings and from a trial of the run's optimizer on two tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_partition.engine.pipeline.tied_copies import forms_of
+from deepspeed_partition.engine.repairs import reduction_buffer_bytes
+from deepspeed_partition.engine.repartition.parameter_groups import another_like
+from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.warmup.run_platform import training_bytes
+from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.profiling import LiveBytes
+from deepspeed_partition.profiling.measure import MeasuredLayer
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+TRIED_NUMBERS = 2**18
+"""Numbers of the smaller of two tensors that an optimizer is tried out on: 1 MB in full precision, so that a GPU's
+rounding to 512 bytes does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """What an optimizer's step needs only while it runs."""
+
+    copies: float
+    """Its temporary tensors, in copies of the tensors that it steps over."""
+    at_once: bool
+    """Whether it steps over all of them at once, or over one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingNeeds:
+    """Bytes per number that a rank trains."""
+
+    kept: float
+    """There at all times, besides the weight: master copy, states, accumulated gradients."""
+    gradient: float
+    """From the first backward of a step on, until the optimizer has stepped."""
+    reduction: float
+    """Besides, while gradients are brought together behind the last backward."""
+    optimizer: float
+    """Besides, while the optimizer steps."""
+    at_once: bool
+    """Whether ``optimizer`` holds for all weights of a rank, or for the largest parameter alone."""
+    fixed_bytes: int
+    """Bytes of the process on its device that are nobody's weights."""
+
+
+def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
+    """Return what this rank's training needs; None where it trains nothing."""
+    trained = [weight for weight in engine.module.parameters() if weight.requires_grad]
+    numbers = sum(weight.numel() for weight in trained)
+    if not numbers or engine.basic_optimizer is None:
+        return None
+    total, weights = training_bytes(engine)
+    gradients = sum(weight.numel() * weight.element_size() for weight in trained)
+    kept = (total - weights - gradients) / numbers
+    gradient = gradients / numbers
+    wrapper = engine.optimizer
+    if getattr(wrapper, "use_grad_accum_attribute", False):
+        gradient += wrapper.gradient_accumulation_dtype.itemsize
+    step = optimizer_step(engine.basic_optimizer)
+    return TrainingNeeds(
+        kept=kept,
+        gradient=gradient,
+        reduction=_reduction_bytes(engine, numbers, gradients) / numbers,
+        optimizer=_in_step(wrapper, step, gradient, engine.grid.data_parallel_size),
+        at_once=step.at_once or _is_flat(wrapper),
+        fixed_bytes=0,
+    )
+
+
+def _is_flat(wrapper: Any) -> bool:
+    return isinstance(wrapper, BF16_Optimizer | DeepSpeedZeroOptimizer)
+
+
+def _reduction_bytes(engine: MadPipeEngine, numbers: int, gradients: int) -> int:
+    """Return what is needed to add up the gradients of all pipelines."""
+    wrapper = engine.optimizer
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        return reduction_buffer_bytes(wrapper)[1]
+    if engine.grid.data_parallel_size == 1:
+        return 0
+    if not isinstance(wrapper, BF16_Optimizer):  # a bucket that gradients are copied into
+        return gradients * min(numbers, MEMORY_OPT_ALLREDUCE_SIZE) // numbers
+    accumulated: torch.dtype = wrapper.grad_acc_dtype
+    sent: torch.dtype = engine.communication_data_type
+    copies = accumulated.itemsize if len(wrapper.bf16_groups) > 1 else 0  # one flat tensor is its own bucket
+    return numbers * (copies + (sent.itemsize if sent != accumulated else 0))
+
+
+def _in_step(wrapper: Any, step: OptimizerStep, gradient: float, num_pipelines: int) -> float:
+    """Return the bytes per number of a rank's weights, or of the largest one, that a step needs."""
+    full = torch.float32.itemsize
+    temporary = step.copies * full
+    if isinstance(wrapper, BF16_Optimizer):
+        copied = full if wrapper.grad_acc_dtype is not torch.float32 else 0
+        return (copied + temporary) / num_pipelines
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        # Gradients become one flat tensor, and are gone when the optimizer steps over it.
+        return max(full / num_pipelines, (full + temporary) / num_pipelines - gradient)
+    return step.copies * gradient
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer) -> OptimizerStep:
+    """Try an optimizer out on tensors of one and two parts: what does its second step need besides states?"""
+    try:
+        alone = _needed_bytes(optimizer, [2 * TRIED_NUMBERS])
+        together = _needed_bytes(optimizer, [TRIED_NUMBERS, 2 * TRIED_NUMBERS])
+    except Exception as error:  # somebody else's optimizer, on an input that it never expected
+        announce(
+            f"what a step of the optimizer {type(optimizer).__name__} needs could not be tried out ({error}): it "
+            "is taken to need twice its weights, as Adam does"
+        )
+        return OptimizerStep(copies=2, at_once=True)
+    size = torch.float32.itemsize * TRIED_NUMBERS
+    return OptimizerStep(copies=round(alone / size / 2, 2), at_once=together > alone + size // 4)
+
+
+def _needed_bytes(optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> int:
+    """Return the most bytes that the second step needs, states and gradients not counted."""
+    device = get_accelerator().current_device_name()
+    weights = [torch.nn.Parameter(torch.zeros(number, device=device)) for number in numbers]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    trial = another_like(optimizer, weights)
+    trial.step()
+    if get_accelerator().device_name() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trial.step()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveBytes() as live:
+        trial.step()
+    return live.peak_bytes
+
+
+def with_training_needs(
+    chain: Chain, layers: Sequence[MeasuredLayer], needs: Sequence[TrainingNeeds], specs: Sequence[Any]
+) -> Chain:
+    """Return a chain that knows what training needs for the weights of each layer.
+
+    Args:
+        layers: the layers as they were measured.
+        needs: what the ranks need; that of a layer that may come to any of them is the largest.
+        specs: the layers as the module lists them, of which some share a module.
+    """
+    shared = {
+        layer: {form.part_name: layers[layer].weight_bytes}
+        for form in forms_of(specs)
+        for layer in form.layers
+        if len(form.layers) > 1
+    }
+    names = ("kept", "gradient", "reduction", "optimizer")
+    most = {name: max(getattr(each, name) for each in needs) for name in names}
+    at_once = any(each.at_once for each in needs)
+    with_needs = []
+    for index, (layer, found) in enumerate(zip(chain.layers, layers, strict=True)):
+        numbers = found.num_trainable_parameters
+        steps_over = numbers if at_once else found.largest_trainable_parameter
+        gradient_bytes = round(most["gradient"] * numbers)
+        with_needs.append(
+            replace(
+                layer,
+                training_bytes=(
+                    found.weight_bytes + found.buffer_bytes + round(most["kept"] * numbers) + gradient_bytes
+                ),
+                gradient_bytes=gradient_bytes,
+                reduction_bytes=round(most["reduction"] * numbers),
+                optimizer_transient_bytes=round(most["optimizer"] * steps_over),
+                shared_weights=tuple(shared.get(index, {}).items()),
+            )
+        )
+    return replace(chain, layers=tuple(with_needs))
