@@ -541,9 +541,21 @@ def weight_copies_are_what_deepspeed_keeps(_: Path) -> None:
         data = mine(engine, batches(2, dtype=torch.bfloat16 if "bf16" in config else torch.float32))
         engine.train_batch(data)
         found: list[int] = []
-        engine.before_optimizer_step = lambda found=found, before=before: found.append(
-            sum(storage.nbytes() for address, storage in live().items() if address not in before)
-        )
+
+        # With ZeRO before the gradients are copied into a buffer.
+        reduce = getattr(engine.optimizer, "reduce_gradients", None)
+
+        def look(
+            *given: Any, found: Any = found, before: Any = before, reduce: Any = reduce, **named: Any
+        ) -> None:
+            found.append(sum(storage.nbytes() for address, storage in live().items() if address not in before))
+            if reduce is not None:
+                reduce(*given, **named)
+
+        if reduce is None:
+            engine.before_optimizer_step = look
+        else:
+            engine.optimizer.reduce_gradients = look
         engine.train_batch(data)
         engine.before_optimizer_step = None
         slack = 0.02 * weights + 30_000  # micro-batches and losses

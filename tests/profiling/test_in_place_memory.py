@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.planner.problem import LayerProfile
-from deepspeed_partition.profiling import LiveBytes, layer_profiles, profile_chain
-from deepspeed_partition.profiling import allocated
+from deepspeed_partition.profiling import LiveBytes, allocated, layer_profiles, profile_chain
 from deepspeed_partition.profiling.in_place_memory import InPlaceMemory
 from deepspeed_partition.profiling.measure import MeasuredLayer, Spread
 from tests.exhaustive import is_exhaustive

@@ -134,7 +134,8 @@ def num_states(optimizer: torch.optim.Optimizer) -> int:
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if torch.is_tensor(value):
-            yield value
+            if value.device.type != "meta":  # ZeRO has shapes of the weights there, without memory
+                yield value
         elif isinstance(value, Mapping):
             yield from _tensors_in(value.values())
         elif isinstance(value, list | tuple):

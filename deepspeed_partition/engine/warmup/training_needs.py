@@ -30,19 +30,23 @@ from deepspeed_partition.profiling.measure import MeasuredLayer
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
-TRIED_NUMBERS = 2**18
-"""Numbers of the smaller of two tensors that an optimizer is tried out on: 1 MB in full precision, so that a GPU's
-rounding to 512 bytes does not count."""
+TRIED_NUMBERS = 2**16
+"""Numbers of a tensor that an optimizer is tried out on: a GPU's rounding to 512 bytes must not count."""
+TRIED_TENSORS = 8
+"""Number of such tensors. A step over all of them at once needs eight times what one needs, a step over one after
+the other at most twice that: what it has of one is not gone before the next one's is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """What an optimizer's step needs only while it runs."""
+    """What an optimizer's step needs only while it runs, in copies of tensors that it steps over."""
 
-    copies: float
-    """Its temporary tensors, in copies of the tensors that it steps over."""
+    of_one: float
+    """Copies of a tensor that it steps over alone."""
+    of_several: float
+    """Copies of the largest tensor where it steps over one after the other, or of all of them together."""
     at_once: bool
-    """Whether it steps over all of them at once, or over one after the other."""
+    """Whether it steps over all of them at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,35 +113,38 @@ def _reduction_bytes(engine: MadPipeEngine, numbers: int, gradients: int) -> int
 def _in_step(wrapper: Any, step: OptimizerStep, gradient: float, num_pipelines: int) -> float:
     """Return the bytes per number of a rank's weights, or of the largest one, that a step needs."""
     full = torch.float32.itemsize
-    temporary = step.copies * full
+    temporary = step.of_one * full
     if isinstance(wrapper, BF16_Optimizer):
         copied = full if wrapper.grad_acc_dtype is not torch.float32 else 0
         return (copied + temporary) / num_pipelines
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
         # Gradients become one flat tensor, and are gone when the optimizer steps over it.
         return max(full / num_pipelines, (full + temporary) / num_pipelines - gradient)
-    return step.copies * gradient
+    return step.of_several * gradient
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> OptimizerStep:
-    """Try an optimizer out on tensors of one and two parts: what does its second step need besides states?"""
+    """Try an optimizer out on one tensor and on several: what does its second step need besides states?"""
     try:
-        alone = _needed_bytes(optimizer, [2 * TRIED_NUMBERS])
-        together = _needed_bytes(optimizer, [TRIED_NUMBERS, 2 * TRIED_NUMBERS])
+        one = _needed_bytes(optimizer, 1)
+        several = _needed_bytes(optimizer, TRIED_TENSORS)
     except Exception as error:  # somebody else's optimizer, on an input that it never expected
         announce(
             f"what a step of the optimizer {type(optimizer).__name__} needs could not be tried out ({error}): it "
             "is taken to need twice its weights, as Adam does"
         )
-        return OptimizerStep(copies=2, at_once=True)
+        return OptimizerStep(of_one=2, of_several=2, at_once=True)
     size = torch.float32.itemsize * TRIED_NUMBERS
-    return OptimizerStep(copies=round(alone / size / 2, 2), at_once=together > alone + size // 4)
+    at_once = several > one * TRIED_TENSORS / 2
+    return OptimizerStep(
+        of_one=round(one / size, 2), of_several=round((one if at_once else several) / size, 2), at_once=at_once
+    )
 
 
-def _needed_bytes(optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> int:
-    """Return the most bytes that the second step needs, states and gradients not counted."""
+def _needed_bytes(optimizer: torch.optim.Optimizer, num_tensors: int) -> int:
+    """Return the most bytes that the second step over some tensors needs, states and gradients not counted."""
     device = get_accelerator().current_device_name()
-    weights = [torch.nn.Parameter(torch.zeros(number, device=device)) for number in numbers]
+    weights = [torch.nn.Parameter(torch.zeros(TRIED_NUMBERS, device=device)) for _ in range(num_tensors)]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     trial = another_like(optimizer, weights)

@@ -1,0 +1,80 @@
+"""What an optimizer's step needs, tried out; and what training needs, laid upon the layers of a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from deepspeed.pipe import TiedLayerSpec  # noqa: E402
+from torch import nn  # noqa: E402
+
+from deepspeed_partition.engine.warmup.training_needs import (  # noqa: E402
+    OptimizerStep,
+    TrainingNeeds,
+    optimizer_step,
+    with_training_needs,
+)
+from deepspeed_partition.profiling import counted_memory, layer_profiles, measure_stage  # noqa: E402
+from deepspeed_partition.profiling.layers import measured_chain  # noqa: E402
+
+NUMBERS = 2**18
+OPTIMIZERS: dict[str, tuple[Any, OptimizerStep]] = {
+    "SGD": (
+        lambda weights: torch.optim.SGD(weights, lr=0.1),
+        OptimizerStep(of_one=0, of_several=0, at_once=False),
+    ),
+    "momentum": (
+        lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+        OptimizerStep(of_one=0, of_several=0, at_once=False),
+    ),
+    "Adam": (torch.optim.Adam, OptimizerStep(of_one=2, of_several=3, at_once=False)),
+    "AdamW, all at once": (
+        lambda weights: torch.optim.AdamW(weights, foreach=True),
+        OptimizerStep(of_one=1, of_several=1, at_once=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_trial_tells_what_a_step_needs(name):
+    make, expected = OPTIMIZERS[name]
+    assert optimizer_step(make([nn.Parameter(torch.zeros(3))])) == expected
+    for num_tensors, copies in ((1, expected.of_one), (5, expected.of_several * (5 if expected.at_once else 1))):
+        weights = [nn.Parameter(torch.zeros(NUMBERS)) for _ in range(num_tensors)]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer = make(weights)
+        optimizer.step()
+        with counted_memory() as memory:
+            optimizer.step()
+        assert abs(memory.peak_bytes / (4 * NUMBERS) - copies) < 0.01
+
+
+def test_needs_by_layer():
+    layers = [nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 4)]
+    layers[0].bias.requires_grad_(False)
+    x = torch.randn(5, 4)
+    measured, _ = measure_stage(layers, x, device="cpu", warm_up=1, repeats=1)
+    chain = measured_chain(
+        measured, name="by hand", input_bytes=80, micro_batch_size=5, device=torch.device("cpu"), warn=print
+    )
+    assert list(chain.layers) == layer_profiles(measured)
+    specs = [TiedLayerSpec("both", nn.Linear, 4, 3), nn.BatchNorm1d(3), TiedLayerSpec("both", nn.Linear, 4, 3)]
+    some = TrainingNeeds(kept=8, gradient=4, reduction=0, optimizer=12, at_once=False, fixed_bytes=0)
+    more = TrainingNeeds(kept=4, gradient=4, reduction=2, optimizer=12, at_once=False, fixed_bytes=0)
+    first, middle, last = with_training_needs(chain, measured, [some, more], specs).layers
+    # A frozen bias is kept as it is; batch normalization has two buffers of 3 numbers and a count.
+    assert first.training_bytes == 4 * (12 + 3) + (8 + 4) * 12
+    assert middle.training_bytes == 4 * 6 + (4 * 6 + 8) + (8 + 4) * 6
+    assert [layer.gradient_bytes for layer in (first, middle, last)] == [4 * 12, 4 * 6, 4 * 16]
+    assert [layer.reduction_bytes for layer in (first, middle, last)] == [2 * 12, 2 * 6, 2 * 16]
+    assert [layer.optimizer_transient_bytes for layer in (first, middle, last)] == [12 * 12, 12 * 3, 12 * 12]
+    assert [layer.shared_weights for layer in (first, middle, last)] == [
+        (("tied_modules.both", 60),), (), (("tied_modules.both", 64),),
+    ]  # fmt: skip
+    at_once = TrainingNeeds(kept=8, gradient=4, reduction=0, optimizer=12, at_once=True, fixed_bytes=0)
+    assert with_training_needs(chain, measured, [at_once], specs).layers[2].optimizer_transient_bytes == 12 * 16
