@@ -67,9 +67,9 @@ def test_needs_by_layer():
     some = TrainingNeeds(kept=8, gradient=4, reduction=0, optimizer=12, at_once=False, fixed_bytes=0)
     more = TrainingNeeds(kept=4, gradient=4, reduction=2, optimizer=12, at_once=False, fixed_bytes=0)
     first, middle, last = with_training_needs(chain, measured, [some, more], specs).layers
-    # A frozen bias is kept as it is; batch normalization has two buffers of 3 numbers and a count.
+    # A frozen bias is kept as it is; batch normalization has buffers of 3 and 3 numbers and a count, and copies.
     assert first.training_bytes == 4 * (12 + 3) + (8 + 4) * 12
-    assert middle.training_bytes == 4 * 6 + (4 * 6 + 8) + (8 + 4) * 6
+    assert middle.training_bytes == 4 * 6 + 2 * (4 * 6 + 8) + (8 + 4) * 6
     assert [layer.gradient_bytes for layer in (first, middle, last)] == [4 * 12, 4 * 6, 4 * 16]
     assert [layer.reduction_bytes for layer in (first, middle, last)] == [2 * 12, 2 * 6, 2 * 16]
     assert [layer.optimizer_transient_bytes for layer in (first, middle, last)] == [12 * 12, 12 * 3, 12 * 12]

@@ -99,7 +99,9 @@ def _reduction_bytes(engine: MadPipeEngine, numbers: int, gradients: int) -> int
     """Return what is needed to add up the gradients of all pipelines."""
     wrapper = engine.optimizer
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        return reduction_buffer_bytes(wrapper)[1]
+        # Gradients move into a buffer, a flat copy of it is reduced, and each pipeline keeps its share: gloo may
+        # let the copy go on a thread of its own, after the share was made.
+        return reduction_buffer_bytes(wrapper)[1] + gradients // engine.grid.data_parallel_size
     if engine.grid.data_parallel_size == 1:
         return 0
     if not isinstance(wrapper, BF16_Optimizer):  # a bucket that gradients are copied into
@@ -186,8 +188,9 @@ def with_training_needs(
         with_needs.append(
             replace(
                 layer,
+                # Buffers are copied before each step, which may have to be undone.
                 training_bytes=(
-                    found.weight_bytes + found.buffer_bytes + round(most["kept"] * numbers) + gradient_bytes
+                    found.weight_bytes + 2 * found.buffer_bytes + round(most["kept"] * numbers) + gradient_bytes
                 ),
                 gradient_bytes=gradient_bytes,
                 reduction_bytes=round(most["reduction"] * numbers),
