@@ -91,8 +91,8 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = iter(ctx.gradients)
-        return None, *(next(gradients) if floating else None for floating in ctx.floating)
+        # Given away, not lent: the last layer's backward is the last one that needs them.
+        return None, *(ctx.gradients.pop(0) if floating else None for floating in ctx.floating)
 
 
 class Departed:
