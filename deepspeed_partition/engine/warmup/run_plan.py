@@ -440,6 +440,5 @@ def _platform(
         bandwidth=options.bandwidth or min(measured, default=ANY_BANDWIDTH),
         latency_seconds=link.latency_seconds if latency is None else latency,
         weight_copies=options.weight_copies or kept / weights,
-        fixed_bytes=max((each.fixed_bytes for each in needs), default=0),
         optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
     )

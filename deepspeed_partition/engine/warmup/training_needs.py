@@ -63,8 +63,6 @@ class TrainingNeeds:
     """Besides, while the optimizer steps."""
     at_once: bool
     """Whether ``optimizer`` holds for all weights of a rank, or for the largest parameter alone."""
-    fixed_bytes: int
-    """Bytes of the process on its device that are nobody's weights."""
 
 
 def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
@@ -87,7 +85,6 @@ def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
         reduction=_reduction_bytes(engine, numbers, gradients) / numbers,
         optimizer=_in_step(wrapper, step, gradient, engine.grid.data_parallel_size),
         at_once=step.at_once or _is_flat(wrapper),
-        fixed_bytes=0,
     )
 
 
