@@ -37,6 +37,8 @@ from deepspeed_partition.planner.plan import MemoryUse
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.training_bytes import TrainingBytes
 
+NOTHING = -(2**62)
+"""Bytes that are less than any: those of a layer that was not measured."""
 UNLIMITED = 2**40
 """Number of micro-batches that stands for no limit: more than any schedule has in flight."""
 
@@ -119,6 +121,11 @@ class StageTable:
         """Bytes of the buffers at both boundaries of layers k to l, [k, l]; contained in ``fixed``."""
         self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None] + at_cut[None, :], 0)
         """Bytes that each micro-batch in flight adds to layers k to l, [k, l]."""
+        self._stash_before, self._at_cut = stash, at_cut
+        self._unmeasured = np.array([layer.transient_bytes for layer in chain.layers], dtype=np.int64)
+        self._running = np.array([
+            NOTHING if layer.running_bytes is None else layer.running_bytes for layer in chain.layers
+        ], dtype=np.int64)  # fmt: skip
         self.transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=False)
         """Bytes that layers k to l need only while they run, [k, l]; contained in ``fixed``."""
         self.forward_transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=True)
@@ -146,6 +153,21 @@ class StageTable:
         result: NDArray[np.int64] = np.maximum(self.fixed + in_flight * self.stash, self.floor)
         return result
 
+    def first_backward(self, start: int, stop: int, late_gradients: NDArray[np.int64]) -> int:
+        """Return the transient bytes of a stage in its first backward of a step, gradients that come included.
+
+        The gradient of a layer comes when its backward runs, and then its stash goes.
+
+        Args:
+            late_gradients: bytes that come with the backward of each of its layers, shape (stop - start,).
+        """
+        stash = self._stash_before
+        behind = stash[stop] + self._at_cut[stop] - stash[start:stop]
+        come = np.cumsum(late_gradients[::-1])[::-1]
+        measured = self._running[start:stop] - behind + come
+        unmeasured = np.where(self._running[start:stop] < 0, self._unmeasured[start:stop] + come[0], 0)
+        return int(max(0, measured.max(), unmeasured.max()))
+
     def _room_for(self, memory_bytes: int) -> NDArray[np.int64]:
         room = memory_bytes - self.fixed
         in_flight = np.full(room.shape, UNLIMITED, dtype=np.int64)
@@ -168,9 +190,8 @@ def _transient(
     unmeasured = np.array([
         layer.transient_bytes if layer.running_bytes is None else 0 for layer in chain.layers
     ], dtype=np.int64)  # fmt: skip
-    none = -(2**62)
     measured = np.array([
-        none if running is None else running + int(stash[index])
+        NOTHING if running is None else running + int(stash[index])
         for index, layer in enumerate(chain.layers)
         for running in [_running(layer, forward=forward)]
     ], dtype=np.int64)  # fmt: skip

@@ -117,8 +117,7 @@ class LayerProfile:
     """Bytes that training keeps for the weights, with gradients, master copies, the optimizer's states and the
     layer's buffers. None: ``Platform.weight_copies`` times ``weight_bytes``."""
     gradient_bytes: int = 0
-    """Part of ``training_bytes`` that is there from the first backward of a step on, and before it is not: the
-    gradients."""
+    """Part of ``training_bytes`` that comes with the first backward of this layer in a step: the gradients."""
     reduction_bytes: int = 0
     """Bytes needed besides when the gradients of a step are complete and are brought together: copies of the
     gradients of this layer."""

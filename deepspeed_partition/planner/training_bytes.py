@@ -7,8 +7,8 @@ there once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -33,7 +33,9 @@ class TrainingBytes:
         self._as_they_are = _prefix(layer.training_bytes or 0 for layer in layers)
         self._optimizer = np.array([layer.optimizer_transient_bytes for layer in layers], dtype=np.int64)
         self._reduction = np.array([layer.reduction_bytes for layer in layers], dtype=np.int64)
-        self._gradients = _prefix(map(_late_gradient_bytes, layers))
+        self._layers = layers
+        self.has_gradients = any(layer.gradient_bytes for layer in layers)
+        """Whether it is known which part of what training keeps are gradients."""
         self._shares: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         """Layers that share weights, by name, in order: number, weights to multiply, and bytes as they are."""
         for index, layer in enumerate(layers):
@@ -60,12 +62,21 @@ class TrainingBytes:
             as_they_are -= sum(kept for _, _, kept in here[1:])
         return self._multiplied(weights) + as_they_are
 
-    def gradients(self, start: int, stop: int) -> int:
-        """Return the bytes, of what a stage keeps, that are not there before its first backward of a step.
+    def late_gradients(self, stages: Sequence[tuple[int, int]]) -> list[NDArray[np.int64]]:
+        """Return the bytes that come with the first backward of a step, for each layer of each stage of a device.
 
-        Gradients of shared weights do not count: the first backward is that of another stage.
+        Gradients of weights that several layers of the device share do not count: they come with the first of
+        their backwards.
         """
-        return int(self._gradients[stop] - self._gradients[start])
+        here = [index for start, stop in stages for index in range(start, stop)]
+        names = Counter(name for index in here for name, _ in self._layers[index].shared_weights)
+
+        def late(layer: LayerProfile) -> int:
+            own = layer.weight_bytes - sum(size for name, size in layer.shared_weights if names[name] > 1)
+            return layer.gradient_bytes * own // layer.weight_bytes if layer.weight_bytes else 0
+
+        layers = (self._layers[start:stop] for start, stop in stages)
+        return [np.array(list(map(late, each)), dtype=np.int64) for each in layers]
 
     def after_backwards(self, stages: Iterable[tuple[int, int]]) -> int:
         """Return the bytes needed besides, behind the last backward of a step, on a device with these stages.
@@ -115,11 +126,6 @@ class TrainingBytes:
     def _multiplied(self, weights: int) -> int:
         scaled = weights * self._copies
         return -(-scaled.numerator // scaled.denominator)
-
-
-def _late_gradient_bytes(layer: LayerProfile) -> int:
-    shared = sum(size for _, size in layer.shared_weights)
-    return layer.gradient_bytes * (layer.weight_bytes - shared) // layer.weight_bytes if layer.weight_bytes else 0
 
 
 def _times(num_bytes: NDArray[np.int64], copies: Fraction) -> NDArray[np.int64]:

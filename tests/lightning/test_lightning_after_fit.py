@@ -10,6 +10,9 @@ import pytest
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 from tests.ranks import run_ranks
 
+TOLERANCES = {"whole_again": 1e-4, "unfrozen_and_fitted_again": 1e-4}
+"""Of cases with so many steps that rounding shows, which is another one on each kind of processor."""
+
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
@@ -29,7 +32,7 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     After ``fit`` layers of other stages once kept their initial weights on each rank. A second ``fit`` that
     trained other weights was refused with the plan of the first one, which no user had given.
     """
-    assert_same(two.of(case), two.reference[case], tolerance=1e-4 if case == "whole_again" else 1e-5)
+    assert_same(two.of(case), two.reference[case], tolerance=TOLERANCES.get(case, 1e-5))
 
 
 def test_a_plan_that_a_later_trainer_asks_for_is_run(two: Records) -> None:

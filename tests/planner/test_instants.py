@@ -46,6 +46,7 @@ def peaks(
             + (own[index][-1].get("cut_stash_bytes", 0) if index < len(stages) - 1 else 0)
             for index in mine
         }
+        names = [name for index in mine for layer in own[index] for name in layer.get("shared_weights", {})]
         weights, most = for_weights([layer for index in mine for layer in own[index]], platform)
         for now in moments:
             total = running = 0
@@ -53,12 +54,14 @@ def peaks(
                 forward, backward = when[f"F{index}"], when[f"B{index}"]
                 in_flight = [(f[0], b[1]) for f, b in zip(forward, backward, strict=True)]
                 total += there(in_flight, now) * kept[index]
-                if steps and now < min(backward)[0]:
-                    total -= sum(map(own_gradients, own[index]))
+                come = [own_gradients(layer, names) if steps else 0 for layer in own[index]]
+                is_first = steps and now < min(end for _, end in backward)
+                total -= sum(come) if is_first else 0
                 for spans, key in ((forward, "forward_running_bytes"), (backward, "running_bytes")):
                     if there(spans, now):
                         key = key if steps else "running_bytes"
-                        running = max(running, beyond(own[index], kept[index], key))
+                        gradients = come if is_first and spans is backward else [0] * len(come)
+                        running = max(running, beyond(own[index], kept[index], key, gradients))
                 for cut in (index - 1, index):
                     if 0 <= cut < len(stages) - 1:
                         num_bytes = layers[stages[cut]["layers"][1] - 1]["output_bytes"]
@@ -85,19 +88,20 @@ def for_weights(layers: list[dict[str, Any]], platform: dict[str, Any]) -> tuple
     )
 
 
-def own_gradients(layer: dict[str, Any]) -> int:
-    own = layer["weight_bytes"] - sum(layer.get("shared_weights", {}).values())
+def own_gradients(layer: dict[str, Any], names: list[str]) -> int:
+    shared = layer.get("shared_weights", {})
+    own = layer["weight_bytes"] - sum(size for name, size in shared.items() if names.count(name) > 1)
     return layer.get("gradient_bytes", 0) * own // (layer["weight_bytes"] or 1)
 
 
-def beyond(layers: list[dict[str, Any]], kept: int, key: str) -> int:
+def beyond(layers: list[dict[str, Any]], kept: int, key: str, gradients: list[int]) -> int:
     """What a stage needs while it runs beyond what it keeps: at each layer, what has come up to it and its own."""
     most = up_to_it = 0
-    for layer in layers:
+    for index, layer in enumerate(layers):
         if "running_bytes" in layer:
-            most = max(most, up_to_it + layer.get(key, layer["running_bytes"]) - kept)
+            most = max(most, up_to_it + layer.get(key, layer["running_bytes"]) - kept + sum(gradients[index:]))
         else:
-            most = max(most, layer["transient_bytes"])
+            most = max(most, layer["transient_bytes"] + sum(gradients))
         up_to_it += layer["stash_bytes"]
     return most
 

@@ -16,7 +16,7 @@ from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.remedies import divided
 from deepspeed_partition.planner.simulate.replay import timeline_of
-from deepspeed_partition.planner.simulate.replay_memory import Moments, StageCost
+from deepspeed_partition.planner.simulate.replay_memory import Moments, costs_of
 from deepspeed_partition.planner.simulate.replay_step import Timeline
 from deepspeed_partition.planner.units import format_bytes, format_seconds, shown
 
@@ -112,7 +112,7 @@ class _Explanation:
         )
 
     def _moments(self, plan: Plan, chain: Chain) -> Moments:
-        costs = [StageCost(chain, stage, in_step=plan.step is not None) for stage in plan.stages]
+        costs = costs_of(plan, chain, in_step=plan.step is not None)
         return Moments(plan, chain, costs, self.timeline, self.device)
 
     def _when(self, seconds: float | None) -> str:
@@ -160,9 +160,9 @@ class _Explanation:
                 num_bytes=number * moments.tensor_bytes[end],
             )
         if use.transient:
-            name, (_, most) = max(
-                ((name, each) for name, each in moments.running.items() if each[0][place]),
-                key=lambda named: named[1][1],
+            name, most = max(
+                ((name, int(needs[place])) for name, (runs, needs) in moments.running.items() if runs[place]),
+                key=lambda named: named[1],
             )
             yield Part(term="transient", what=f"while {self._in_words(name)}", num_bytes=most)
 

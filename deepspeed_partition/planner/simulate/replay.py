@@ -19,7 +19,7 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import MemoryUse, Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
-from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, peaks_of
+from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, costs_of, peaks_of
 from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step, step_ticks
 
 TOLERANCE = 1e-9
@@ -52,7 +52,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
         PlanMismatchError: the plan is for another chain.
     """
     plan.check_chain(chain)
-    costs = [StageCost(chain, stage) for stage in plan.stages]
+    costs = costs_of(plan, chain, in_step=False)
     violations = list(_structure_violations(plan, chain, costs))
     if violations:  # a pattern that lacks operations cannot be unrolled
         return Replay(tuple(violations), (), ())
@@ -73,7 +73,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
             violations.append(
                 f"one step takes {step_seconds:.9g} s and the plan says {plan.step.step_seconds:.9g} s"
             )
-        costs = [StageCost(chain, stage, in_step=True) for stage in plan.stages]
+        costs = costs_of(plan, chain, in_step=True)
         in_flight, peaks = peaks_of(plan, chain, costs, step)
         violations += _memory_violations(plan, peaks, "step")
     violations += _promise_violations(plan, in_flight, peaks)

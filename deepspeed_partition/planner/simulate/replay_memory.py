@@ -7,7 +7,8 @@ planner counts with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -23,15 +24,34 @@ DevicePeaks = tuple[MemoryUse, ...]
 """Memory of one device at each of the moments when it needs the most: the same total, possibly in other terms."""
 
 
+def costs_of(plan: Plan, chain: Chain, *, in_step: bool) -> list[StageCost]:
+    """Return the costs of the stages of a plan, in a step that drains or in a steady state."""
+    costs = []
+    for stage in plan.stages:
+        names = Counter(
+            name
+            for other in plan.stages
+            if other.device == stage.device
+            for layer in chain.layers[slice(*other.layers)]
+            for name, _ in layer.shared_weights
+        )
+        several = frozenset(name for name, count in names.items() if count > 1)
+        costs.append(StageCost(chain, stage, several, in_step=in_step))
+    return costs
+
+
 class StageCost:
     """Times and bytes of one stage, from the chain alone.
 
     Args:
         in_step: whether the stage runs in a step that drains, or in a steady state, which has gradients at any
             time and counts the larger of what a layer needs forward and backward.
+        shared: names of weights that several layers of the device share.
     """
 
-    def __init__(self, chain: Chain, stage: PlannedStage, *, in_step: bool = False) -> None:
+    def __init__(
+        self, chain: Chain, stage: PlannedStage, shared: Set[str] = frozenset(), *, in_step: bool = False
+    ) -> None:
         start, stop = stage.layers
         layers = chain.layers[start:stop]
         self.forward_seconds = math.fsum(layer.forward_seconds for layer in layers)
@@ -48,9 +68,10 @@ class StageCost:
         if stop < chain.num_layers and all(last < len(layers) for _, last in blocks):
             kept[-1] += layers[-1].cut_stash_bytes
         self.stash_bytes = sum(kept)
-        self.late_gradient_bytes = sum(map(_unshared_gradient_bytes, layers)) if in_step else 0
-        """Gradients that are not there before the first backward of the step."""
-        self.forward_transient_bytes = self.backward_transient_bytes = 0
+        late = [_late_gradient_bytes(layer, shared) if in_step else 0 for layer in layers]
+        self.late_gradient_bytes = sum(late)
+        """Gradients that come with the first backward of the step."""
+        self.forward_transient_bytes = self.backward_transient_bytes = self.first_transient_bytes = 0
         for index, layer in enumerate(layers):
             forward, backward = _transient(layers, kept, blocks, index)
             if layer.running_bytes is None:
@@ -59,11 +80,14 @@ class StageCost:
                 forward -= layer.running_bytes - layer.forward_running_bytes
             self.forward_transient_bytes = max(self.forward_transient_bytes, forward)
             self.backward_transient_bytes = max(self.backward_transient_bytes, backward)
+            # In the first backward the gradients of this layer and of those behind it have come.
+            come = sum(late) if layer.running_bytes is None else sum(late[index:])
+            self.first_transient_bytes = max(self.first_transient_bytes, backward + come)
 
 
-def _unshared_gradient_bytes(layer: LayerProfile) -> int:
-    """Return the gradients of weights that the layer has for itself: those of others may come earlier."""
-    own = layer.weight_bytes - sum(size for _, size in layer.shared_weights)
+def _late_gradient_bytes(layer: LayerProfile, shared: Set[str]) -> int:
+    """Return the gradients of weights that no other layer of the device has: those of others may come earlier."""
+    own = layer.weight_bytes - sum(size for name, size in layer.shared_weights if name in shared)
     return layer.gradient_bytes * own // layer.weight_bytes if layer.weight_bytes else 0
 
 
@@ -153,22 +177,25 @@ class Moments:
         self.tensors |= {(index, "inside"): r.count(self.instants) for index, (r, _) in inside.items()}
         self.tensor_bytes = {end: size for end, (_, size) in ends.items()}
         self.tensor_bytes |= {(index, "inside"): size for index, (_, size) in inside.items()}
-        self.running = {
-            f"{kind}{index}": (
-                runs.count(self.instants) > 0,
-                costs[index].forward_transient_bytes if kind == "F" else costs[index].backward_transient_bytes,
-            )
-            for (index, kind), runs in running.items()
-        }
-        """Of each operation, whether it runs, and the bytes that it needs only while it does."""
         self.late_gradients = {
             index: (
-                self.instants < min(begin for begin, _ in _spans(timeline, f"B{index}")),
+                self.instants < min(end for _, end in _spans(timeline, f"B{index}")),
                 costs[index].late_gradient_bytes,
             )
             for index in mine
         }
-        """Of each stage, whether its first backward is still to come, and the bytes that come with it."""
+        """Of each stage, whether its first backward has not ended yet, and the bytes that come with it."""
+        self.running = {
+            f"{kind}{index}": (runs.count(self.instants) > 0, self._transient(costs[index], index, kind))
+            for (index, kind), runs in running.items()
+        }
+        """Of each operation, whether it runs, and the bytes that it needs only while it does."""
+
+    def _transient(self, cost: StageCost, index: int, kind: str) -> NDArray[np.int64]:
+        if kind == "F":
+            return np.full(len(self.instants), cost.forward_transient_bytes, dtype=np.int64)
+        is_first, _ = self.late_gradients[index]
+        return np.where(is_first, cost.first_transient_bytes, cost.backward_transient_bytes)
 
     @cached_property
     def at_peak(self) -> tuple[int | None, ...]:
@@ -202,8 +229,8 @@ class Moments:
             stash += count * self.stash_bytes[index]
         for end, count in self.tensors.items():
             buffers += count * self.tensor_bytes[end]
-        for runs, num_bytes in self.running.values():
-            np.maximum(transient, runs * num_bytes, out=transient)
+        for runs, needs in self.running.values():
+            np.maximum(transient, runs * needs, out=transient)
         return terms
 
 

@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,11 +159,16 @@ class StepEngine:
             for position in mine:
                 stage = self._stage(position)
                 running = _alive(run.begins[position], run.ends[position], moments, instants=True)
-                transient = np.maximum(transient, (running > 0) * self.transient[position])
+                needs: Any = self.transient[position]
+                if position >= self.num_stages:
+                    is_first = moments < run.ends[position][0]
+                    needs = np.where(is_first, self.first_backward[stage], needs)
+                    total -= is_first * self.late_gradients[stage]
+                transient = np.maximum(transient, (running > 0) * needs)
                 if position < self.num_stages:
                     back = len(self.ticks) - 1 - position
                     kept = _alive(run.begins[position], run.ends[back], moments, instants=True)
-                    total += kept * self.stash[stage] - (moments < run.begins[back][0]) * self.gradients[stage]
+                    total += kept * self.stash[stage]
             for boundary, num_bytes in enumerate(self.crossing_bytes):
                 total += self._buffers(run, boundary, place, moments) * num_bytes
             peaks.append(max(int((total + transient).max()), self.floor[place]))
@@ -211,10 +217,18 @@ class StepEngine:
         self.stash = [int(table.stash[stage]) for stage in stages]
         down = [int(table.forward_transient[stage]) for stage in stages]
         up = [int(table.transient[stage]) for stage in stages]
-        self.transient = [*down, *reversed(up)]
+        self.transient = [*down, *reversed(up)]  # a copy: ``first_backward`` changes
         """Bytes that each position needs only while it runs."""
-        self.gradients = [table.training.gradients(*stage) for stage in stages]
-        """Bytes of each stage that are not there before its first backward; contained in ``kept``."""
+        self.late_gradients = [0] * len(stages)
+        """Bytes of each stage that come with its first backward; contained in ``kept``."""
+        self.first_backward = up
+        """Transient bytes of each stage in its first backward, with the gradients that have come by then."""
+        for place in range(self.num_devices if table.training.has_gradients else 0):
+            here = [stage for stage in range(len(stages)) if self.device[stage] == place]
+            come = table.training.late_gradients([stages[stage] for stage in here])
+            for stage, late in zip(here, come, strict=True):
+                self.late_gradients[stage] = int(late.sum())
+                self.first_backward[stage] = table.first_backward(*stages[stage], late)
         self.crossing_bytes = [times.chain.boundary_bytes(stop) for _, stop in stages[:-1]]
         self.most_in_flight = [int(table.max_in_flight[stage]) for stage in stages]
         """Most micro-batches in flight of each stage, if it had its device for itself."""
