@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import deepspeed
@@ -49,6 +50,7 @@ from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.engine.warmup.losses_of_batches import take_losses_of_batches
 from deepspeed_partition.engine.warmup.pending_plan import PendingPlan
+from deepspeed_partition.engine.warmup.planned_by import given_up_if_planned_otherwise, planned_by
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
@@ -148,12 +150,13 @@ class MadPipeEngine(ResumingEngine):
             cut = self.module.madpipe_cut = Cut("trial")
         if cut is None or (cut.origin in ("boundaries", "default") and not cut.is_of_a_run):
             return
+        cut = given_up_if_planned_otherwise(self, cut)
         asked = None if self.options.plan is None else load_plan(self.options.plan)
         # A plan that an earlier run has made is no user's, who asks for another one now.
         if asked is not None and (cut.plan is None or (cut.is_of_a_run and cut.plan != asked)):
             self._check(asked)
             check_same_model(asked, trainable_parameters(self.module))
-            self._recut_to(Cut("plan", asked), allocation_of(asked))
+            self.recut_to(Cut("plan", asked, planned_by=planned_by(self)), allocation_of(asked))
         elif cut.plan is not None:
             self._check(cut.plan)
             if self.basic_optimizer is not None:  # frozen weights are evaluated on any cut
@@ -271,17 +274,17 @@ class MadPipeEngine(ResumingEngine):
             plan = load_plan(plan)
         if isinstance(plan, Plan):
             self._check(plan)
-            self._recut_to(Cut("plan", plan), allocation_of(plan))
+            self.recut_to(Cut("plan", plan), allocation_of(plan))
         else:
             boundaries = check_boundaries(plan, self.module._num_layers, self.num_stages)
-            self._recut_to(Cut("boundaries"), Allocation.contiguous(boundaries))
+            self.recut_to(Cut("boundaries"), Allocation.contiguous(boundaries))
 
     def recut_to_plan_of_run(self, plan: Plan) -> None:
         """Do as :meth:`recut` with a plan that no user gave: a run has made it. Collective."""
         self._check(plan)
-        self._recut_to(Cut("plan", plan, is_of_a_run=True), allocation_of(plan))
+        self.recut_to(Cut("plan", plan, is_of_a_run=True), allocation_of(plan))
 
-    def _recut_to(self, cut: Cut, allocation: Allocation) -> None:
+    def recut_to(self, cut: Cut, allocation: Allocation) -> None:
         """Move the layers to where ``cut`` has them, which was checked."""
         if self._in_step:
             raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
@@ -292,6 +295,8 @@ class MadPipeEngine(ResumingEngine):
 
     def adopt(self, cut: Cut) -> None:
         """Run ``cut``, whose layers are in their places."""
+        if cut.is_of_a_run:
+            cut = replace(cut, planned_by=planned_by(self))
         self.module.madpipe_cut, self.plan = cut, cut.plan
         self._pending.settle()
         self.most_in_flight = None

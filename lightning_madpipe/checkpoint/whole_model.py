@@ -108,6 +108,10 @@ class LayersOfUser:
             for layer in self._layers().values()
             for tensor in tensors_by_name(layer).values()
         }
+        if fitting:
+            # As the first zero_grad() of a fit does on one device: an engine adds to what it finds.
+            for before in self._before.values():
+                before.tensor.grad = None
 
     def refine_masters(self) -> None:
         """Let an engine's fp32 masters be what it has rounded, when it has started. Collective on a stage."""

@@ -242,6 +242,21 @@ def plans_from_everywhere(folder: Path) -> None:
         assert weights_only.module.parts == contiguous()
 
 
+def initialized_again(_: Path) -> None:
+    """A module that an engine has planned, under later engines: their options count; the first cut was kept."""
+    there = contiguous()
+    elsewhere = [there[0], *(each + 1 for each in there[1:-1]), there[-1]]
+    engine, _, _ = start(mlp(), "madpipe", planned(there))
+    train(engine, batches(1))
+    module = engine.module
+    for options, is_kept in ((planned(elsewhere), False), (planned(elsewhere), True), (planned(there), False)):
+        engine.destroy()
+        engine, _, _ = start(mlp(), "madpipe", options, module_class=lambda **_: module)
+        assert (engine.plan is not None) == is_kept
+        train(engine, batches(1))
+        assert tuple(engine.module.parts) == engine.options.algorithm
+
+
 class Sleeping(nn.Module):
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -366,6 +381,7 @@ OF_MAPS = [
 CASES = {
     2: [
         *OF_MAPS, the_groups_of_an_old_map_are_ended, plans_from_everywhere, ranks_without_data_are_told,
+        initialized_again,
         timers_and_profiler_of_deepspeed, installed_plans, layers_that_share_a_buffer,
         a_refused_cut_changes_nothing,
         a_layer_that_was_changed_after_it_was_built,

@@ -449,10 +449,34 @@ def planned_again(host: cases.Host) -> dict[str, Any]:
         strategy = {"algorithm": cut, "warmup_epochs": 0, "save_plan": plans[name]}
         fitted(host, cases.Classifier(optimizer="sgd"), strategy=strategy, max_epochs=1)
     module, cuts = cases.Classifier(optimizer="sgd"), []
-    for strategy in ({**CUT, "warmup_epochs": 0}, {"plan": plans["second"]}, {"plan": plans["first"]}):
+    for strategy in (
+        {**CUT, "warmup_epochs": 0},
+        {"plan": plans["second"]},
+        {"plan": plans["first"]},
+        {"algorithm": [0, 4, 8], "warmup_epochs": 0},
+    ):
         trainer = fitted(host, module, strategy=strategy, max_epochs=1)["trainer"]
         cuts.append([stage.layers[0] for stage in trainer.strategy.plan.stages])
     return {"cuts": cuts}
+
+
+def planned_otherwise(host: cases.Host) -> dict[str, Any]:
+    """Fits of one module by Trainers that plan by other options, or by the same, which is said on rank 0."""
+    module, rows, said_of_each = cases.seeded(lambda: cases.Classifier(optimizer="sgd")), [], []
+    later = {"algorithm": [0, 5, 8]}
+    for options in (CUT, later, later, {**later, "memory": "1GB"}):
+        # As where a script looks at gradients before: a fit begins with zero_grad().
+        module(cases.samples(5).tensors[0]).sum().backward()
+        with Said() as said:
+            fit = fitted(host, module, max_epochs=1, strategy={**options, "warmup_epochs": 0})
+        rows.append(fit["rows"])
+        said_of_each.append([line for line in said.lines if "the run before" in line])
+    trainer = fit["trainer"]
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and trainer.is_global_zero:
+        expected = [None, "another algorithm than", "stay cut at [0, 5, 8]", "another memory than"]
+        for lines, words in zip(said_of_each, expected, strict=True):
+            assert lines == [] if words is None else words in lines[0] and len(lines) == 1, said_of_each
+    return {"rows": rows}
 
 
 def whole_elsewhere(host: cases.Host) -> dict[str, Any]:
@@ -609,6 +633,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         types_stay,
         compiled_again,
         unfrozen_and_fitted_again,
+        planned_otherwise,
     ],
     4: [],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -48,6 +48,8 @@ class Cut:
     is_of_a_run: bool = False
     """Whether a run has made the plan by its own measurements, or has come by it with a checkpoint: no user asks
     for it where the model has changed."""
+    planned_by: Mapping[str, Any] | None = None
+    """What that run was planned by (``warmup/planned_by.py``). None: the script gave the cut itself."""
 
 
 def asks_for_plan(method: object) -> bool:

@@ -271,6 +271,7 @@ def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
     for info in description.tensors:
         tensor = tensors[info.name]
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
+        tensor.grad = None  # of the time when this rank ran the layer, or trained it alone
         tensor.requires_grad_(info.requires_grad)
         for name, value in sorted(info.attributes.items()):
             if isinstance(value, SentTensor):
