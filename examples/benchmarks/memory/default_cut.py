@@ -3,16 +3,15 @@
     python examples/benchmarks/memory/default_cut.py [--ranks 2] [--model VGG] [--limit 60MB] [--out FILE]
 
 Each of four runs starts processes of its own: DeepSpeed's ``PipelineModule`` as it is (``partition_method`` left
-out, which balances parameters), and MadPipe's with ``partition_method="madpipe"``; both without a limit, to see
-what they need, and then under a limit between the two (or ``--limit``), which refuses allocations beyond it as a
-GPU would. Losses under the limit are those without it.
+out, which balances parameters), and MadPipe's with ``partition_method="madpipe"``; both without a limit, and then
+under one (``--limit``; left out, 85 % of what DeepSpeed's largest rank needed), which refuses allocations beyond as
+a GPU would. Losses under the limit are those without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import socket
 import sys
@@ -35,6 +34,7 @@ from deepspeed_partition.planner.units import format_bytes, parse_size
 from deepspeed_partition.profiling import counted_memory
 
 STEPS = 3
+SHARE = 0.85
 OUT_OF_MEMORY = 3
 """Exit status of a rank that ran out of memory."""
 
@@ -113,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="VGG", choices=sorted(MODELS))
-    parser.add_argument("--limit", type=parse_size, help="of each rank; left out: between what the two need")
+    parser.add_argument(
+        "--limit", type=parse_size, help="of each rank; left out: a share of DeepSpeed's need"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {"model": arguments.model, "ranks": arguments.ranks}
@@ -125,7 +127,7 @@ def main() -> None:
         print(
             f"{kind}: parts {ranks[0]['parts']}, at most {format_bytes(peaks[kind])}, losses {ranks[0]['losses']}"
         )
-    limit = found["limit_bytes"] = arguments.limit or int(math.sqrt(peaks["deepspeed"] * peaks["madpipe"]))
+    limit = found["limit_bytes"] = arguments.limit or int(SHARE * peaks["deepspeed"])
     for kind in ("deepspeed", "madpipe"):
         ranks = found[f"{kind}_limited"] = run(kind, arguments.model, arguments.ranks, limit)
         if ranks is None:
