@@ -4,8 +4,8 @@
 
 Each of four runs starts processes of its own: DeepSpeed's ``PipelineModule`` as it is (``partition_method`` left
 out, which balances parameters), and MadPipe's with ``partition_method="madpipe"``; both without a limit, and then
-under one (``--limit``; left out, 85 % of what DeepSpeed's largest rank needed), which refuses allocations beyond as
-a GPU would. Losses under the limit are those without it.
+under one (``--limit``; left out, 85 % of what DeepSpeed's largest rank needed), which refuses what is beyond as a
+GPU would. Losses under the limit are those without it.
 """
 
 from __future__ import annotations
