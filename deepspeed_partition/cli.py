@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -37,8 +38,9 @@ from deepspeed_partition.cli_options import (
 from deepspeed_partition.planner import units
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.errors import InfeasibleError, MadPipeError
-from deepspeed_partition.planner.io.files import write_text
+from deepspeed_partition.planner.errors import FormatError, InfeasibleError, MadPipeError
+from deepspeed_partition.planner.io.files import parse_json, read_text, write_text
+from deepspeed_partition.planner.mcap_profile import McapProfile
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
@@ -92,6 +94,12 @@ def cli(ctx: click.Context) -> None:
 @click.option("--device", help="cpu, cuda, cuda:1; left out: a GPU if there is one.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs of a layer.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; left out: torch's default.")
+@click.option(
+    "--mcap",
+    is_flag=True,
+    help="Measure the statistics of --algorithm mcap, too: about as many short training runs as layers.",
+)
+@click.option("--config", type=click.Path(), help="DeepSpeed's, for the optimizer and precision of --mcap.")
 @json_flag("the chain")
 def profile(
     factory: str,
@@ -100,6 +108,8 @@ def profile(
     device: str | None,
     repeats: int,
     threads: int | None,
+    mcap: bool,
+    config: str | None,
     as_json: bool,
 ) -> None:
     """Measure time and memory of each layer.
@@ -108,6 +118,9 @@ def profile(
     value the loss function. MODULE is a module or a file: package.models:gpt, models.py:gpt.
     """
     output, as_json = _result(output, as_json, factory.rpartition(":")[0])
+    if not mcap:
+        _refuse({"--config": config}, "has an effect with --mcap alone")
+    training = None if config is None else _json_object(config)
     # What the user's own code prints is no part of the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         from deepspeed_partition.profiling.factory import profile_factory  # torch
@@ -115,6 +128,8 @@ def profile(
         chain = profile_factory(
             factory, micro_batch_size=micro_batch, device=device, repeats=repeats, threads=threads, progress=True
         )
+        if mcap:
+            chain = replace(chain, mcap=_incremental_profile(factory, micro_batch, training))
     _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
 
 
@@ -412,6 +427,26 @@ def convert(graph: str, target: str, micro_batches: int | None, output: str | No
 
 def _for_other_runtime(plan: Plan, target: str, micro_batches: int | None) -> str:
     return torch_csv(plan, micro_batches) if target == "torch-csv" else f"{megatron_layout(plan)}\n"
+
+
+def _json_object(path: str) -> dict[str, Any]:
+    data = parse_json(read_text(path, error=FormatError), where=path, error=FormatError)
+    if not isinstance(data, dict):
+        raise click.BadParameter(f"{path} is no JSON object", param_hint="--config")
+    return data
+
+
+def _incremental_profile(factory: str, micro_batch: int, config: dict[str, Any] | None) -> McapProfile:
+    """Return mCAP's statistics, and show how far the runs are, on a terminal only."""
+    from deepspeed_partition.engine.incremental import profile_incrementally  # DeepSpeed
+
+    with tqdm(desc="training runs of mcap", leave=False, disable=None) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return profile_incrementally(factory, micro_batch_size=micro_batch, config=config, on_run=tell)
 
 
 def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, weight_copies: float) -> Platform:

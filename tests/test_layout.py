@@ -27,7 +27,8 @@ ROOMS = [
     "deepspeed_partition.capture", "deepspeed_partition.profiling", "deepspeed_partition.cli_options",
     "deepspeed_partition.cli", "deepspeed_partition.__main__", f"{ENGINE}.runtime", f"{ENGINE}.repairs",
     f"{ENGINE}.pipeline", f"{ENGINE}.repartition", f"{ENGINE}.checkpoint", f"{ENGINE}.warmup",
-    f"{ENGINE}.engine", f"{ENGINE}.install", f"{ENGINE}.captured_model", ENGINE, f"{LIGHTNING}.settings",
+    f"{ENGINE}.engine", f"{ENGINE}.install", f"{ENGINE}.captured_model", ENGINE, f"{ENGINE}.incremental",
+    f"{LIGHTNING}.settings",
     f"{LIGHTNING}.finding", f"{LIGHTNING}.module",
     f"{LIGHTNING}.compat", f"{LIGHTNING}.steps", f"{LIGHTNING}.checkpoint", f"{LIGHTNING}.groups",
     f"{LIGHTNING}.captured_layers", f"{LIGHTNING}.planning", f"{LIGHTNING}.spread_model",
@@ -38,6 +39,7 @@ WITHOUT_TORCH = ("deepspeed_partition.planner", "deepspeed_partition.schedule", 
 LAZY = {
     (f"{PLANNER}.plan", f"{PLANNER}.report"): "Plan.summary() is drawn where it is asked for",
     (f"{PLANNER}.problem", f"{PLANNER}.graphs"): "Chain.load() reads PipeDream's files, too",
+    ("deepspeed_partition.cli", f"{ENGINE}.incremental"): "profile --mcap trains; nothing else needs a host",
 }
 """Imports within functions that go against the order, and why."""
 

@@ -23,6 +23,8 @@ ADDED = {
     "commands/convert/--micro-batches",
     "commands/convert/--to",
     "commands/plan/--zero",
+    "commands/profile/--config",
+    "commands/profile/--mcap",
     "commands/show/--chain",
     "commands/show/--memory",
     "names/deepspeed_partition.engine/TiedModule",

@@ -56,7 +56,7 @@ def profile_factory(
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: at least 1 is needed")
     with _threads(threads):
-        layers, sample, loss_fn = _made_by(load_factory(spec), spec, micro_batch_size)
+        layers, sample, loss_fn = made_by(spec, micro_batch_size)
         return profile_chain(
             layers, sample, loss_fn=loss_fn, device=device, name=spec, repeats=repeats, progress=progress
         )
@@ -107,7 +107,13 @@ def _load_file(path: str) -> ModuleType:
     return module
 
 
-def _made_by(factory: Callable[..., Any], spec: str, micro_batch_size: int) -> tuple[Any, Any, Any]:
+def made_by(spec: str, micro_batch_size: int) -> tuple[Any, Any, Any]:
+    """Return layers, a sample and a loss function, or None for that, as a factory makes them.
+
+    Raises:
+        ValueError: as ``profile_factory``.
+    """
+    factory = load_factory(spec)
     arguments = _arguments(factory, spec, micro_batch_size)
     try:
         made = factory(*arguments)
