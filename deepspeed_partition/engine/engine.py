@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
+from deepspeed_partition.engine.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
@@ -96,12 +97,15 @@ class MadPipeEngine(ResumingEngine):
         of_fp16 = fp16_without_zero(kwargs["config_class"])
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
+        of_types = why_types_are_not_carried(kwargs["model"], kwargs["config_class"], kwargs.get("optimizer"))
+        if of_types and getattr(kwargs["model"], "madpipe_cut", None) is not None:
+            raise ValueError(of_types)
         super().__init__(**kwargs)
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         watch.start(self.options.patience_seconds)
         self._cut_as_configured()
-        if of_fp16 and self.owns_cut:
-            raise ValueError(of_fp16)
+        if (of_fp16 or of_types) and self.owns_cut:
+            raise ValueError(of_fp16 or of_types)
         if of_fp16:
             announce(of_fp16, logging.WARNING)
         self._announce_schedule()

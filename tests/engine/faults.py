@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,42 @@ def parameters_that_are_no_rows_of_bytes(_: Path) -> None:
         same(losses + train(engine, data[2:]), expected)
 
 
+class OfType(nn.Module):
+    """A layer with a parameter of a type of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.linear(x).to(self.scale.dtype) * self.scale
+        return x + torch.tanh((scaled.real if scaled.is_complex() else scaled).float())
+
+
+def types_in_one_flat_tensor(_: Path) -> None:
+    """ZeRO-1 made float32 of bfloat16, which plain DeepSpeed does by rank; float64 ended in words of torch."""
+    data = batches(3)
+    for dtype in (torch.float64, torch.complex64, torch.bfloat16):
+        specs = [
+            LayerSpec(nn.Linear, 8, WIDTH),
+            *(LayerSpec(OfType, dtype) for _ in range(6)),
+            LayerSpec(nn.Linear, WIDTH, 4),
+        ]
+        same(train(start(specs, "madpipe", planned(cut()))[0], data), train_alone(specs, data, adam))
+        for method in (cut(), "madpipe"):
+            with raised(ValueError, "1.scale", str(dtype).removeprefix("torch."), "ZeRO stage 0", "fp32"):
+                start(specs, method, {"zero_optimization": {"stage": 1}})
+        with nullcontext() if dtype is torch.bfloat16 else raised(ValueError, "2 pipelines", "one pipeline"):
+            train(start(specs, [0, 8], num_stages=1)[0], data[:1])
+        if dtype.is_complex:
+            with raised(ValueError, "1.scale (complex64)", "torch.view_as_real"):
+                start(specs, cut(), {"bf16": {"enabled": True}})
+    engine, _, _ = start(specs, "uniform", {"zero_optimization": {"stage": 1}}, **STOCK)
+    found = {weight.dtype for weight in engine.module.parameters()}
+    assert found == {torch.float32}, "ZeRO keeps the types of parameters now"
+
+
 def adam_on_a_cpu(_: Path) -> None:
     """``{"type": "Adam"}`` would compile an extension for the CPU, or end where there is no compiler."""
     data = batches()
@@ -185,5 +222,5 @@ def adam_on_a_cpu(_: Path) -> None:
 
 ONLY_TWO = [
     clipping, clipping_of_deepspeeds_cuts, states, scheduler_of_dropped_groups, adam_on_a_cpu,
-    parameters_that_are_no_rows_of_bytes,
+    parameters_that_are_no_rows_of_bytes, types_in_one_flat_tensor,
 ]  # fmt: skip
