@@ -100,7 +100,7 @@ def test_others_keep_it_too():
 
 @pytest.mark.parametrize("algorithm", ["contiguous", "madpipe"])
 def test_a_long_chain_has_a_plan_however_short_the_time(algorithm):
-    made, platform = tight(700, 64, 0.1)
+    made, platform = tight(1400, 64, 0.1)
     seconds, plan = spent(make_plan, made, platform, algorithm, time_limit_seconds=1e-3)
     assert seconds < 4
     assert not plan.proved
