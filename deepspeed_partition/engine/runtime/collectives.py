@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
+from deepspeed_partition.engine.runtime.first_failure import met_by_all
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ def raise_first(error: Exception | None, group: dist.ProcessGroup | None = None)
     """Raise the error of the first rank of ``group`` that has one, on all of them. Collective."""
     for found in gather_objects(error, group):
         if found is not None:
-            raise found
+            raise met_by_all(found)
 
 
 def refused_together(compute: Callable[[], T]) -> T:
@@ -130,7 +131,7 @@ def refused_together(compute: Callable[[], T]) -> T:
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     for found in gather_objects(message):
         if found is not None:
-            raise ValueError(found)
+            raise met_by_all(ValueError(found))
     return value  # type: ignore[return-value]
 
 

@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import sys
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -98,13 +97,18 @@ def _leave_together() -> None:
         return
     from deepspeed_partition.engine.runtime import (
         collectives,
+        first_failure,
         watch,  # which log by this module
     )
 
-    if not hasattr(sys, "last_value") and not watch.watch.has_left:  # after an error the others may never come
-        with suppress(RuntimeError):  # nor after a death: enough waited
+    error = getattr(sys, "last_value", None)
+    is_alone = error is not None and not first_failure.is_met_by_all(error)
+    if not is_alone and not watch.watch.has_left:  # after an error of this rank, or a death, they may never come
+        try:
             torch.distributed.monitored_barrier(collectives.made_group(), timeout=LAST_MEETING)
-    elif hasattr(sys, "last_value"):
-        watch.watch.tell_that_this_rank_leaves(f"ended with {type(sys.last_value).__name__}: {sys.last_value}")
+        except RuntimeError:  # enough waited: another one may have caught what ends this one
+            is_alone = error is not None
+    if is_alone:
+        watch.watch.tell_that_this_rank_leaves(f"ended with {type(error).__name__}: {error}")
     watch.watch.stop()
     torch.distributed.destroy_process_group()

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 T = TypeVar("T", bound=BaseException)
 
 _BY_ALL = "madpipe_raised_by_all"
+_MET_BY_ALL = "madpipe_met_by_all"
 _batches = itertools.count()
 """Numbers of the batches of this process: all ranks of a pipeline have the same number."""
 
@@ -63,6 +64,21 @@ def raised_by_all(error: T) -> T:
     """``error``, marked as one that all ranks have agreed to raise, each perhaps in its own words."""
     vars(error)[_BY_ALL] = True  # whatever its class makes of setting attributes
     return error
+
+
+def met_by_all(error: T) -> T:
+    """``error``, marked as one that all ranks meet at the same place; who catches it need not go on alike."""
+    vars(error)[_MET_BY_ALL] = True
+    return error
+
+
+def is_met_by_all(error: BaseException | None) -> bool:
+    """Whether all ranks have met ``error`` at the same place, or what it was raised in the place of."""
+    while error is not None:
+        if is_raised_by_all(error) or getattr(error, "__dict__", {}).get(_MET_BY_ALL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _first(key: str, mine: str) -> str | None:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from deepspeed_partition.engine.runtime.watch import LAST_PATIENCE_SECONDS
+
 PATIENCE_SECONDS = 2.0
-"""The seconds that a process waits for a helper when it ends, where transfers never end."""
+"""The seconds that a process waits for a helper when it ends, before it ends transfers that never end."""
 
 
 class Helper:
@@ -60,9 +62,12 @@ class Helper:
         """Let a transfer fail at exit: a thread that wakes up from one while Python ends aborts the process."""
         self._queue.put(None)
         self._thread.join(PATIENCE_SECONDS)
-        if self._thread.is_alive() and dist.is_initialized():
-            dist.destroy_process_group()
-            self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._thread.join(
+                LAST_PATIENCE_SECONDS
+            )  # what it waits for has ended, and a busy machine takes seconds
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
