@@ -176,6 +176,7 @@ def plan(
     starts: tuple[str, ...],
     machine_devices: int | None,
     machine_bandwidth: float | None,
+    recompute: str,
     time_limit: float,
     output: str | None,
     as_json: bool,
@@ -193,6 +194,7 @@ def plan(
     if algorithm.strip() == REPLICATED:
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
         no_effect["--start"], no_effect["--zero"] = starts or None, zero
+        no_effect["--recompute"] = None if recompute == "auto" else recompute
         _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
         found = _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, time_limit)
         _hand_over_replicated(found, output, as_json)
@@ -211,6 +213,7 @@ def plan(
         "data_parallel": data_parallel,
         "zero_stage": _zero_stage(zero, data_parallel),
         "period_seconds": period,
+        "recompute": recompute,
     }
     with _watched_search() as deadline:
         try:
@@ -241,6 +244,7 @@ def compare_command(
     micro_batches: int | None,
     data_parallel: int | str | None,
     zero: str | None,
+    recompute: str,
     time_limit: float,
     as_json: bool,
     **platform: Any,
@@ -261,6 +265,7 @@ def compare_command(
             zero_stage=_zero_stage(zero, data_parallel),
             time_limit_seconds=time_limit,
             deadline=deadline,
+            recompute=recompute,
         )
         if not comparison.fitting and deadline.stopped:
             raise comparison.nothing_fits()  # perhaps only because nothing was found yet
@@ -283,6 +288,7 @@ def frontier_command(
     chain: str,
     algorithm: str,
     micro_batches: int | None,
+    recompute: str,
     time_limit: float,
     memory: int | None,
     as_json: bool,
@@ -302,6 +308,7 @@ def frontier_command(
             num_micro_batches=micro_batches,
             time_limit_seconds=time_limit,
             deadline=deadline,
+            recompute=recompute,
         )
     if as_json:
         _print_json(found.to_dict())

@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 from deepspeed_partition.planner import units
 from deepspeed_partition.planner.data_parallel import AUTO
 from deepspeed_partition.planner.planning import ALGORITHMS
+from deepspeed_partition.planner.recomputation import MODES
 
 Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -80,6 +81,8 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
                          help="Times the parameters: what training keeps of them."),
             click.option("--micro-batches", type=click.IntRange(min=1),
                          help="Of one synchronous step, after which the pipeline drains."),
+            click.option("--recompute", type=click.Choice(MODES), default="auto", show_default=True,
+                         help="May run forward again: nothing, stages, blocks of layers, whatever is fastest."),
             click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
                          help="Of the processor, for searches that may end without a proof."),
         )):  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from deepspeed_partition.planner.planning import solver_of
+from deepspeed_partition.planner.recomputation import checked_mode
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown
 
 PATIENCE_SECONDS = 20.0
@@ -38,6 +39,9 @@ class Options:
     """Path of a saved plan, which is run as it is, without measuring. None: the run makes a plan."""
     save_plan: str | None = None
     """Path where rank 0 saves the plan it makes. None: beside the logs of the run, if it writes any."""
+    recompute: str = "auto"
+    """What may run its forward again in the backward, to keep less: ``"never"``: nothing; ``"stage"``: each stage
+    as a whole; ``"block"``: ranges of layers within a stage; ``"auto"``: whatever is fastest within memory."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
@@ -74,6 +78,10 @@ class Options:
             value = getattr(self, key)
             if not isinstance(value, bool) and not (is_optional and value is None):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
+        try:
+            checked_mode(self.recompute)
+        except ValueError as error:
+            raise ValueError(f"madpipe option 'recompute': {error}") from None
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")

@@ -95,6 +95,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         warmup_steps: In the place of ``warmup_epochs``, in optimizer steps.
         plan: A plan file, which is run as it is, without measuring.
         save_plan: Where the plan is written. None: ``madpipe-plan.json`` in the logger's directory, if it has one.
+        recompute: What may run its forward again in the backward, to keep less: ``"never"``, ``"stage"`` (each
+            stage as a whole), ``"block"`` (ranges of layers within a stage), or ``"auto"``, whatever is fastest
+            within memory. None: ``"auto"``.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
         checkpoint_checksums: Whether a checkpoint gets a checksum of each file, and whether those are verified
@@ -151,6 +154,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         warmup_steps: int | None = None,
         plan: str | Path | None = None,
         save_plan: str | Path | None = None,
+        recompute: str | None = None,
         time_limit_seconds: float | None = None,
         save_timeline: str | Path | None = None,
         checkpoint_checksums: bool | None = None,
@@ -198,6 +202,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "warmup_steps": warmup_steps,
             "plan": None if plan is None else str(plan),
             "save_plan": None if save_plan is None else str(save_plan),
+            "recompute": recompute,
             "time_limit_seconds": time_limit_seconds,
             "save_timeline": None if save_timeline is None else str(save_timeline),
             "checkpoint_checksums": checkpoint_checksums,

@@ -18,7 +18,8 @@ from deepspeed_partition.capture.partition import Crossing, Flow, crossings
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, LayerProfile, Platform
-from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_partition
+from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
+from deepspeed_partition.planner.solvers.contiguous.partition_search import best_partition
 from deepspeed_partition.planner.solvers.interface import Constraints, Problem
 
 NUM_DEVICES = (2, 4, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from deepspeed_partition.planner.problem import Chain
@@ -11,6 +11,10 @@ from deepspeed_partition.planner.problem import Chain
 Rematerialize = bool | tuple[tuple[int, int], ...]
 """Recomputation of a stage: False, True (the whole stage as one block), or the ranges of layers that are
 recomputed, each as one block."""
+
+
+Blocks = tuple[tuple[int, int], ...]
+"""Ranges of layers (half-open) of a stage that are recomputed, each as one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +103,15 @@ class Placement:
     """Allocation as solvers compare it: two that differ in nothing but the numbers of their devices are equal.
 
     Stages that follow one another on a device are one stage. Devices are numbered in the order in which the chain
-    first reaches them, since they are all alike. No layer is recomputed.
+    first reaches them, since they are all alike.
     """
 
     cuts: tuple[int, ...]
     """Boundaries: the first layer of each stage, and the number of layers."""
     devices: tuple[int, ...]
     """Device of each stage; that of the next stage is another one."""
+    recomputed: tuple[Blocks, ...] = ()
+    """Ranges of layers that are recomputed, each as one block, for each stage; empty where none is anywhere."""
 
     @classmethod
     def of(cls, cuts: Sequence[int], devices: Sequence[int]) -> Placement:
@@ -122,8 +128,17 @@ class Placement:
         return cls(tuple(merged_cuts), tuple(merged))
 
     @classmethod
-    def contiguous(cls, cuts: tuple[int, ...]) -> Placement:
-        return cls(cuts, tuple(range(len(cuts) - 1)))
+    def contiguous(cls, cuts: tuple[int, ...], recomputed: tuple[Blocks, ...] = ()) -> Placement:
+        return cls(cuts, tuple(range(len(cuts) - 1))).recomputing(recomputed)
+
+    def recomputing(self, recomputed: tuple[Blocks, ...]) -> Placement:
+        """Return the allocation with these layers of each stage recomputed."""
+        return replace(self, recomputed=recomputed if any(recomputed) else ())
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """Ranges of layers that are recomputed, for each stage."""
+        return self.recomputed or ((),) * len(self.devices)
 
     @property
     def stages(self) -> Iterator[tuple[tuple[int, int], int]]:

@@ -9,16 +9,19 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.errors import BrokenPlanError
 from deepspeed_partition.planner.memory import reserves_all_slots, stage_memory
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
+from deepspeed_partition.planner.recomputation import rematerialized
 from deepspeed_partition.planner.schedule import Order, PeriodicSchedule
 from deepspeed_partition.planner.simulate.replay import Replay, replay
 from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step, fits
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
 
 def assemble(
@@ -41,7 +44,7 @@ def assemble(
     Raises:
         BrokenPlanError: the replay refuses the plan, for another reason than its memory.
     """
-    steady = _steady_state(problem, found, chosen_period)
+    steady = _steady_state(problem, found, chosen_period, None if step is None else step.recomputed)
     seconds, period_seconds = problem.times.clock.seconds, steady.schedule.period_seconds
     bound_seconds = seconds(lower_bound(problem))
     # Nothing is proved about a step.
@@ -93,8 +96,14 @@ class _SteadyState:
     """Peak bytes of each device; 0 where only the replay counts them."""
 
 
-def _steady_state(problem: Problem, found: Cuts | Pattern, chosen_period: int | None) -> _SteadyState:
-    """Return a pattern as it is, or a contiguous partition under 1F1B*."""
+def _steady_state(
+    problem: Problem, found: Cuts | Pattern, chosen_period: int | None, recomputed: tuple[Blocks, ...] | None
+) -> _SteadyState:
+    """Return a pattern as it is, or a contiguous partition under 1F1B*.
+
+    Args:
+        recomputed: what each stage of a partition recomputes; None: what suits it best.
+    """
     times, platform = problem.times, problem.platform
     memory = [
         MemoryUse(weights=0, stash=0, buffers=0, transient=0, fixed=platform.fixed_bytes)
@@ -102,17 +111,22 @@ def _steady_state(problem: Problem, found: Cuts | Pattern, chosen_period: int | 
     if isinstance(found, Pattern):
         in_flight = [1] * len(found.placement.devices)
         return _SteadyState(found.placement, found.period, found.schedule(times.clock), in_flight, tuple(memory))
-    loads = one_f_one_b.pseudo_stage_loads(times, found)
-    room = [int(problem.table.max_in_flight[stage]) for stage in pairwise(found)]
+    if recomputed is None:
+        recomputed = choice_at(problem, found, chosen_period)
+    placement = Placement.contiguous(found, recomputed)
+    costs = problem.stage_costs(placement)
+    extra = extra_ticks(times, placement)
+    loads = one_f_one_b.pseudo_stage_loads(times, found, extra)
+    room = [cost.most_in_flight for cost in costs]
     period = chosen_period or one_f_one_b.least_period(loads, room)
     assert period is not None, "a solver returned a partition without room"
     in_flight = one_f_one_b.in_flight(loads, period)
     memory[: len(in_flight)] = [
-        stage_memory(problem.chain, platform, start, stop, count)
-        for (start, stop), count in zip(pairwise(found), in_flight, strict=True)
+        stage_memory(problem.chain, platform, start, stop, count, (cost.stash, cost.transient))
+        for (start, stop), count, cost in zip(pairwise(found), in_flight, costs, strict=True)
     ]
-    schedule = one_f_one_b.schedule(times, found, period)
-    return _SteadyState(Placement.contiguous(found), period, schedule, in_flight, tuple(memory))
+    schedule = one_f_one_b.schedule(times, found, period, extra)
+    return _SteadyState(placement, period, schedule, in_flight, tuple(memory))
 
 
 def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
@@ -127,13 +141,17 @@ def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
 
 def _planned_stages(problem: Problem, steady: _SteadyState) -> tuple[PlannedStage, ...]:
     stages = []
-    for (layers, device), in_flight in zip(steady.placement.stages, steady.in_flight, strict=True):
+    placement = steady.placement
+    for (layers, device), blocks, in_flight in zip(
+        placement.stages, placement.blocks, steady.in_flight, strict=True
+    ):
         held = problem.chain.layers[slice(*layers)]
         stages.append(
             PlannedStage(
                 layers=layers,
                 layer_names=tuple(layer.name for layer in held),
                 device=device,
+                rematerialize=rematerialized(blocks, layers),
                 in_flight=in_flight,
                 num_trainable_parameters=sum(layer.num_trainable_parameters or 0 for layer in held),
             )
@@ -145,7 +163,8 @@ def _step_plan(problem: Problem, placement: Placement, step: Step) -> StepPlan:
     assert problem.num_micro_batches is not None
     seconds = problem.times.clock.seconds
     blocking = None
-    if placement.is_contiguous and fits(replace(problem, in_deepspeed=True), placement.cuts):
+    in_deepspeed = replace(problem, in_deepspeed=True, recomputation=None)  # it runs no recomputation of ours
+    if placement.is_contiguous and not placement.recomputed and fits(in_deepspeed, placement.cuts):
         blocking = seconds(problem.blocking_step(placement.cuts, problem.num_micro_batches))
     idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - len(step.orders))
     return StepPlan(

@@ -9,6 +9,7 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Solver, bytes_needed
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
 
 Solve = Callable[[Problem, Solver], object]
@@ -21,7 +22,7 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     Args:
         solve: the function that found that nothing fits; it is called again with more memory.
     """
-    found = solver.smallest_memory(problem)
+    found = _smallest_memory(problem, solver)
     memory = problem.platform.memory_bytes
     if found is None:
         return InfeasibleError(
@@ -47,6 +48,17 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
             smallest_memory_bytes=smallest,
         )
     return _stage_too_large(problem, cuts, needs, smallest)
+
+
+def _smallest_memory(problem: Problem, solver: Solver) -> tuple[Cuts | Placement, int] | None:
+    """Return what a solver says of the least memory, or of the same problem with everything recomputed."""
+    found = [solver.smallest_memory(problem)]
+    for uniform in uniform_choices(problem):
+        other = solver.smallest_memory(uniform.problem)
+        if other is not None and isinstance(other[0], Placement):
+            other = uniform.chosen(other[0]), other[1]
+        found.append(other)
+    return min((each for each in found if each is not None), key=lambda each: each[1], default=None)
 
 
 def _stage_too_large(problem: Problem, cuts: Cuts, needs: list[int], smallest: int) -> InfeasibleError:

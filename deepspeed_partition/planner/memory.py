@@ -28,11 +28,13 @@ The replay (``replay.py``) counts the same bytes from the operations alone and s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.plan import MemoryUse
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.training_bytes import TrainingBytes
@@ -43,8 +45,19 @@ UNLIMITED = 2**40
 """Number of micro-batches that stands for no limit: more than any schedule has in flight."""
 
 
-def stage_memory(chain: Chain, platform: Platform, start: int, stop: int, in_flight: int) -> MemoryUse:
-    """Return the bytes of layers ``start`` to ``stop`` on a device: M(k, l, g) of the paper, section 4.2.1."""
+def stage_memory(
+    chain: Chain,
+    platform: Platform,
+    start: int,
+    stop: int,
+    in_flight: int,
+    recomputing: tuple[int, int] | None = None,
+) -> MemoryUse:
+    """Return the bytes of layers ``start`` to ``stop`` on a device: M(k, l, g) of the paper, section 4.2.1.
+
+    Args:
+        recomputing: stash and transient bytes, where some of the layers are recomputed.
+    """
     layers = chain.layers[start:stop]
     at_cut = layers[-1].cut_stash_bytes if stop < chain.num_layers else 0
     kept = [chain.stash(layer) for layer in layers]
@@ -53,10 +66,11 @@ def stage_memory(chain: Chain, platform: Platform, start: int, stop: int, in_fli
         ahead = sum(kept[index:]) + at_cut
         needs = layer.transient_bytes if layer.running_bytes is None else layer.running_bytes - ahead
         transient = max(transient, needs)
+    stash, transient = recomputing or (sum(kept) + at_cut, transient)
     weights = TrainingBytes(chain, platform)
     training = MemoryUse(
         weights=weights.of([(start, stop)]),
-        stash=in_flight * (sum(kept) + at_cut),
+        stash=in_flight * stash,
         buffers=buffer_slots(platform) * _boundary_bytes(chain, start, stop),
         transient=transient,
         fixed=platform.fixed_bytes,
@@ -139,12 +153,16 @@ class StageTable:
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
         """Booleans, [k, l]: some parameter of layers k to l is trained."""
+        self.memory_bytes = platform.memory_bytes
+        self.recomputed: Callable[[tuple[int, int]], Blocks] | None = None
+        """Layers that are recomputed in each stage, as all numbers here have it; None: none."""
         self.max_in_flight: NDArray[np.int64] = self._room_for(platform.memory_bytes)
         """Most micro-batches in flight that fit for layers k to l, [k, l]; 0 where not one fits."""
 
     def with_memory(self, memory_bytes: int) -> StageTable:
         """Return the table for devices with ``memory_bytes``."""
         other = copy(self)
+        other.memory_bytes = memory_bytes
         other.max_in_flight = self._room_for(memory_bytes)
         return other
 

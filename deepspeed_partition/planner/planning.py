@@ -16,6 +16,7 @@ from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush
 from deepspeed_partition.planner.memory import StageTable, reserves_all_slots
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
+from deepspeed_partition.planner.recomputation import Recomputation, checked_mode
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 from deepspeed_partition.planner.solvers.contiguous.mcap import MCAP_SEARCHES, MemoryBalanced
@@ -35,14 +36,15 @@ from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
-from deepspeed_partition.planner.solvers.step.step_search import (
+from deepspeed_partition.planner.solvers.step.best_step import (
     fixed_step,
     memory_of_flush,
-    step_engine,
     with_best_step,
 )
+from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import in_order
 from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
+from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
 
 ALGORITHMS = (
@@ -73,6 +75,7 @@ def make_plan(
     period_seconds: float | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
+    recompute: str = "auto",
 ) -> Plan:
     """Decide where and when every layer runs.
 
@@ -109,6 +112,11 @@ def make_plan(
         time_limit_seconds: seconds in which a processor works for searches that may end without a proof, for all
             pipelines together; 60 where left out. What other programs do meanwhile does not count.
         deadline: another end of those searches, which may come at any moment; the plan is then the best so far.
+        recompute: what may run its forward again in the backward, to keep less: ``"never"``: nothing;
+            ``"stage"``: each stage as a whole; ``"block"``: any ranges of layers within a stage; ``"auto"``:
+            whatever is fastest within memory. Layers that are not ``recomputable`` never do. A step of
+            DeepSpeed's own engine (``num_stages`` or ``every_stage_trains``), which cannot, and
+            ``"madpipe-paper"`` are planned without.
 
     Returns:
         A plan that the replay has checked; its times are in seconds and its sizes in bytes.
@@ -119,6 +127,7 @@ def make_plan(
     """
     started = time.perf_counter()
     solver = solver_of(algorithm)
+    checked_mode(recompute)
     check_zero_stage(zero_stage)
     if data_parallel is None:
         splits = [Split(None, platform, num_micro_batches)]
@@ -148,6 +157,8 @@ def make_plan(
             is_one_of_many=is_one_of_many,
             flushes=flush_sizes,
         )
+        if not isinstance(solver, PaperMadPipe):
+            problem = with_recomputation(problem, recompute)
         return _solve(problem, solver) if period_seconds is None else _solve_at(problem, solver, period_seconds)
 
     plans = _plans_of(splits, plan_for, Deadline(time_limit(time_limit_seconds), within=deadline))
@@ -200,7 +211,7 @@ def _plans_of(
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
     try:
-        answer = with_best_step(problem, solver.solve(problem))
+        answer = with_best_step(problem, _answer(problem, solver))
     except DeadlinePassed:
         raise out_of_time(solver.name) from None
     if not answer.cuts and not answer.patterns:
@@ -221,6 +232,31 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
     raise piles_up(problem, min(too_large))
+
+
+def with_recomputation(problem: Problem, mode: str) -> Problem:
+    """Return a problem whose plans may recompute what the mode (``recompute`` of ``make_plan``) allows."""
+    if checked_mode(mode) == "never" or (problem.in_deepspeed and mode == "auto"):
+        return problem
+    if problem.in_deepspeed:
+        raise ValueError(
+            f"recompute is {mode!r}, and DeepSpeed's own engine recomputes nothing that a plan says: use "
+            "activation_checkpoint_interval, or leave recompute out"
+        )
+    recomputation = Recomputation(problem.times, mode)
+    return replace(problem, recomputation=recomputation) if recomputation.recomputes_any else problem
+
+
+def _answer(problem: Problem, solver: Solver) -> Answer:
+    """Return the answer of a solver; a baseline that has none without recomputation is asked again with it."""
+    answer = solver.solve(problem)
+    if answer.cuts or answer.patterns or isinstance(solver, MadPipe | Contiguous):
+        return answer
+    for uniform in uniform_choices(problem):
+        again = solver.solve(uniform.problem)
+        if again.cuts:
+            return again
+    return answer
 
 
 def _candidates(problem: Problem, answer: Answer) -> Iterator[tuple[Cuts | Pattern, Step | None]]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hypothesis import strategies as st
 
-from deepspeed_partition import Chain, LayerProfile, Platform
+from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers.interface import Constraints, Problem
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 
+plan_without_recomputation = partial(make_plan, recompute="never")
+"""For tests against programs that know no recomputation."""
 FREE = 2.0**1000
 """A bandwidth at which transfers take no time."""
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan, replay
+from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, replay
 from tests.planner import oracles
 from tests.planner.instances import boundaries_of, instances, of_case, random_instance, solved_cases
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

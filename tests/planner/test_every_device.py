@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Platform, make_plan, replay
+from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Platform, replay
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.pattern import ilp
@@ -17,6 +17,7 @@ from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import FREE, problem_of, random_instance
+from tests.planner.instances import plan_without_recomputation as make_plan
 from tests.planner.test_step_search import LINKS, shortest_of_all
 
 SEEDS = range(some(120))

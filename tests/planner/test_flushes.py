@@ -9,10 +9,11 @@ from itertools import accumulate, combinations, product
 
 import pytest
 
-from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, replay
 from deepspeed_partition.planner.plan import StepPlan
 from deepspeed_partition.planner.schedule import Order
 from tests.planner.instances import FREE, chain
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 ROOMY = 10**9
 

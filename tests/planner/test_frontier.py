@@ -7,11 +7,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition import InfeasibleError, Platform, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.report.frontier import RESOLUTION, frontier
 from tests.planner.instances import chain, random_instance
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 LAYERS = chain([1] * 6, [2] * 6, outputs=[50] * 6, input_bytes=50, stash=[300, 250, 200, 150, 100, 50])
 
@@ -25,7 +26,7 @@ def platform(num_devices: int = 3, memory_bytes: int = 10**9) -> Platform:
 def test_points_are_plans_for_less_and_less_memory(seed: int, num_micro_batches: int | None) -> None:
     layers, small = random_instance(seed)
     roomy = Platform(num_devices=small.num_devices, memory_bytes=10**6, bandwidth=small.bandwidth)
-    found = frontier(layers, roomy, "contiguous", num_micro_batches=num_micro_batches)
+    found = frontier(layers, roomy, "contiguous", num_micro_batches=num_micro_batches, recompute="never")
     assert found.complete
     memory = [found.memory_bytes(plan) for plan in found.plans]
     slowdowns = [found.slowdown(plan) for plan in found.plans]
@@ -33,11 +34,11 @@ def test_points_are_plans_for_less_and_less_memory(seed: int, num_micro_batches:
     assert slowdowns == sorted(set(slowdowns)) and slowdowns[0] == 0
     for plan in found.plans:
         assert replay(plan, layers).violations == ()
-    fastest = make_plan(layers, roomy, "contiguous", num_micro_batches=num_micro_batches)
+    fastest = make_plan(layers, roomy, "contiguous", num_micro_batches=num_micro_batches, recompute="never")
     assert found.plans[0].period_seconds <= fastest.period_seconds or num_micro_batches
     tighter = Platform(num_devices=small.num_devices, memory_bytes=memory[-1] - 1, bandwidth=small.bandwidth)
     with pytest.raises(InfeasibleError):
-        make_plan(layers, tighter, "contiguous", num_micro_batches=num_micro_batches)
+        make_plan(layers, tighter, "contiguous", num_micro_batches=num_micro_batches, recompute="never")
 
 
 def test_nothing_between_two_points_is_faster_than_the_upper_one_in_their_memory() -> None:
@@ -54,7 +55,8 @@ def test_sharing_devices_never_costs_time_or_memory(seed: int) -> None:
     layers, small = random_instance(seed, most_layers=5, most_devices=3)
     roomy = Platform(num_devices=small.num_devices, memory_bytes=10**6, bandwidth=small.bandwidth)
     shared, contiguous = (
-        frontier(layers, roomy, algorithm, time_limit_seconds=600) for algorithm in ("madpipe", "contiguous")
+        frontier(layers, roomy, algorithm, time_limit_seconds=600, recompute="never")
+        for algorithm in ("madpipe", "contiguous")
     )
     assert shared.complete and all(plan.proved for plan in shared.plans)
     for plan in contiguous.plans:

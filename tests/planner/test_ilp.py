@@ -11,7 +11,7 @@ from dataclasses import replace
 import pulp
 import pytest
 
-from deepspeed_partition import Platform, make_plan
+from deepspeed_partition import Platform
 from deepspeed_partition.planner import assembly
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
@@ -20,6 +20,7 @@ from deepspeed_partition.planner.solvers.pattern import ilp, one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.planner import oracles
 from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases, three_layers
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 
 def scheduled(made, platform, cuts, devices, shorter_than=None, deadline=None):

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition import InfeasibleError, Platform, replay
 from deepspeed_partition.planner.simulate.replay_step import run_step
 from tests.exhaustive import some
 from tests.planner.instances import chain, random_instance
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 Span = tuple[Fraction, Fraction]
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_partition import InfeasibleError, Platform, make_plan
+from deepspeed_partition import InfeasibleError, Platform
 from tests.planner.instances import chain
+from tests.planner.instances import plan_without_recomputation as make_plan
 from tests.planner.joint_program import best_period
 
 TOLERANCE = 1e-5

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from deepspeed_partition import InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition import InfeasibleError, Plan, Platform, replay
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.report import draw
@@ -19,6 +19,7 @@ from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import chain, instances, of_case, problem_of, random_instance, solved_cases
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 CASES = [case for case in solved_cases("plan") if case["general_best"] is not None]
 

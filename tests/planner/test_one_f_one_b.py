@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_partition import Platform, make_plan
+from deepspeed_partition import Platform
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from tests.planner import oracles
 from tests.planner.instances import FREE, boundaries_of, chain, of_case, random_instance, solved_cases
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 
 @pytest.mark.parametrize("case", solved_cases("oplus"), ids=lambda case: case["name"])

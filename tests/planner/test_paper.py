@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks" / "
 
 from whole_table import whole_table
 
-from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition import InfeasibleError, Platform, replay
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.non_contiguous import madpipe_paper
@@ -24,6 +24,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import NOT
 from tests.exhaustive import is_exhaustive
 from tests.planner import oracles
 from tests.planner.instances import chain, of_case, problem_of, random_instance, solved_cases
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 CASES = {case["name"]: case for case in solved_cases("plan")}
 COARSE = {"load_steps": 6, "memory_steps": 5, "delay_steps": 4}

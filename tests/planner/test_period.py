@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition import InfeasibleError, Platform, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from tests.planner import oracles
 from tests.planner.instances import chain, random_instance, three_layers
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 ROOM = 10**6
 

@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition import InfeasibleError, Platform, replay
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, in_order, one_f_one_b
 from deepspeed_partition.planner.step import blocking_step, deepspeed_instructions, one_f_one_b_order
 from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, problem_of, random_instance, solved_cases
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 
 def uniform(case):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, replay
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
@@ -26,6 +26,7 @@ from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import FREE, chain, instances, problem_of, random_instance
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 LINKS = [0.5, 1, 2, 4, FREE]
 

@@ -145,6 +145,7 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
             flushes=flushes,
             every_device_trains=True,
             time_limit_seconds=engine.options.time_limit_seconds,
+            recompute=engine.options.recompute,
         )
         made = on_ranks_with_data(made)
         announce(made.summary())
@@ -303,6 +304,7 @@ def _plan(
         every_stage_trains=not engine.runs_lists,
         every_device_trains=engine.runs_lists,
         time_limit_seconds=options.time_limit_seconds,
+        recompute=options.recompute,
     )
     plan = on_ranks_with_data(make(algorithm=options.algorithm))
     idle = _idle_stage(chain, engine.module.parts)

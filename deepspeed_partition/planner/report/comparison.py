@@ -22,6 +22,7 @@ from deepspeed_partition.planner.planning import (
     problem_of,
     solver_of,
     time_limit,
+    with_recomputation,
 )
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.replication import Replicated, partition_replicated
@@ -159,12 +160,14 @@ def compare(
     zero_stage: int | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
+    recompute: str = "auto",
 ) -> Comparison:
     """Plan with each of the algorithms. An algorithm without a plan is listed with the reason.
 
     Args:
         time_limit_seconds: the limit for all of them together; those that search long get what the others leave.
         deadline: another end of all searches.
+        recompute: what may run its forward again, as in ``make_plan``.
 
     Raises:
         ValueError: an algorithm is unknown, or no algorithm could take the problem.
@@ -175,6 +178,7 @@ def compare(
     check_zero_stage(zero_stage)
     # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
+    problem = with_recomputation(problem, recompute)
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1)))
     contenders: dict[str, Contender] = {}
@@ -191,6 +195,7 @@ def compare(
             zero_stage=zero_stage,
             time_limit_seconds=share,
             deadline=deadline,
+            recompute=recompute,
         )
         contenders[name] = _contender(name, make)
     return Comparison(

@@ -70,6 +70,7 @@ def frontier(
     num_micro_batches: int | None = None,
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
+    recompute: str = "auto",
 ) -> Frontier:
     """Plan for less and less memory, from what the fastest plan takes down to the least that any plan takes.
 
@@ -80,6 +81,7 @@ def frontier(
     Args:
         platform: its ``memory_bytes`` is the most that a plan may use.
         time_limit_seconds: the limit for all plans together.
+        recompute: what may run its forward again, as in ``make_plan``.
 
     Raises:
         InfeasibleError: not even the first plan fits.
@@ -91,7 +93,13 @@ def frontier(
     def plan_for(memory_bytes: int) -> Plan:
         smaller = replace(platform, memory_bytes=memory_bytes)
         make = partial(
-            make_plan, chain, smaller, algorithm, time_limit_seconds=limit / POINTS / 2, deadline=deadline
+            make_plan,
+            chain,
+            smaller,
+            algorithm,
+            time_limit_seconds=limit / POINTS / 2,
+            deadline=deadline,
+            recompute=recompute,
         )
         plan = make(num_micro_batches=num_micro_batches)
         can_save = num_micro_batches is None and algorithm in SAVES_MEMORY

@@ -27,21 +27,58 @@ def lower_bound(problem: Problem) -> Fraction:
       So at a period T, ``U(l, L) / T`` of them or more are on its device at once, and they must fit.
     - The mean memory: by Little's law the devices together hold, on average over time,
       ``stash(l) * U(l, L) / T`` bytes of layer l, next to all weights.
+
+    With recomputation a layer that may run twice may keep nothing. Then the third bound holds for the others
+    alone, and the fourth says how much must be saved by layers that run twice: each saves ``stash(l) * U(l, L)``
+    at the most for its forward, and all forwards are part of the mean computation of a device.
     """
     chain, platform, times = problem.chain, problem.platform, problem.times
     total = int(times.compute[-1])
     bound = max(Fraction(total, platform.num_devices), Fraction(_blocks(times, platform.num_devices)))
     stashed, memory_bytes = 0, platform.memory_bytes - platform.fixed_bytes
+    savings: list[tuple[int, int]] = []
     for index, layer in enumerate(chain.layers):
         stash, below = chain.stash(layer), total - int(times.compute[index])
         stashed += stash * below
+        if problem.recomputation is not None and layer.recomputable:
+            savings.append((stash * below, times.forward_ticks(index, index + 1)))
+            continue
         weights = problem.table.training.of([(index, index + 1)])
         most = (memory_bytes - weights) // stash if stash else 0
         if most > 0:
             bound = max(bound, Fraction(below, most))
     weights = problem.table.training.of([(0, chain.num_layers)])
     room = platform.num_devices * memory_bytes - weights
-    return max(bound, Fraction(stashed, room)) if room > 0 else bound
+    if room <= 0:
+        return bound
+    if not savings:
+        return max(bound, Fraction(stashed, room))
+    return max(bound, _with_savings(total, stashed, savings, room, platform.num_devices))
+
+
+def _with_savings(
+    total: int, stashed: int, savings: list[tuple[int, int]], room: int, num_devices: int
+) -> Fraction:
+    """Return the least period for which there is room for what is kept, and time for what is recomputed.
+
+    Args:
+        total: ticks of all layers.
+        stashed: bytes times ticks that a micro-batch takes of the memory without recomputation.
+        savings: what each layer saves of them if it runs twice, and the ticks of its forward; parts of a layer
+            count, too, so this is a lower bound.
+        room: bytes of all devices beside the weights.
+    """
+    cheapest = sorted((each for each in savings if each[0]), key=lambda each: Fraction(each[1], each[0]))
+    for saved, ticks in cheapest:
+        # Without this layer: is the time for the room, or for the computation, the shorter one?
+        if Fraction(stashed, room) <= Fraction(total, num_devices):
+            break
+        if Fraction(stashed - saved, room) <= Fraction(total + ticks, num_devices):
+            # The part x of the layer at which both are equal.
+            part = Fraction(num_devices * stashed - room * total, num_devices * saved + room * ticks)
+            return Fraction(total + part * ticks) / num_devices
+        stashed, total = stashed - saved, total + ticks
+    return max(Fraction(total, num_devices), Fraction(stashed, room))
 
 
 def _blocks(times: TimedChain, num_devices: int) -> int:

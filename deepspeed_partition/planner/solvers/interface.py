@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.recomputation import Recomputation, StageCost, stage_cost
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.step import blocking_step
 
@@ -80,6 +81,9 @@ class Problem:
     """Number of pipelines that all-reduce their gradients; None where that is not planned."""
     zero_stage: int | None = None
     """ZeRO stage of these pipelines; ``platform.weight_copies`` is what one of them keeps under it."""
+    recomputation: Recomputation | None = None
+    """Ways to recompute a stage, of which a plan may take one for each. None: nothing is recomputed. ``table`` and
+    ``times`` are without it."""
     is_one_of_many: bool = False
     """True: others are planned as well, so nobody asks why this one has no plan, or what would help."""
 
@@ -87,6 +91,11 @@ class Problem:
         """Return the problem on devices with ``memory_bytes``."""
         platform = replace(self.platform, memory_bytes=memory_bytes)
         return replace(self, platform=platform, table=self.table.with_memory(memory_bytes))
+
+    def stage_costs(self, placement: Placement) -> list[StageCost]:
+        """Return the cost of each stage of an allocation, with the recomputation that is chosen in it."""
+        stages = zip(pairwise(placement.cuts), placement.blocks, strict=True)
+        return [stage_cost(self.times, self.table, stage, blocks) for stage, blocks in stages]
 
     def allreduce_seconds(self, cuts: Cuts) -> list[float]:
         """Return the seconds in which the gradients of each stage are all-reduced."""
@@ -130,12 +139,19 @@ class Problem:
 
 
 def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[int]:
-    """Return the bytes that each stage needs with ``in_flight[stage]`` micro-batches in flight."""
+    """Return the bytes that each stage needs at least with ``in_flight[stage]`` micro-batches in flight."""
+    return [_least_bytes(problem, stage, count) for stage, count in zip(pairwise(cuts), in_flight, strict=True)]
+
+
+def _least_bytes(problem: Problem, stage: tuple[int, int], in_flight: int) -> int:
+    """Return the bytes that a stage needs, with the recomputation with which it needs least."""
     table = problem.table
-    return [
-        max(int(table.fixed[stage]) + count * int(table.stash[stage]), int(table.floor[stage]))
-        for stage, count in zip(pairwise(cuts), in_flight, strict=True)
-    ]
+    needs = int(table.fixed[stage]) + in_flight * int(table.stash[stage])
+    if problem.recomputation is not None:
+        ways = problem.recomputation.ways(stage)
+        others = int(table.fixed[stage]) - int(table.transient[stage])
+        needs = others + int((in_flight * ways.stash + ways.transient).min())
+    return max(needs, int(table.floor[stage]))
 
 
 def bytes_needed(problem: Problem, cuts: Cuts) -> list[int]:
@@ -159,6 +175,8 @@ class Step:
     """Pattern of the same allocation in steady state; a contiguous partition stands for its 1F1B* pattern."""
     orders: tuple[Order, ...]
     ticks: int
+    recomputed: tuple[Blocks, ...] = ()
+    """Layers that are recomputed, for each stage of a contiguous partition; empty where none is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,28 +16,20 @@ is that of section 4.2.2 without the special processor, with delays as (group, f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
-from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_step
-from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions, trace
-from deepspeed_partition.planner.solvers.interface import Answer, Constraints, Cuts, Problem
-from deepspeed_partition.planner.solvers.pattern import one_f_one_b
-
-MOST_FAILURES = 4
-"""Failed probes of a bisection in a row, after which it asks whether there is anything better at all."""
-PARTITION_SECONDS = 0.5
-"""Seconds for the best contiguous partition where the time is up: enough for 500 layers on 32 devices."""
-Found = TypeVar("Found")
-Start = TypeVar("Start")
+from deepspeed_partition.planner.solvers.contiguous.min_max import min_max_partitions
+from deepspeed_partition.planner.solvers.contiguous.partition_search import PartitionSearch, best_partition
+from deepspeed_partition.planner.solvers.contiguous.recomputing import (
+    best_recomputing_partition,
+    least_bytes,
+    recomputing_search,
+)
+from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +46,10 @@ class Contiguous:
     name: str = "contiguous"
 
     def solve(self, problem: Problem) -> Answer:
-        found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
+        if problem.recomputation is None:
+            found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
+        else:
+            found = best_recomputing_partition(problem)
         if found is None:
             return Answer(())
         proved = found.period if found.proved else None
@@ -65,79 +60,10 @@ class Contiguous:
         return Answer((found.cuts,), proved, step_search="contiguous")
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
-        table = problem.table
-
         def need(from_end: int) -> NDArray[np.int64]:
-            return table.needs(problem.depth(from_end))
+            return least_bytes(problem, problem.depth(from_end))
 
         return min(min_max_partitions(problem, need), key=lambda found: found[1], default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class BestPartition:
-    """Contiguous partition of the shortest period that was found."""
-
-    cuts: Cuts
-    period: int
-    """Period of the partition, in ticks."""
-    proved: bool
-    """True: no contiguous partition has a shorter period. False: the deadline passed before that was known."""
-
-
-def best_partition(
-    times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline | None = None
-) -> BestPartition | None:
-    """Find the boundaries of the shortest period that fits; None where no contiguous partition fits.
-
-    Each of about a dozen decisions costs O(P L^2) for P stages and L layers, and less where a period holds few
-    layers. The search gets at least ``PARTITION_SECONDS``, whatever the deadline says. Where those and the
-    deadline have passed, or it is stopped, the best partition so far is the answer; some partition that fits is
-    found in any case.
-    """
-    search = _Search(times, table, constraints, (deadline or Deadline()).at_least(PARTITION_SECONDS))
-    cuts = search.decide_relaxed()
-    if cuts is None:
-        return None
-    first, least = search.snap(cuts, search.relaxed), lower_bound_ticks(times, constraints.max_stages)
-    try:
-        best, period = narrow(search.decide, search.snap, cuts, first, least)
-    except DeadlinePassed:
-        return search.best
-    return BestPartition(best or cuts, period, True)
-
-
-def narrow(
-    decide: Callable[[int], Found | None],
-    snap: Callable[[Found, int], int],
-    start: Start,
-    period: int,
-    bound: int,
-) -> tuple[Found | Start, int]:
-    """Narrow an answer at ``period`` and a lower bound down to the best answer and its period, exactly.
-
-    Args:
-        decide: returns some answer that fits at a period, or None where there is none. It may raise where a
-            deadline passes; the exception is handed on.
-        snap: returns the least period of an answer that was found at a period.
-        start: the answer at ``period``; None where only shorter ones are of interest.
-        period: the period of ``start``, in ticks.
-        bound: a lower bound on the period of every answer, in ticks.
-    """
-    found: Found | Start = start
-    failures, anything, answered = 0, False, False
-    while bound < period:
-        # Halve until there is an answer, which is often the best one: then ask for anything better at all. Where
-        # there is, halve again.
-        probe = period - 1 if anything else (bound + period) // 2
-        better = decide(probe)
-        if better is None:
-            bound = probe + 1
-            failures += 1
-            anything, answered = failures % MOST_FAILURES == 0, False
-        else:
-            found, period = better, snap(better, probe)
-            failures, anything, answered = 0, not answered, not answered
-    return found, period
 
 
 def partition_at(problem: Problem, period: int) -> Cuts | None:
@@ -146,111 +72,6 @@ def partition_at(problem: Problem, period: int) -> Cuts | None:
     Raises:
         DeadlinePassed: the deadline passed before that was known.
     """
-    return _Search(problem.times, problem.table, problem.constraints, problem.deadline).decide(period)
-
-
-def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
-    """Return the larger of a stage's mean load and the longest layer, in ticks: no allocation is faster."""
-    longest = int(np.diff(times.compute).max())
-    return max(-(-int(times.compute[-1]) // max_stages), longest)
-
-
-class _Search:
-    def __init__(self, times: TimedChain, table: StageTable, constraints: Constraints, deadline: Deadline) -> None:
-        self.times = times
-        self.table = table
-        self.constraints = constraints
-        self.deadline = deadline
-        self.room = np.where(constraints.allowed(table), table.max_in_flight, 0)
-        self.relaxed = int(times.compute[-1] + times.round_trip.sum())
-        """Period, in ticks, at which every stage has one micro-batch in flight."""
-        self.best: BestPartition | None = None
-
-    def snap(self, cuts: Cuts, found_at: int) -> int:
-        """Return the least period of a partition that fits at ``found_at``, and remember the best."""
-        loads = one_f_one_b.pseudo_stage_loads(self.times, cuts)
-        room = [int(self.room[start, stop]) for start, stop in pairwise(cuts)]
-        period = one_f_one_b.least_period(loads, room)
-        assert period is not None and period <= found_at, "a partition that a decision found does not fit"
-        if self.best is None or period < self.best.period:
-            self.best = BestPartition(cuts, period, False)
-        return period
-
-    def decide_relaxed(self) -> Cuts | None:
-        """Return some allowed partition that has room for one micro-batch at a time, or None where there is none.
-
-        Without it there is no plan, so it is found even where the deadline passes, by a shorter method.
-        """
-        try:
-            return self.decide(self.relaxed)
-        except DeadlinePassed:
-            return self._any_partition()
-
-    def _any_partition(self) -> Cuts | None:
-        """Return some partition of which every stage fits alone; this takes a moment, and no deadline ends it."""
-        fits = self.room >= 1
-        num_layers = self.times.chain.num_layers
-        counts = self.constraints.counts(num_layers)
-        reached: NDArray[np.bool_] = np.arange(num_layers + 1) == num_layers
-        choices: list[NDArray[np.intp]] = []
-        for count in range(1, max(counts, default=0) + 1):
-            onward = fits & reached
-            choices.append(onward.argmax(axis=1))
-            reached = np.asarray(onward.any(axis=1))
-            if count in counts and reached[0]:
-                return trace(choices, num_layers)
-        return None
-
-    def decide(self, period: int) -> Cuts | None:
-        """Return some allowed partition that fits at ``period``, or None where there is none.
-
-        Raises:
-            DeadlinePassed: the deadline passed before that was known.
-        """
-        num_layers = self.times.chain.num_layers
-        counts = self.constraints.counts(num_layers)
-        base = period + 1  # a delay as one integer, group * base + fill, so that the least is found by min
-        delay = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
-        delay[num_layers] = base
-        self.deadline.check()
-        stops, loads, room = self._short_stages(period)
-        choices: list[NDArray[np.intp]] = []
-        for count in range(1, max(counts, default=0) + 1):
-            self.deadline.check()
-            below = delay[stops]
-            group, fill = np.divmod(delay, base)
-            total = fill[stops] + loads
-            opens = total > period
-            group_here = group[stops] + opens
-            fits = (group_here <= room) & (below < NOTHING_FITS)
-            key = np.where(fits, group_here * base + np.where(opens, loads, total), NOTHING_FITS)
-            place = key.argmin(axis=1)[:, None]
-            choices.append(np.append(np.take_along_axis(stops, place, axis=1)[:, 0], num_layers))
-            best = np.append(np.take_along_axis(key, place, axis=1)[:, 0], NOTHING_FITS)
-            delay = self._above_boundaries(best, period)
-            if count in counts and delay[0] < NOTHING_FITS:
-                return trace(choices, num_layers)
-        return None
-
-    def _short_stages(self, period: int) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the stages that take a period at most: ends, loads (ticks), and most micro-batches in flight.
-
-        Entry ``[k, i]`` is the i-th stage that begins at layer k; beyond the last one the room is 0.
-        """
-        compute = self.times.compute
-        num_layers = len(compute) - 1
-        begins = np.arange(num_layers)[:, None]
-        last = np.searchsorted(compute, compute[:-1] + period, "right") - 1
-        width = max(1, int((last - begins[:, 0]).max()))
-        stops = begins + np.arange(1, width + 1)
-        within = stops <= last[:, None]
-        stops = np.minimum(stops, num_layers)
-        return stops, compute[stops] - compute[begins], np.where(within, self.room[begins, stops], 0)
-
-    def _above_boundaries(self, delay: NDArray[np.int64], period: int) -> NDArray[np.int64]:
-        """Add the transfer over the boundary before each layer to the delays."""
-        base = period + 1
-        transfer = self.times.round_trip[: len(delay)]
-        group, fill = np.divmod(delay, base)
-        above = np.where(fill + transfer > period, (group + 1) * base + transfer, delay + transfer)
-        return np.where((delay < NOTHING_FITS) & (transfer <= period), above, NOTHING_FITS)
+    if problem.recomputation is not None:
+        return recomputing_search(problem, period).decide(period)
+    return PartitionSearch(problem.times, problem.table, problem.constraints, problem.deadline).decide(period)

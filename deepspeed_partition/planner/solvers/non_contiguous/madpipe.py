@@ -30,8 +30,11 @@ from dataclasses import dataclass, replace
 from deepspeed_partition.planner.allocation import Allocation, Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import reserves_all_slots
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous, best_partition, narrow
+from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
+from deepspeed_partition.planner.solvers.contiguous.partition_search import BestPartition, best_partition, narrow
+from deepspeed_partition.planner.solvers.contiguous.recomputing import best_recomputing_partition
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
 from deepspeed_partition.planner.solvers.non_contiguous.best_first import (
     BEAM_WIDTH,
@@ -46,6 +49,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.one_special_device impor
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_unrefuted, refuted
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road, one_by_one
+from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 from deepspeed_partition.planner.units import format_seconds
 
 MOST_PLACEMENTS = 20_000
@@ -56,6 +60,9 @@ schedule."""
 SEVERAL_SHARE, SCHEDULE_SHARE = 0.5, 0.2
 """Shares of the time that is left: for all allocations in which several devices have several stages, and for
 each. In less time than that a search ends at an allocation whose better neighbour has no schedule yet."""
+PLAIN_SHARE = 0.4
+"""Share of the time that is left for each search of allocations, where layers may be recomputed: without any, with
+unlimited memory, which may prove that none is of use, and with each uniform choice."""
 PERIODIC_SHARE = 0.2
 """Share of the time for a step that is used for the plan of the shortest period, from which its search begins."""
 PROMISE_STEPS = 8
@@ -84,31 +91,86 @@ class MadPipe:
         if _only_contiguous(problem):
             return Contiguous(self.name).solve(problem)
         if problem.num_micro_batches is None:
-            return self._periodic(problem)
+            return self._periodic(problem, proves=True)
         periodic = replace(problem, num_micro_batches=None, deadline=problem.deadline.part(PERIODIC_SHARE))
-        answer = self._periodic(periodic)
+        answer = self._periodic(periodic, proves=False)
         if not answer.cuts and not answer.patterns:
             return answer
         return replace(answer, step_search="any")
 
-    def _periodic(self, problem: Problem) -> Answer:
-        answer = _PeriodSearch(problem, self.start).run()
+    def _periodic(self, problem: Problem, *, proves: bool) -> Answer:
+        if problem.recomputation is None:
+            answer = _PeriodSearch(problem, self.start).run()
+        else:
+            answer = self._recomputing(problem, proves=proves)
         if answer.cuts or answer.patterns:
             return answer
         # The time may have been too short for any schedule; one micro-batch after the other may still fit.
-        found = self.smallest_memory(problem)
-        if found is None or not isinstance(found[0], Placement) or found[1] > problem.platform.memory_bytes:
+        for uniform in (None, *uniform_choices(problem)):
+            view = replace(problem, recomputation=None) if uniform is None else uniform.problem
+            found = self.smallest_memory(view)
+            if found is not None and isinstance(found[0], Placement) and found[1] <= problem.platform.memory_bytes:
+                placement = found[0] if uniform is None else uniform.chosen(found[0])
+                return replace(answer, patterns=(one_by_one(Road(problem, placement)),), best_period=None)
+        return answer
+
+    def _recomputing(self, problem: Problem, *, proves: bool) -> Answer:
+        """Return the best contiguous partition with recomputation, and the best of the others without any or all.
+
+        Args:
+            proves: whether to look for what is proved, and for allocations of which everything is recomputed.
+        """
+        found = best_recomputing_partition(problem)
+        plain = replace(problem, recomputation=None)
+        answer = _PeriodSearch(_with_share(plain, PLAIN_SHARE), self.start, found).run()
+        patterns = list(answer.patterns)
+        contiguous = found.period if found is not None and found.proved else None
+        bound = math.ceil(lower_bound(problem)) if reserves_all_slots(problem.platform) else None
+        answer = Answer(() if found is None else (found.cuts,), patterns=tuple(patterns), class_bound=bound)
+        if not proves:
             return answer
-        return replace(answer, patterns=(one_by_one(Road(problem, found[0])),), best_period=None)
+        period = patterns[0].period if patterns else None if found is None else found.period
+        if period is not None:
+            roomy = self._unlimited(_with_share(plain, PLAIN_SHARE), period)
+            if roomy is not None and roomy.best_period == period:
+                proved, bound = roomy.proved_class, roomy.class_bound
+                return replace(answer, best_period=period, proved_class=proved, class_bound=bound)
+        for uniform in uniform_choices(problem):
+            known = None if period is None else BestPartition((0, problem.chain.num_layers), period, False)
+            view = _with_share(uniform.problem, PLAIN_SHARE)
+            for pattern in reversed(_PeriodSearch(view, (), known).run().patterns):
+                patterns.insert(0, replace(pattern, placement=uniform.chosen(pattern.placement)))
+                period = pattern.period
+        return replace(answer, patterns=tuple(patterns), best_period=None if patterns else contiguous)
+
+    @staticmethod
+    def _unlimited(problem: Problem, period: int) -> Answer | None:
+        """Return what is proved of a period where memory is unlimited, and so whatever is recomputed.
+
+        None: some contiguous partition is faster then.
+        """
+        roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
+        best = best_partition(roomy.times, roomy.table, roomy.constraints, roomy.deadline)
+        if best is None or best.period < period:
+            return None
+        answer = _PeriodSearch(roomy, (), replace(best, period=period)).run()
+        return None if answer.patterns else answer
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts | Placement, int] | None:
         found = Contiguous(self.name).smallest_memory(problem)
         if found is None or _only_contiguous(problem) or problem.platform.num_devices == 1:
             return found
-        where, smallest = _smallest_memory(problem, *found)
+        where, smallest = _smallest_memory(replace(problem, recomputation=None), *found)
+        if smallest >= found[1]:
+            return found
         placement = where if isinstance(where, Placement) else Placement.contiguous(where)
         # If a device does not train in it, the least that is known is that of a contiguous partition.
         return (where, smallest) if problem.allows(placement) else found
+
+
+def _with_share(problem: Problem, share: float) -> Problem:
+    """Return the problem with a share of the time that is left."""
+    return replace(problem, deadline=problem.deadline.part(share))
 
 
 def _only_contiguous(problem: Problem) -> bool:
@@ -119,9 +181,13 @@ def _only_contiguous(problem: Problem) -> bool:
 class _PeriodSearch(BestFirstSearch):
     """Search for the shortest period in the memory of the problem; the cost of an allocation is its period."""
 
-    def __init__(self, problem: Problem, start: Iterable[Allocation] = ()) -> None:
+    def __init__(
+        self, problem: Problem, start: Iterable[Allocation] = (), known: BestPartition | None = None
+    ) -> None:
         self.start = [_placement(problem, allocation) for allocation in start]
-        found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
+        found = known
+        if known is None:
+            found = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
         super().__init__(
             problem,
             cuts=None if found is None else found.cuts,
@@ -161,7 +227,7 @@ class _PeriodSearch(BestFirstSearch):
         for estimate, most_specials in ESTIMATES:
             if problem.deadline.passed():
                 return False
-            found = best_special(self._with_share(SPECIAL_SHARE), estimate, self.best, most_specials)
+            found = best_special(_with_share(self.problem, SPECIAL_SHARE), estimate, self.best, most_specials)
             if found.placement is not None:
                 self.try_one(found.placement)
         if found.bound is None:
@@ -188,7 +254,7 @@ class _PeriodSearch(BestFirstSearch):
             return False
         # Allocations with several special devices are rarely proved best: they get a part of the time, and each
         # schedule at first a part of that.
-        self.problem = self._with_share(SEVERAL_SHARE)
+        self.problem = _with_share(self.problem, SEVERAL_SHARE)
         self.schedule_seconds = seconds * SCHEDULE_SHARE
         search = SeveralSearch(self.problem)
         few = search.all(self.to_beat - 1, FEW_PLACEMENTS)
@@ -203,10 +269,6 @@ class _PeriodSearch(BestFirstSearch):
         for placement in again:
             del self.bounds[placement]
         return everything and self.try_all(again) and self.settled()
-
-    def _with_share(self, share: float) -> Problem:
-        """Return the problem with a share of the time that is left."""
-        return replace(self.problem, deadline=self.problem.deadline.part(share))
 
     def promise(self, placement: Placement) -> int | None:
         road = Road(self.problem, placement)

@@ -26,7 +26,9 @@ from dataclasses import replace
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.solvers.contiguous.optimal import narrow, partition_at
+from deepspeed_partition.planner.solvers.contiguous.optimal import partition_at
+from deepspeed_partition.planner.solvers.contiguous.partition_search import narrow
+from deepspeed_partition.planner.solvers.contiguous.recomputing import least_memory_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, stage_bytes
 from deepspeed_partition.planner.solvers.non_contiguous.best_first import (
     BEAM_WIDTH,
@@ -74,6 +76,10 @@ def contiguous_at(problem: Problem, period: int) -> tuple[tuple[Cuts, int] | Non
 
 def bytes_at(problem: Problem, cuts: Cuts, period: int) -> int:
     """Return the bytes of the largest device of a contiguous partition under 1F1B* at ``period``."""
+    if problem.recomputation is not None:
+        found = least_memory_at(problem, cuts, period)
+        assert found is not None, "a partition that a decision found is too slow"
+        return found[1]
     in_flight = one_f_one_b.in_flight(one_f_one_b.pseudo_stage_loads(problem.times, cuts), period)
     return max(stage_bytes(problem, cuts, in_flight))
 
@@ -86,7 +92,13 @@ def answer_at(problem: Problem, period: int, *, special: bool) -> Answer:
             memory.
     """
     found, best = contiguous_at(problem, period)
-    if special:
+    if problem.recomputation is not None:
+        best = best and problem.recomputation.is_exact
+        if special:
+            return _MemorySearch(
+                replace(problem, recomputation=None), period, found, best
+            ).run_beside_recomputation()
+    elif special:
         return _MemorySearch(problem, period, found, best).run()
     return Answer(()) if found is None else Answer((found[0],), period if best else None)
 
@@ -110,6 +122,17 @@ class _MemorySearch(BestFirstSearch):
         if self.cuts is None:
             return Answer(())
         return Answer((self.cuts,), self.period if proved else None, proved_class=proved)
+
+    def run_beside_recomputation(self) -> Answer:
+        """Search allocations that recompute nothing, besides the contiguous partition, which may.
+
+        What is proved is proved among contiguous partitions.
+        """
+        answer = self.run()
+        if answer.patterns:
+            return replace(answer, best_period=None)
+        proved = self.contiguous_is_best and self.cuts is not None
+        return replace(answer, best_period=self.period if proved else None, proved_class="contiguous")
 
     def _one_special(self) -> bool:
         """Search the best allocation with one special device; return whether it is proved."""

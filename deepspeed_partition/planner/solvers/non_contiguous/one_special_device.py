@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.bounds import lower_bound
-from deepspeed_partition.planner.solvers.contiguous.optimal import narrow
+from deepspeed_partition.planner.solvers.contiguous.partition_search import narrow
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.completion_bound import Completion
 from deepspeed_partition.planner.solvers.pattern.pairwise_memory import Side, may_share

@@ -30,13 +30,17 @@ def add(delay: Delay, load: int, period: int) -> Delay:
     return (group, fill + load) if fill + load <= period else (group + 1, load)
 
 
-def pseudo_stage_loads(times: TimedChain, boundaries: Sequence[int]) -> list[int]:
-    """Return the ticks per micro-batch of stage 0, boundary 0, stage 1, boundary 1, ..., the last stage."""
+def pseudo_stage_loads(times: TimedChain, boundaries: Sequence[int], extra: Sequence[int] = ()) -> list[int]:
+    """Return the ticks per micro-batch of stage 0, boundary 0, stage 1, boundary 1, ..., the last stage.
+
+    Args:
+        extra: ticks by which recomputation makes the backward of each stage longer; left out, none does.
+    """
     loads: list[int] = []
-    for start, stop in pairwise(boundaries):
+    for (start, stop), more in zip(pairwise(boundaries), extra or [0] * (len(boundaries) - 1), strict=True):
         if start:
             loads.append(int(times.round_trip[start]))
-        loads.append(times.compute_ticks(start, stop))
+        loads.append(times.compute_ticks(start, stop) + more)
     return loads
 
 
@@ -80,8 +84,10 @@ def shortest_that(fits: Callable[[int], bool], loads: Sequence[int], shortest: i
     return candidates[bisect_left(candidates, True, key=fits)]
 
 
-def schedule(times: TimedChain, boundaries: Sequence[int], period: int) -> PeriodicSchedule:
-    """Return the 1F1B* pattern of a contiguous partition at a period in ticks.
+def schedule(
+    times: TimedChain, boundaries: Sequence[int], period: int, extra: Sequence[int] = ()
+) -> PeriodicSchedule:
+    """Return the 1F1B* pattern of a contiguous partition at a period in ticks; ``extra`` as above.
 
     All forwards and their transfers run back to back; the backward of a stage ends ``delay`` after its forward
     began::
@@ -89,7 +95,7 @@ def schedule(times: TimedChain, boundaries: Sequence[int], period: int) -> Perio
         F0 SF0 F1 SF1 F2 B2 SB1 B1 SB0 B0           one group: everything on one micro-batch
         F0 SF0 F1 B1' SB0' B0''                     more: B1' belongs to an earlier micro-batch
     """
-    loads = pseudo_stage_loads(times, boundaries)
+    loads = pseudo_stage_loads(times, boundaries, extra)
     seconds = times.clock.seconds
     operations = []
     start = 0

@@ -81,7 +81,8 @@ class Road:
         up: list[Operation] = []
         self.loads: list[int] = []
         """Ticks of each pseudo-stage: stage 0, boundary 0, stage 1, ..."""
-        for stage, (start, stop) in enumerate(pairwise(cuts)):
+        costs = problem.stage_costs(placement)
+        for stage, (start, cost) in enumerate(zip(cuts, costs, strict=False)):
             if stage:
                 ends = sorted(devices[stage - 1 : stage + 1])
                 link = ends[0], ends[1]
@@ -89,17 +90,17 @@ class Road:
                 down.append(Operation(f"SF{stage - 1}", link, one_way))
                 up.append(Operation(f"SB{stage - 1}", link, one_way))
                 self.loads.append(2 * one_way)
-            down.append(Operation(f"F{stage}", devices[stage], times.forward_ticks(start, stop)))
-            up.append(Operation(f"B{stage}", devices[stage], times.backward_ticks(start, stop)))
-            self.loads.append(times.compute_ticks(start, stop))
+            down.append(Operation(f"F{stage}", devices[stage], cost.forward))
+            up.append(Operation(f"B{stage}", devices[stage], cost.backward))
+            self.loads.append(cost.compute)
         self.operations: list[Operation] = [*down, *reversed(up)]
         self.position = {operation.name: index for index, operation in enumerate(self.operations)}
         self.users: dict[Resource, list[int]] = defaultdict(list)
         for index, operation in enumerate(self.operations):
             self.users[operation.resource].append(index)
         table = problem.table
-        self.stash = [int(table.stash[stage]) for stage in pairwise(cuts)]
-        self.transient = [int(table.transient[stage]) for stage in pairwise(cuts)]
+        self.stash = [cost.stash for cost in costs]
+        self.transient = [cost.transient for cost in costs]
         self.slots = buffer_slots(platform)
         self.sent_bytes = [chain.boundary_bytes(boundary) for boundary in cuts[1:-1]]
         """Bytes over the boundary after each stage but the last."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import accumulate, combinations, islice, product
+from itertools import accumulate, combinations, product
 from math import ceil, comb, inf
 
 import numpy as np
@@ -40,7 +40,7 @@ from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions,
 from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
-from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
+from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import neighbours
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b as steady_1f1b
@@ -53,6 +53,7 @@ from deepspeed_partition.planner.solvers.step.step_simulator import (
     in_order,
     one_f_one_b,
 )
+from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
 MOST_OPERATIONS = 500_000
 """Most forwards and backwards that are simulated for contiguous partitions, and as many beyond: a few seconds
@@ -67,91 +68,27 @@ NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 simulated."""
 NUM_CENTRES = 3
 """Number of partitions whose neighbours are looked at."""
-CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
-"""Shares of the time that is left: for contiguous partitions where others follow, and for all that is searched.
-The rest is for the full steps of the best, and for the pattern of an allocation that has none yet."""
 NEAR = 1.05
 """Factor of the best within which an allocation is remembered: with other depths it may become the best."""
-
-
-def with_best_step(problem: Problem, answer: Answer) -> Answer:
-    """A solver's answer with the shortest step that is found from it, where the solver asks for a search.
-
-    Raises:
-        DeadlinePassed: before any step was found.
-    """
-    if answer.step_search is None:
-        return answer
-    if answer.step_search == "contiguous":
-        return replace(answer, steps=best_contiguous_step(problem, answer.cuts[0]))
-    return replace(answer, steps=best_step(problem, next(iter(answer.cuts), None), answer.patterns))
-
-
-def best_contiguous_step(problem: Problem, cuts: Cuts) -> tuple[Step, ...]:
-    """Find the shortest step of a contiguous partition; empty where none fits.
-
-    Args:
-        cuts: the boundaries of the shortest period.
-    """
-    search = _StepSearch(problem)
-    search.deadline = problem.deadline.part(SEARCH_SHARE)
-    search.search_contiguous(cuts)
-    return tuple(islice(search.steps(), 1))
-
-
-def best_step(problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern]) -> tuple[Step, ...]:
-    """Find the shortest step of any allocation; empty where none fits.
-
-    Args:
-        cuts: the boundaries of the contiguous partition of the shortest period; None where none fits.
-        patterns: patterns of allocations with several stages on a device.
-    """
-    search = _StepSearch(problem)
-    if cuts is not None:
-        search.deadline = problem.deadline.part(CONTIGUOUS_SHARE)
-        search.search_contiguous(cuts)
-    search.deadline = problem.deadline.part(SEARCH_SHARE)
-    search.search_shared(patterns)
-    return tuple(islice(search.steps(patterns), 1))
-
-
-def fixed_step(problem: Problem, cuts: Cuts) -> Step:
-    """Return the step of given boundaries under DeepSpeed's 1F1B: depth P - s, or as near as memory allows.
-
-    Where not even one micro-batch at a time fits, which only the step shows, that is the answer.
-    """
-    search = _StepSearch(problem)
-    placement = Placement.contiguous(cuts)
-    if problem.flushes:
-        rule = _Rule("furthest", (problem.fewest_in_flight,) * (len(cuts) - 1))
-        return search.step(placement, rule)
-    search.attempt(placement, "1F1B", tuple(range(len(cuts) - 1, 0, -1)))
-    found = next(search.steps(), None)
-    return found or search.step(placement, _Rule("1F1B", (1,) * (len(cuts) - 1)))
-
-
-def memory_of_flush(problem: Problem) -> int:
-    """Return the bytes per device with which a contiguous partition has a whole batch in flight."""
-    table, in_flight = problem.table, problem.fewest_in_flight
-    found = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
-    cuts = min(found, key=lambda each: each[1])[0]
-    engine = step_engine(problem, Placement.contiguous(cuts))
-    rule = _Rule("furthest", (in_flight,) * (len(cuts) - 1))
-    assert problem.num_micro_batches is not None
-    run = engine.run(problem.num_micro_batches, rule.choice(engine, problem.num_micro_batches))
-    assert run is not None
-    return max(engine.peaks(run))
 
 
 def step_engine(problem: Problem, placement: Placement) -> StepEngine:
     """Return the simulator of an allocation, all-reduces included."""
     ticks = problem.times.clock.ticks
     allreduce = [ticks(seconds) for seconds in problem.allreduce_seconds(placement.cuts)]
-    return StepEngine(problem.times, problem.table, placement.cuts, placement.devices, allreduce, problem.flushes)
+    return StepEngine(
+        problem.times,
+        problem.table,
+        placement.cuts,
+        placement.devices,
+        allreduce,
+        problem.flushes,
+        placement.recomputed,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class DepthRule:
     """Rule by which the devices of an allocation take turns."""
 
     name: str
@@ -188,7 +125,7 @@ class _PatternRule:
         return in_order([tuple(order) for order in orders])
 
 
-Rule = _Rule | _PatternRule
+Rule = DepthRule | _PatternRule
 
 
 class _Outcome(Enum):
@@ -203,7 +140,7 @@ class _Found:
     rule: Rule
 
 
-class _StepSearch:
+class StepSearch:
     """Steps found so far, the best of each allocation."""
 
     def __init__(self, problem: Problem) -> None:
@@ -217,7 +154,7 @@ class _StepSearch:
         self.engines: dict[Placement, StepEngine] = {}
         self.tried: set[Placement] = set()
         self.found: dict[Placement, _Found] = {}
-        self.by_name: dict[tuple[Placement, str], tuple[float, _Rule]] = {}
+        self.by_name: dict[tuple[Placement, str], tuple[float, DepthRule]] = {}
         """Best estimate of each allocation in ticks, and its rule, by the name of the rule."""
         self.best = inf
         """Least estimate so far, in ticks."""
@@ -229,23 +166,47 @@ class _StepSearch:
         """Search the contiguous partitions; ``steady`` is that of the shortest period."""
         placement = Placement.contiguous(steady)
         if not self.problem.flushes:
-            self.certain.append((placement, _Rule("1F1B", self._of_steady_state(placement))))
+            self.certain.append((placement, DepthRule("1F1B", self._of_steady_state(placement))))
         for cuts in _rivals(self.problem, steady):
-            if self._ended():
+            if self.ended():
                 return
-            self._try_contiguous(Placement.contiguous(cuts))
-        size, most = self.problem.chain.num_layers, self.problem.constraints.max_stages
-        counts = range(min(most, size))
-        if sum(comb(size - 1, count) for count in counts) <= FEW:
-            every = [(0, *inner, size) for count in counts for inner in combinations(range(1, size), count)]
-            for placement in self._promising(map(Placement.contiguous, every)):
-                self._try_contiguous(placement)
+            self.try_contiguous(Placement.contiguous(cuts))
+        every = self.every_partition(FEW)
+        if every:
+            for placement in self.promising(map(Placement.contiguous, every)):
+                self.try_contiguous(placement)
         else:
-            for placement in self._promising(map(Placement.contiguous, _balanced(self.problem))):
-                self._try_contiguous(placement)
-            for placement in self._leaders()[:NUM_CENTRES]:
-                self._descend(placement, _moved_boundaries)
-        self._refine_leaders()
+            for placement in self.promising(map(Placement.contiguous, _balanced(self.problem))):
+                self.try_contiguous(placement)
+            for placement in self.leaders()[:NUM_CENTRES]:
+                self.descend(placement, moved_boundaries)
+        self.refine_leaders()
+
+    def every_partition(self, most: int) -> list[Cuts]:
+        """Return all contiguous partitions; none of them where there are more than ``most``."""
+        size = self.problem.chain.num_layers
+        counts = range(min(self.problem.constraints.max_stages, size))
+        if sum(comb(size - 1, count) for count in counts) > most:
+            return []
+        return [(0, *inner, size) for count in counts for inner in combinations(range(1, size), count)]
+
+    def start_again(self) -> None:
+        """Allow as many simulations as at the beginning."""
+        self.operations_left = MOST_OPERATIONS
+
+    def adopt(self, other: StepSearch, chosen: Callable[[Placement], Placement]) -> None:
+        """Take over the best of a search for the same step under a choice of recomputation.
+
+        Args:
+            chosen: returns an allocation of that search with the choice.
+        """
+        for placement in other.leaders()[:NUM_FINALISTS]:
+            rule = other.found[placement].rule
+            if isinstance(rule, DepthRule):
+                self.run(chosen(placement), rule, inf)
+        self.certain += [
+            (chosen(placement), rule) for placement, rule in other.certain if isinstance(rule, DepthRule)
+        ]
 
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
         """Search allocations in which a device may have several stages, beginning with those of ``patterns``."""
@@ -253,34 +214,34 @@ class _StepSearch:
         for pattern in patterns if not self.problem.flushes else ():  # they mix forwards and backwards
             rule = _PatternRule(pattern)
             self.certain.append((pattern.placement, rule))
-            self._run(pattern.placement, rule, inf)
+            self.run(pattern.placement, rule, inf)
         for pattern in patterns:
-            self._try_shared(pattern.placement)
-        if self._ended():
+            self.try_shared(pattern.placement)
+        if self.ended():
             return
         size, num_devices = self.problem.chain.num_layers, self.problem.platform.num_devices
         if num_devices ** (size - 1) <= FEW:
             owners = product(range(num_devices), repeat=size - 1)
             every = dict.fromkeys(Placement.of(range(size + 1), (0, *rest)) for rest in owners)
-            for placement in self._promising(every):
-                self._try_shared(placement)
-        for placement in self._leaders()[:1]:
+            for placement in self.promising(every):
+                self.try_shared(placement)
+        for placement in self.leaders()[:1]:
             self._refine(placement)
-            self._descend(placement, lambda centre: neighbours(self.problem, centre))
-        self._refine_leaders()
+            self.descend(placement, lambda centre: neighbours(self.problem, centre))
+        self.refine_leaders()
 
     def steps(self, patterns: Iterable[Pattern] = ()) -> Iterator[Step]:
         """Yield the steps that were found and fit, simulated in full, the shortest first."""
         known = {pattern.placement: pattern for pattern in patterns}
         memory, deadline = self.problem.platform.memory_bytes, self.problem.deadline
-        pairs = [(placement, self.found[placement].rule) for placement in self._leaders()]
+        pairs = [(placement, self.found[placement].rule) for placement in self.leaders()]
         if self.simulated < self.num_micro_batches:
             pairs = self._in_full(list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain])))
         for placement, rule in pairs:
             steady = known.get(placement)
             if steady is None and not placement.is_contiguous and deadline.passed():
                 continue
-            if max(self._engine(placement).peaks(self._complete(placement, rule))) > memory:
+            if max(self.engine(placement).peaks(self._complete(placement, rule))) > memory:
                 continue  # tensors piled up only after the part that was simulated
             if steady is None and not placement.is_contiguous:
                 steady = ilp.schedule(Road(self.problem, placement), None, deadline).pattern
@@ -299,11 +260,12 @@ class _StepSearch:
 
     def step(self, placement: Placement, rule: Rule, steady: Pattern | None = None) -> Step:
         run = self._complete(placement, rule)
-        return Step(steady or placement.cuts, self._engine(placement).named(run.orders), run.ticks)
+        orders = self.engine(placement).named(run.orders)
+        return Step(steady or placement.cuts, orders, run.ticks, placement.recomputed)
 
     def _complete(self, placement: Placement, rule: Rule) -> StepRun:
         if self.last_complete is None or self.last_complete[0] != (placement, rule):
-            engine = self._engine(placement)
+            engine = self.engine(placement)
             run = engine.run(self.num_micro_batches, rule.choice(engine, self.num_micro_batches))
             assert run is not None
             self.last_complete = (placement, rule), run
@@ -311,10 +273,10 @@ class _StepSearch:
 
     # Allocations
 
-    def _try_contiguous(self, placement: Placement) -> None:
+    def try_contiguous(self, placement: Placement) -> None:
         """Try a contiguous partition under the usual depths."""
-        engine = self._engine(placement)
-        if min(engine.most_in_flight) < 1 or engine.bound(self.num_micro_batches) >= self.best or self._ended():
+        engine = self.engine(placement)
+        if min(engine.most_in_flight) < 1 or engine.bound(self.num_micro_batches) >= self.best or self.ended():
             return
         num_stages = len(placement.devices)
         if self.problem.flushes:
@@ -326,58 +288,56 @@ class _StepSearch:
             range(2 * num_stages - 1, 0, -2),
             engine.most_in_flight,
         )
-        for depths in dict.fromkeys(self._within_room(placement, each) for each in usual):
+        for depths in dict.fromkeys(self.within_room(placement, each) for each in usual):
             self.attempt(placement, "1F1B", depths)
 
-    def _try_shared(self, placement: Placement) -> None:
+    def try_shared(self, placement: Placement) -> None:
         """Try an allocation with several stages on a device in eager orders."""
-        road, engine = Road(self.problem, placement), self._engine(placement)
+        road, engine = Road(self.problem, placement), self.engine(placement)
         period = road.shortest_that_may_fit()
-        if period is None or engine.bound(self.num_micro_batches) >= self.best or self._ended():
+        if period is None or engine.bound(self.num_micro_batches) >= self.best or self.ended():
             return
         if self.problem.flushes:
             self._try_flushes(placement)
             return
         fewest = road.fewest_in_flight(period)
         usual = (fewest, [count + 1 for count in fewest], engine.most_in_flight)
-        for depths in dict.fromkeys(self._within_room(placement, each) for each in usual):
+        for depths in dict.fromkeys(self.within_room(placement, each) for each in usual):
             for name in ("furthest", "oldest"):
-                if not self._out_of_time():
+                if not self.out_of_time():
                     self.attempt(placement, name, depths)
 
     def _try_flushes(self, placement: Placement) -> None:
         """Try an allocation with all micro-batches of a batch in flight, then with as many as have room."""
-        engine = self._engine(placement)
+        engine = self.engine(placement)
         fewest = (self.problem.fewest_in_flight,) * len(placement.devices)
-        for depths in dict.fromkeys(
-            self._within_room(placement, each) for each in (fewest, engine.most_in_flight)
-        ):
+        for depths in dict.fromkeys(self.within_room(placement, each) for each in (fewest, engine.most_in_flight)):
             for name in ("furthest", "oldest"):
                 self.attempt(placement, name, depths)
 
-    def _descend(self, placement: Placement, around: Callable[[Placement], Iterable[Placement]]) -> None:
+    def descend(self, placement: Placement, around: Callable[[Placement], Iterable[Placement]]) -> None:
         """Go to better neighbours of an allocation, until there is none or the search has ended."""
         better = True
-        while better and not self._ended():
+        while better and not self.ended():
             better = False
             before = self.best
-            for neighbour in self._promising(around(placement))[:MOST_NEIGHBOURS]:
+            for neighbour in self.promising(around(placement))[:MOST_NEIGHBOURS]:
                 if neighbour.is_contiguous:
-                    self._try_contiguous(neighbour)
+                    self.try_contiguous(neighbour)
                 else:
-                    self._try_shared(neighbour)
+                    self.try_shared(neighbour)
                 if self.best < before:
                     placement, better = neighbour, True
                     break
 
-    def _promising(self, placements: Iterable[Placement]) -> list[Placement]:
+    def promising(self, placements: Iterable[Placement]) -> list[Placement]:
         """Return the allocations not tried yet that may be better than the best, the most promising first.
 
         Where the time is up, only those are returned that were looked at by then.
         """
         bounds = []
         for placement in placements:
-            if self._ended():
+            if self.ended():
                 break
             if placement not in self.tried:
                 # Most allocations are never run, so their engines are not kept.
@@ -389,12 +349,12 @@ class _StepSearch:
 
     # Orders
 
-    def _refine_leaders(self) -> None:
+    def refine_leaders(self) -> None:
         """Refine the best allocations, as long as no bound says that it is useless."""
-        for placement in self._leaders()[:NUM_REFINED]:
-            if self._out_of_time():
+        for placement in self.leaders()[:NUM_REFINED]:
+            if self.out_of_time():
                 return
-            if self._engine(placement).bound(self.num_micro_batches) < self.best:
+            if self.engine(placement).bound(self.num_micro_batches) < self.best:
                 self._refine(placement)
 
     def _refine(self, placement: Placement) -> None:
@@ -402,7 +362,7 @@ class _StepSearch:
         rule = self.found[placement].rule
         in_turns = placement.is_contiguous and not self.problem.flushes
         for name in ("1F1B", "furthest", "oldest") if in_turns else ("furthest", "oldest"):
-            if isinstance(rule, _Rule) and (placement, name) not in self.by_name:
+            if isinstance(rule, DepthRule) and (placement, name) not in self.by_name:
                 self.attempt(placement, name, rule.depths)
             while (placement, name) in self.by_name and self._improve(placement, name):
                 pass
@@ -410,35 +370,35 @@ class _StepSearch:
     def _improve(self, placement: Placement, name: str) -> bool:
         """Take the first change of depths that shortens the step; return False where there is none."""
         estimate, rule = self.by_name[placement, name]
-        for depths in dict.fromkeys(self._within_room(placement, each) for each in _changed(rule.depths)):
-            if self._ended():
+        for depths in dict.fromkeys(self.within_room(placement, each) for each in _changed(rule.depths)):
+            if self.ended():
                 return False
-            if self._run(placement, _Rule(name, depths), estimate) is _Outcome.FITS:
+            if self.run(placement, DepthRule(name, depths), estimate) is _Outcome.FITS:
                 return True
         return False
 
     def attempt(self, placement: Placement, name: str, depths: tuple[int, ...]) -> None:
         """Try a rule, at smaller depths where it does not fit at these."""
-        depths = self._within_room(placement, depths)
-        if self._run(placement, _Rule(name, depths), self.best * NEAR) is not _Outcome.TOO_LARGE:
+        depths = self.within_room(placement, depths)
+        if self.run(placement, DepthRule(name, depths), self.best * NEAR) is not _Outcome.TOO_LARGE:
             return
         enough, too_many = self.problem.fewest_in_flight - 1, max(depths)
-        while too_many - enough > 1 and not self._out_of_time():
+        while too_many - enough > 1 and not self.out_of_time():
             cap = (enough + too_many) // 2
             capped = tuple(min(depth, cap) for depth in depths)
-            if self._run(placement, _Rule(name, capped), self.best * NEAR) is _Outcome.TOO_LARGE:
+            if self.run(placement, DepthRule(name, capped), self.best * NEAR) is _Outcome.TOO_LARGE:
                 too_many = cap
             else:
                 enough = cap
 
-    def _run(self, placement: Placement, rule: Rule, shorter_than: float) -> _Outcome:
+    def run(self, placement: Placement, rule: Rule, shorter_than: float) -> _Outcome:
         """Simulate a rule and keep it where it is the best of its allocation."""
         self.tried.add(placement)
         if not self.problem.allows(placement):
             return _Outcome.TOO_SLOW
-        if isinstance(rule, _Rule) and min(rule.depths) < self.problem.fewest_in_flight:
+        if isinstance(rule, DepthRule) and min(rule.depths) < self.problem.fewest_in_flight:
             return _Outcome.TOO_LARGE  # there is no room for a batch
-        engine, rest = self._engine(placement), self.num_micro_batches - self.simulated
+        engine, rest = self.engine(placement), self.num_micro_batches - self.simulated
         at_most = None if shorter_than == inf else ceil(shorter_than) - 1 - max(engine.load) * rest
         self.operations_left -= len(engine.ticks) * self.simulated
         run = engine.run(self.simulated, rule.choice(engine, self.simulated), at_most)
@@ -450,43 +410,44 @@ class _StepSearch:
         if placement not in self.found or estimate < self.found[placement].estimate:
             self.found[placement] = _Found(estimate, rule)
             self.best = min(self.best, estimate)
-        if isinstance(rule, _Rule) and estimate < self.by_name.get((placement, rule.name), (inf, rule))[0]:
+        if isinstance(rule, DepthRule) and estimate < self.by_name.get((placement, rule.name), (inf, rule))[0]:
             self.by_name[placement, rule.name] = estimate, rule
         return _Outcome.FITS if estimate < shorter_than else _Outcome.TOO_SLOW
 
     # State
 
-    def _engine(self, placement: Placement) -> StepEngine:
+    def engine(self, placement: Placement) -> StepEngine:
         if placement not in self.engines:
             self.engines[placement] = step_engine(self.problem, placement)
         return self.engines[placement]
 
-    def _leaders(self) -> list[Placement]:
+    def leaders(self) -> list[Placement]:
         """Return the allocations that were found, the best estimate first."""
         return sorted(self.found, key=lambda each: (self.found[each].estimate, each.cuts, each.devices))
 
     def _of_steady_state(self, placement: Placement) -> tuple[int, ...]:
         """Return the depths of a contiguous partition under 1F1B* at its least period."""
-        loads = steady_1f1b.pseudo_stage_loads(self.problem.times, placement.cuts)
-        period = steady_1f1b.least_period(loads, self._engine(placement).most_in_flight)
+        times = self.problem.times
+        loads = steady_1f1b.pseudo_stage_loads(times, placement.cuts, extra_ticks(times, placement))
+        period = steady_1f1b.least_period(loads, self.engine(placement).most_in_flight)
         assert period is not None
-        return self._within_room(placement, steady_1f1b.in_flight(loads, period))
+        return self.within_room(placement, steady_1f1b.in_flight(loads, period))
 
-    def _within_room(self, placement: Placement, depths: Iterable[int]) -> tuple[int, ...]:
+    def within_room(self, placement: Placement, depths: Iterable[int]) -> tuple[int, ...]:
         """Return depths that the stages have room for, if each had its device for itself.
 
         A micro-batch in flight in a stage is in flight in all stages before it: a stage that waited for more than
         those allow would wait forever.
         """
-        rooms = self._engine(placement).most_in_flight
+        rooms = self.engine(placement).most_in_flight
         wanted = (min(depth, room, self.num_micro_batches) for depth, room in zip(depths, rooms, strict=True))
         return tuple(max(1, depth) for depth in accumulate(wanted, min))
 
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
         """Return whether the search has done its work or its time is up; never before something was found."""
         return bool(self.found) and (self.operations_left <= 0 or self.deadline.passed())
 
-    def _out_of_time(self) -> bool:
+    def out_of_time(self) -> bool:
         return bool(self.found) and self.deadline.passed()
 
 
@@ -521,7 +482,8 @@ def _balanced(problem: Problem) -> list[Cuts]:
     return [*blocking, *(cuts for cuts, _ in min_max_partitions(problem, lambda from_end: fitting))]
 
 
-def _moved_boundaries(placement: Placement) -> Iterator[Placement]:
+def moved_boundaries(placement: Placement) -> Iterator[Placement]:
+    """Yield the contiguous partitions in which one boundary is one layer further."""
     cuts = placement.cuts
     for index in range(1, len(cuts) - 1):
         for moved in (cuts[index] - 1, cuts[index] + 1):

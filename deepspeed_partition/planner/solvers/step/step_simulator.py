@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Platform
+from deepspeed_partition.planner.recomputation import first_backward, stage_cost
 from deepspeed_partition.planner.schedule import Order
 
 Positions = tuple[int, ...]
@@ -57,6 +59,7 @@ class StepEngine:
         allreduce: ticks for each stage; left out, there is one pipeline.
         flushes: Micro-batches of each batch of a step, where the last stage begins no backward of a batch before
             all of its forwards are done. Left out, a backward may follow its own forward.
+        recomputed: ranges of layers that are recomputed, for each stage; left out, none is.
     """
 
     def __init__(
@@ -67,14 +70,17 @@ class StepEngine:
         devices: Sequence[int],
         allreduce: Sequence[int] = (),
         flushes: Sequence[int] | None = None,
+        recomputed: Sequence[Blocks] = (),
     ) -> None:
         self.flush_ends = None if flushes is None else frozenset(accumulate(flushes))
         """Counts of forwards of the last stage after which its backwards may begin; None: after each."""
         self.platform: Platform = times.platform
         self.num_stages = len(devices)
         stages = list(pairwise(cuts))
-        down = [times.forward_ticks(*stage) for stage in stages]
-        up = [times.backward_ticks(*stage) for stage in stages]
+        chosen = recomputed or [()] * len(stages)
+        costs = [stage_cost(times, table, *each) for each in zip(stages, chosen, strict=True)]
+        down = [cost.forward for cost in costs]
+        up = [cost.backward for cost in costs]
         self.ticks = [*down, *reversed(up)]
         """Ticks of each position, for one micro-batch."""
         self.device = [*devices, *reversed(devices)]
@@ -90,7 +96,7 @@ class StepEngine:
         """Ticks from the end of each position to the end of the step, if nothing waits."""
         self.load = [sum(self._ticks_on(device)) for device in range(self.num_devices)]
         """Ticks that each device computes for one micro-batch."""
-        self._describe_memory(times, table, stages)
+        self._describe_memory(times, table, stages, chosen)
 
     def run(self, num_micro_batches: int, choose: Choice, at_most: int | None = None) -> StepRun | None:
         """Simulate one step; return None where it is sure to take longer than ``at_most`` ticks.
@@ -213,10 +219,17 @@ class StepEngine:
         by_name = sorted(crossing, key=self._transfer_name)
         self.rank = {position: rank for rank, position in enumerate(by_name)}
 
-    def _describe_memory(self, times: TimedChain, table: StageTable, stages: list[tuple[int, int]]) -> None:
-        self.stash = [int(table.stash[stage]) for stage in stages]
-        down = [int(table.forward_transient[stage]) for stage in stages]
-        up = [int(table.transient[stage]) for stage in stages]
+    def _describe_memory(
+        self,
+        times: TimedChain,
+        table: StageTable,
+        stages: list[tuple[int, int]],
+        recomputed: Sequence[Blocks],
+    ) -> None:
+        costs = [stage_cost(times, table, *each) for each in zip(stages, recomputed, strict=True)]
+        self.stash = [cost.stash for cost in costs]
+        down = [cost.forward_transient for cost in costs]
+        up = [cost.transient for cost in costs]
         self.transient = [*down, *reversed(up)]  # a copy: ``first_backward`` changes
         """Bytes that each position needs only while it runs."""
         self.late_gradients = [0] * len(stages)
@@ -228,9 +241,9 @@ class StepEngine:
             come = table.training.late_gradients([stages[stage] for stage in here])
             for stage, late in zip(here, come, strict=True):
                 self.late_gradients[stage] = int(late.sum())
-                self.first_backward[stage] = table.first_backward(*stages[stage], late)
+                self.first_backward[stage] = first_backward(times, table, stages[stage], recomputed[stage], late)
         self.crossing_bytes = [times.chain.boundary_bytes(stop) for _, stop in stages[:-1]]
-        self.most_in_flight = [int(table.max_in_flight[stage]) for stage in stages]
+        self.most_in_flight = [cost.most_in_flight for cost in costs]
         """Most micro-batches in flight of each stage, if it had its device for itself."""
         self.kept: list[int] = []
         """Bytes of each device for its weights, with all gradients, and for the process itself."""

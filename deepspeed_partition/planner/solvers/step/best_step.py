@@ -1,0 +1,154 @@
+"""The shortest step, as hosts and the command line ask for it: from a solver's answer, or for given boundaries.
+
+``step_search.py`` searches, ``recomputing_step.py`` tries what its best allocations may recompute. With
+recomputation the search runs several times: without any; where a stage lacks room for the micro-batches that hide
+the others' time, also with each uniform choice (all layers, as whole stages and one by one); and from what these
+found with other choices, by stage, then by block. So no uniform choice has a shorter step. Source, and cost of each search: ``step_search.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.recomputation import Recomputation
+from deepspeed_partition.planner.solvers.contiguous.min_max import min_max_partitions
+from deepspeed_partition.planner.solvers.contiguous.partition_search import best_partition
+from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_for
+from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.step.recomputing_step import (
+    MixedChoices,
+    lacks_room,
+)
+from deepspeed_partition.planner.solvers.step.step_search import DepthRule, StepSearch, step_engine
+from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
+
+CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
+"""Shares of the time that is left: for contiguous partitions where others follow, and for all that is searched.
+The rest is for the full steps of the best, and for the pattern of an allocation that has none yet."""
+PLAIN_SHARE, UNIFORM_SHARE = 0.5, 0.3
+"""Shares of the time that is left, where layers may be recomputed: for the search without that, and with each
+uniform choice."""
+
+
+def with_best_step(problem: Problem, answer: Answer) -> Answer:
+    """A solver's answer with the shortest step that is found from it, where the solver asks for a search.
+
+    Raises:
+        DeadlinePassed: before any step was found.
+    """
+    if answer.step_search is None:
+        return answer
+    cuts, patterns = next(iter(answer.cuts), None), answer.patterns
+    shared = answer.step_search == "any"
+    if problem.recomputation is not None:
+        return replace(answer, steps=best_recomputing_step(problem, cuts, patterns, shared=shared))
+    search = searched(problem, cuts, patterns, shared=shared)
+    return replace(answer, steps=tuple(islice(search.steps(patterns), 1)))
+
+
+def searched(
+    problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool, share: float = SEARCH_SHARE
+) -> StepSearch:
+    """Return the search for the shortest step, at its end.
+
+    Args:
+        cuts: the boundaries of the contiguous partition of the shortest period; None where none fits.
+        patterns: patterns of allocations with several stages on a device.
+        shared: whether devices may have several stages.
+        share: the part of the time that is left for it.
+    """
+    search = StepSearch(problem)
+    if cuts is not None:
+        search.deadline = problem.deadline.part(share * CONTIGUOUS_SHARE / SEARCH_SHARE if shared else share)
+        search.search_contiguous(cuts)
+    if shared:
+        search.deadline = problem.deadline.part(share)
+        search.search_shared(patterns)
+    return search
+
+
+def best_recomputing_step(
+    problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool
+) -> tuple[Step, ...]:
+    """Find the shortest step where layers may be recomputed; empty where none fits.
+
+    Args:
+        cuts: the boundaries of the shortest period with recomputation; None where none fits.
+        patterns: of allocations in which nothing is recomputed.
+    """
+    plain = replace(problem, recomputation=None)
+    best = best_partition(plain.times, plain.table, plain.constraints, plain.deadline)
+    search = searched(plain, None if best is None else best.cuts, patterns, shared=shared, share=PLAIN_SHARE)
+    if not search.found or lacks_room(problem, search):
+        _search_recomputing(problem, search, cuts, shared=shared)
+    return tuple(islice(search.steps(patterns), 1))
+
+
+def _search_recomputing(problem: Problem, search: StepSearch, cuts: Cuts | None, *, shared: bool) -> None:
+    """Let a search that has ended without recomputation go on with it."""
+    assert problem.recomputation is not None
+    modes = ["stage"] if problem.recomputation.mode == "stage" else ["stage", "block"]
+    for mode in modes:
+        # What ``stage`` finds is found first, so that no other mode is slower.
+        given = problem
+        if mode != problem.recomputation.mode:
+            given = replace(problem, recomputation=Recomputation(problem.times, mode))
+        for uniform in uniform_choices(given):
+            if uniform.whole_stages == (mode == "stage"):
+                _adopt(search, uniform, shared=shared)
+        mixed = MixedChoices(given, search)
+        search.deadline = problem.deadline.part(SEARCH_SHARE)
+        mixed.search_all(cuts)
+
+
+def _adopt(search: StepSearch, uniform: Uniform, *, shared: bool) -> None:
+    """Take over the steps that are found where everything is recomputed."""
+    problem = replace(uniform.problem, deadline=search.problem.deadline.part(UNIFORM_SHARE))
+    best = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
+    if best is None and not shared:
+        return
+    other = searched(problem, None if best is None else best.cuts, (), shared=shared)
+    search.adopt(other, uniform.chosen)
+
+
+def fixed_step(problem: Problem, cuts: Cuts) -> Step:
+    """Return the step of given boundaries under DeepSpeed's 1F1B: depth P - s, or as near as memory allows.
+
+    With recomputation it is the shortest that is found. Where not even one micro-batch at a time fits, which only
+    the step shows, that is the answer.
+    """
+    plain = replace(problem, recomputation=None)
+    search, placement = StepSearch(plain), Placement.contiguous(cuts)
+    if not problem.flushes:
+        search.attempt(placement, "1F1B", tuple(range(len(cuts) - 1, 0, -1)))
+    if problem.recomputation is not None:
+        MixedChoices(problem, search).try_partition(cuts)
+    found = next(search.steps(), None)
+    if found is not None:
+        return found
+    in_flight = problem.fewest_in_flight
+    rule = DepthRule("furthest" if problem.flushes else "1F1B", (in_flight,) * (len(cuts) - 1))
+    choice = choice_for(problem, cuts)
+    return search.step(placement if choice is None else placement.recomputing(choice[0]), rule)
+
+
+def memory_of_flush(problem: Problem) -> int:
+    """Return the bytes per device with which a contiguous partition has a whole batch in flight."""
+    plain = replace(problem, recomputation=None)
+    return min(map(_memory_of_flush, [plain, *(each.problem for each in uniform_choices(problem))]))
+
+
+def _memory_of_flush(problem: Problem) -> int:
+    table, in_flight = problem.table, problem.fewest_in_flight
+    found = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
+    cuts = min(found, key=lambda each: each[1])[0]
+    engine = step_engine(problem, Placement.contiguous(cuts))
+    rule = DepthRule("furthest", (in_flight,) * (len(cuts) - 1))
+    assert problem.num_micro_batches is not None
+    run = engine.run(problem.num_micro_batches, rule.choice(engine, problem.num_micro_batches))
+    assert run is not None
+    return max(engine.peaks(run))
