@@ -72,6 +72,8 @@ def assemble(
     )
     replayed = replay(plan, problem.chain)
     is_counted = not isinstance(found, Pattern) and step is None and reserves_all_slots(problem.platform)
+    # A recomputing backward that takes no time needs its transient bytes when its micro-batch is gone.
+    is_counted = is_counted and not any(stage.blocks for stage in plan.stages)
     if replayed.memory and not is_counted:
         # Only the timeline shows how many tensors wait at a boundary (more than its buffers before a slow link in
         # a step that fills and drains, fewer than two where less than two are reserved), and that a stage which

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -184,7 +184,7 @@ class PartitionSearch:
                 return trace(choices, num_layers)
         return None
 
-    def _short_stages(self, period: int) -> tuple[NDArray[np.intp], Iterable[Option]]:
+    def _short_stages(self, period: int) -> tuple[NDArray[np.intp], list[Option]]:
         """Return the ends of the stages that take a period at most, and what they may take.
 
         Entry ``[k, i]`` is the i-th stage that begins at layer k; beyond the last one the room is 0.
@@ -201,7 +201,7 @@ class PartitionSearch:
 
     def _options(
         self, period: int, begins: NDArray[np.intp], stops: NDArray[np.intp], within: NDArray[np.bool_]
-    ) -> Iterable[Option]:
+    ) -> list[Option]:
         """Return the loads of stages, and their most micro-batches in flight, for each choice that they have."""
         compute = self.times.compute
         return [(compute[stops] - compute[begins], np.where(within, self.room[begins, stops], 0))]

@@ -15,7 +15,7 @@ Source: MadPipe paper, section 4.1, for the schedule; recomputation is an additi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -186,12 +186,14 @@ class _RecomputingSearch(PartitionSearch):
 
     def _options(
         self, period: int, begins: NDArray[np.intp], stops: NDArray[np.intp], within: NDArray[np.bool_]
-    ) -> Iterable[Option]:
+    ) -> list[Option]:
         compute = self.times.compute
         loads = compute[stops] - compute[begins]
+        options = []
         for extra, room in zip(self.extra, self.rooms, strict=True):
             longer = loads + extra[begins, stops]
-            yield longer, np.where(within & (longer <= period), room[begins, stops], 0)
+            options.append((longer, np.where(within & (longer <= period), room[begins, stops], 0)))
+        return options
 
     def snap(self, cuts: Cuts, found_at: int) -> int:
         choice = choice_for(self.problem, cuts)

@@ -3,7 +3,8 @@
 ``step_search.py`` searches, ``recomputing_step.py`` tries what its best allocations may recompute. With
 recomputation the search runs several times: without any; where a stage lacks room for the micro-batches that hide
 the others' time, also with each uniform choice (all layers, as whole stages and one by one); and from what these
-found with other choices, by stage, then by block. So no uniform choice has a shorter step. Source, and cost of each search: ``step_search.py``.
+found with other choices, by stage, then by block. So no uniform choice has a shorter step, unless the time was up.
+Source, and cost of each search: ``step_search.py``.
 """
 
 from __future__ import annotations
