@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_partition import Chain, InfeasibleError, Platform, make_plan
+from deepspeed_partition import Chain, InfeasibleError, Platform
 from tests.planner import oracles
 from tests.planner.instances import chain, random_instance
+from tests.planner.instances import plan_without_recomputation as make_plan
 
 
 def position_bytes(made: Chain, platform: Platform, cuts: tuple[int, ...], most: int = 10**6) -> int:
