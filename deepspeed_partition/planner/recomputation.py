@@ -117,11 +117,11 @@ def first_backward(
         blocks = table.recomputed(stage)
     if not blocks:
         return table.first_backward(*stage, late_gradients)
-    come = np.cumsum(late_gradients[::-1])[::-1].tolist()
+    come: list[int] = np.cumsum(late_gradients[::-1])[::-1].tolist()
     _, needs = _needs(times.chain, stage, blocks)
     return max(
         0,
-        *(need + (after if measured else come[0]) for (_, need, measured), after in zip(needs, come, strict=True)),
+        *(back + (after if measured else come[0]) for (_, back, measured), after in zip(needs, come, strict=True)),
     )
 
 

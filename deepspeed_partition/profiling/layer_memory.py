@@ -46,6 +46,8 @@ class MemoryReading:
     backward_bytes: int
     """Most bytes of its own in use in the backward, the gradient of its output with them, tensors of its input and
     output without; 0 where there was none."""
+    changes_input: bool = False
+    """True: it works in place on a tensor of its input, from which it could not run again."""
 
 
 class _SavedTensor:
@@ -77,6 +79,10 @@ class LayerMemory:
     ) -> None:
         self._allocated, self._hooks = allocated, hooks
         self._inputs = {key: place for place, tensor in enumerate(tensors_of(inputs)) for key in keys_of([tensor])}
+        self._versions = [
+            (weakref.ref(tensor), tensor._version) for tensor in tensors_of(inputs) if not tensor.is_inference()
+        ]
+        self._changes_input = False
         self._keys_before = persistent | set(self._inputs)
         self.live = LiveBytes()
         """Counter of what the layer has made; it is entered, or notes calls, while the backward runs."""
@@ -106,6 +112,10 @@ class LayerMemory:
 
     def forward_has_ended(self, output: Boundary, roots: Sequence[torch.Tensor]) -> None:
         """Note the output; ``roots`` are what the backward starts from: the output's tensors, or a loss."""
+        self._changes_input = any(
+            tensor is not None and tensor._version != version
+            for tensor, version in ((reference(), version) for reference, version in self._versions)
+        )
         saved_keys = keys_of(held.tensor for held in self._saved)
         if not self._hooks:
             saved_keys = {*self._inputs, *keys_of(tensors_of(output))}
@@ -152,6 +162,7 @@ class LayerMemory:
             transient_bytes=max(0, most_bytes - inner_stash_bytes),
             forward_bytes=self._forward_peak_bytes,
             backward_bytes=self._backward_peak_bytes,
+            changes_input=self._changes_input,
         )
 
 

@@ -16,7 +16,7 @@ from deepspeed_partition.planner.plan import PlannedStage
 from deepspeed_partition.planner.recomputation import Recomputation, rematerialized, stage_cost
 from deepspeed_partition.planner.report.comparison import compare
 from deepspeed_partition.planner.report.frontier import frontier
-from deepspeed_partition.planner.simulate.replay import _StageCost
+from deepspeed_partition.planner.simulate.replay_memory import StageCost
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.recomputing import best_recomputing_partition, least_bytes
 from deepspeed_partition.planner.solvers.interface import Problem
@@ -82,7 +82,7 @@ def test_a_stage_counts_as_the_replay_does(seed):
             planned = PlannedStage(
                 layers=stage, layer_names=(), device=0, rematerialize=rematerialized(blocks, stage), in_flight=1
             )
-            steady, step = _StageCost(made, planned), _StageCost(made, planned, in_step=True)
+            steady, step = StageCost(made, planned), StageCost(made, planned, in_step=True)
             assert cost.stash == steady.stash_bytes == step.stash_bytes
             assert cost.transient == steady.backward_transient_bytes == step.backward_transient_bytes
             assert cost.transient >= steady.forward_transient_bytes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
 import torch
 
 from deepspeed_partition.engine.pipeline.plan_engine import LossCost
@@ -145,7 +146,7 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
             flushes=flushes,
             every_device_trains=True,
             time_limit_seconds=engine.options.time_limit_seconds,
-            recompute=engine.options.recompute,
+            recompute=_recompute(engine),
         )
         made = on_ranks_with_data(made)
         announce(made.summary())
@@ -153,6 +154,26 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
         return made
 
     return from_rank_0(plan)
+
+
+def _recompute(engine: MadPipeEngine) -> str:
+    """Return what a plan of this run may recompute: what the options say, where that can run here.
+
+    Raises:
+        ValueError: the user asks for recomputation by name, and it cannot run.
+    """
+    mode, why = engine.options.recompute, None
+    if engine.module.activation_checkpoint_interval:
+        why = "activation_checkpoint_interval is set, which recomputes layers itself"
+    elif engine.device.type == "cpu" and deepspeed.__version__.startswith("0.19.0"):
+        why = "DeepSpeed 0.19.0 cannot recompute on a CPU"
+    if why is None or mode == "never":
+        return mode
+    if mode != "auto":
+        raise ValueError(f"madpipe option 'recompute' is {mode!r}, and {why}: leave one of the two out")
+    if engine.module.activation_checkpoint_interval:
+        announce(f"the plan recomputes nothing: {why}")
+    return "never"
 
 
 def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport] | None:
@@ -304,7 +325,7 @@ def _plan(
         every_stage_trains=not engine.runs_lists,
         every_device_trains=engine.runs_lists,
         time_limit_seconds=options.time_limit_seconds,
-        recompute=options.recompute,
+        recompute=_recompute(engine),
     )
     plan = on_ranks_with_data(make(algorithm=options.algorithm))
     idle = _idle_stage(chain, engine.module.parts)

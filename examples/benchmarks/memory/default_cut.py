@@ -113,9 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="VGG", choices=sorted(MODELS))
-    parser.add_argument(
-        "--limit", type=parse_size, help="of each rank; left out: a share of DeepSpeed's need"
-    )
+    parser.add_argument("--limit", type=parse_size, help="of each rank; left out: a share of DeepSpeed's need")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {"model": arguments.model, "ranks": arguments.ranks}
