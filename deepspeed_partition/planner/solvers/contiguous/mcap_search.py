@@ -122,13 +122,21 @@ def bayesian(stages: Tables, *, deadline: Deadline | None = None, seed: int = 0)
     if num_stages == 1 or num_stages == num_layers:
         return brute_force(stages)  # a single partition
     optimizer = _optimizer([f"device {index}" for index in range(num_stages)], num_layers - num_stages + 1, seed)
+    from threadpoolctl import threadpool_limits  # scikit-learn needs it
+
+    with threadpool_limits(1):  # matrices of 75 rows: threads would wait for each other
+        return _explored(optimizer, stages, seed, deadline)
+
+
+def _explored(optimizer: Any, stages: Tables, seed: int, deadline: Deadline | None) -> Cuts | None:
+    num_layers, num_stages = stages[0].shape[0] - 1, len(stages)
     rng = np.random.default_rng(seed)
     seen: dict[Cuts, Peaks] = {}
     for iteration in range(ITERATIONS):
         if deadline is not None and deadline.passed() and seen:
             break
         if iteration < FIRST_ITERATIONS:
-            sizes = {key: int(rng.integers(1, num_layers - num_stages + 2)) for key in optimizer.space.keys}
+            sizes = {key: float(rng.uniform(1, num_layers - num_stages + 1)) for key in optimizer.space.keys}
         else:
             sizes = optimizer.suggest()
         cuts = _scaled([float(sizes[key]) for key in optimizer.space.keys], num_layers)
@@ -141,7 +149,7 @@ def bayesian(stages: Tables, *, deadline: Deadline | None = None, seed: int = 0)
 
 
 def _optimizer(keys: Sequence[str], most: int, seed: int) -> Any:
-    """Return the optimizer of the package, over whole numbers from 1 to ``most``."""
+    """Return the optimizer of the package, over numbers from 1 to ``most``: whole ones take it far longer."""
     try:
         from bayes_opt import BayesianOptimization
         from bayes_opt.acquisition import UpperConfidenceBound
@@ -151,7 +159,7 @@ def _optimizer(keys: Sequence[str], most: int, seed: int) -> Any:
             "'madpipe[bayesian]', or use mcap, which finds the best partition without it"
         ) from error
     return BayesianOptimization(
-        f=None, pbounds=dict.fromkeys(keys, (1, most, int)), random_state=seed, verbose=0,
+        f=None, pbounds=dict.fromkeys(keys, (1.0, float(most))), random_state=seed, verbose=0,
         acquisition_function=UpperConfidenceBound(kappa=KAPPA), allow_duplicate_points=True,
     )  # fmt: skip
 
