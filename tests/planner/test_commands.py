@@ -418,3 +418,39 @@ def test_tables_fit_into_the_terminal(chain, capsys, monkeypatch, columns):
     assert all(name in table for name in (*comparison.COMPARED, "proved", "60 ms", "0,1,2")), (
         "no figure is cropped"
     )
+
+
+def test_profile_with_the_statistics_of_mcap(tmp_path, capsys, monkeypatch):
+    """The runs themselves are tested in test_incremental.py."""
+    incremental = pytest.importorskip("deepspeed_partition.engine.incremental")
+    from deepspeed_partition.planner.mcap_profile import McapProfile
+
+    asked = []
+
+    def profiled(factory, **how):
+        how.pop("on_run")(1, 2)
+        asked.append((factory, how))
+        numbers = (100, 200, 300)
+        return McapProfile(
+            isolated_bytes=numbers, isolated_bytes_per_more=numbers, added_bytes=numbers,
+            added_bytes_per_more=numbers, num_runs=2,
+        )  # fmt: skip
+
+    monkeypatch.setattr(incremental, "profile_incrementally", profiled)
+    model, config, chain = tmp_path / "three_layers.py", tmp_path / "ds.json", tmp_path / "out.json"
+    model.write_text(
+        "import torch\ndef layers(size):\n    return [torch.nn.Linear(2, 2) for _ in range(3)], torch.ones(size, 2)\n"
+    )
+    config.write_text('{"bf16": {"enabled": true}}')
+    arguments = ["profile", f"{model}:layers", "--micro-batch", "4", "--repeats", "1", "-o", str(chain)]
+    assert cli.run([*arguments, "--mcap", "--config", str(config)]) == 0
+    assert asked == [(f"{model}:layers", {"micro_batch_size": 4, "config": {"bf16": {"enabled": True}}})]
+    plan = ["plan", str(chain), "--devices", "2", "--memory", "1GB", "--bandwidth", "1GB/s", "--algorithm", "mcap"]
+    assert cli.run([*plan, "-o", str(tmp_path / "plan.json")]) == 0
+    assert Plan.load(tmp_path / "plan.json").boundaries == [0, 1, 3], "200 and 500; not 600 and 300"
+    capsys.readouterr()
+    assert cli.run([*arguments, "--config", str(config)]) == 2
+    assert "--config has an effect with --mcap alone" in capsys.readouterr().err
+    config.write_text("[1]")
+    assert cli.run([*arguments, "--mcap", "--config", str(config)]) == 2
+    assert "is no JSON object" in capsys.readouterr().err
