@@ -438,15 +438,15 @@ def test_profile_with_the_statistics_of_mcap(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(incremental, "profile_incrementally", profiled)
     model, config, chain = tmp_path / "three_layers.py", tmp_path / "ds.json", tmp_path / "out.json"
-    model.write_text(
-        "import torch\ndef layers(size):\n    return [torch.nn.Linear(2, 2) for _ in range(3)], torch.ones(size, 2)\n"
-    )
+    lines = ("import torch", "def layers(size):", "    three = [torch.nn.Linear(2, 2) for _ in range(3)]")
+    model.write_text("\n".join([*lines, "    return three, torch.ones(size, 2)"]))
     config.write_text('{"bf16": {"enabled": true}}')
     arguments = ["profile", f"{model}:layers", "--micro-batch", "4", "--repeats", "1", "-o", str(chain)]
     assert cli.run([*arguments, "--mcap", "--config", str(config)]) == 0
     assert asked == [(f"{model}:layers", {"micro_batch_size": 4, "config": {"bf16": {"enabled": True}}})]
-    plan = ["plan", str(chain), "--devices", "2", "--memory", "1GB", "--bandwidth", "1GB/s", "--algorithm", "mcap"]
-    assert cli.run([*plan, "-o", str(tmp_path / "plan.json")]) == 0
+    platform = ["--devices", "2", "--memory", "1GB", "--bandwidth", "1GB/s"]
+    options = [*platform, "--algorithm", "mcap", "-o", str(tmp_path / "plan.json")]
+    assert cli.run(["plan", str(chain), *options]) == 0
     assert Plan.load(tmp_path / "plan.json").boundaries == [0, 1, 3], "200 and 500; not 600 and 300"
     capsys.readouterr()
     assert cli.run([*arguments, "--config", str(config)]) == 2
