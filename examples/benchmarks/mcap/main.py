@@ -36,6 +36,7 @@ SETUP = Setup(
     factory=f"{HERE / 'vgg11.py'}:model", micro_batch_size=32,
     config={"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}}},
 )  # fmt: skip
+NUM_BEST, NUM_SAMPLED = 12, 24
 AT_ONCE = 6
 """Cuts that one start of the processes trains."""
 
@@ -66,15 +67,16 @@ def cuts_by_prediction() -> list[Cuts]:
     return sorted(all_cuts(num_layers, len(stages)), key=lambda cuts: (peaks_of(stages, cuts), cuts))
 
 
-def measured() -> dict[Cuts, list[int]]:
-    """Return the peak of each device of the cuts that were trained."""
-    lines = MEASURED.read_text().splitlines() if MEASURED.exists() else ()
-    return {tuple(row["boundaries"]): row["peaks"] for row in map(json.loads, lines)}
+def measured(*why: str) -> dict[Cuts, list[int]]:
+    """Return the peak of each device of the cuts that were trained, for these reasons alone if there are any."""
+    rows = map(json.loads, MEASURED.read_text().splitlines() if MEASURED.exists() else ())
+    return {tuple(row["boundaries"]): row["peaks"] for row in rows if not why or row["why"] in why}
 
 
 def measure(num_best: int, num_sampled: int) -> None:
-    order = cuts_by_prediction()
-    chosen = order[:num_best] + random.Random(0).sample(order[num_best:], num_sampled)
+    best = dict.fromkeys(cuts_by_prediction()[:num_best], "best")
+    sample = dict.fromkeys(random.Random(0).sample(sorted(cuts_by_prediction()), num_sampled), "sample")
+    chosen = sample | best
     left = [cuts for cuts in chosen if cuts not in measured()]
     for first in range(0, len(left), AT_ONCE):
         runs = [Run(cuts, frozenset()) for cuts in left[first : first + AT_ONCE]]
@@ -82,7 +84,11 @@ def measure(num_best: int, num_sampled: int) -> None:
         assert found.shortage is None, f"{runs[len(found.peaks)].boundaries} ran out of memory"
         with MEASURED.open("a") as file:
             for run, peaks in zip(runs, found.peaks, strict=True):
-                row = {"boundaries": run.boundaries, "peaks": [each[-1] for each in peaks]}
+                row = {
+                    "why": chosen[run.boundaries],
+                    "boundaries": run.boundaries,
+                    "peaks": [each[-1] for each in peaks],
+                }
                 file.write(json.dumps(row) + "\n")
         print(f"{min(first + AT_ONCE, len(left))} of {len(left)}", file=sys.stderr)
 
@@ -105,16 +111,14 @@ def report() -> None:
               f"{peaks_of(stages, cuts)[0] / 1e6:.2f} MB, place {order.index(cuts) + 1}")  # fmt: skip
     below = sum(max(peaks) < max(real[order[0]]) for peaks in real.values())
     print(f"of the chosen cut {_sizes(order[0])} the measured peak is number {below + 1} of {len(real)}")
-    for words, chosen in (("sample", set(real) - set(order[:NUM_BEST])), ("all that were trained", set(real))):
-        _errors(words, [(peaks_of(stages, cuts)[0], max(real[cuts])) for cuts in chosen])
+    sample = measured("sample")
+    for words, chosen in (("sample", sample), ("all that were trained", real)):
+        _errors(words, [(peaks_of(stages, cuts)[0], max(peaks)) for cuts, peaks in chosen.items()])
     _errors("sample, each device", [
         (int(table[stage]), peak)
-        for cuts in set(real) - set(order[:NUM_BEST])
-        for table, stage, peak in zip(stages, pairwise(cuts), real[cuts], strict=True)
+        for cuts, peaks in sample.items()
+        for table, stage, peak in zip(stages, pairwise(cuts), peaks, strict=True)
     ])  # fmt: skip
-
-
-NUM_BEST = 12
 
 
 def _sizes(cuts: Cuts) -> str:
@@ -135,7 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("profile", "measure", "report"))
     parser.add_argument("--best", type=int, default=NUM_BEST, help="so many cuts with the lowest predicted peaks")
-    parser.add_argument("--sample", type=int, default=24, help="so many others, by chance, always the same")
+    parser.add_argument(
+        "--sample", type=int, default=NUM_SAMPLED, help="so many others, by chance, always the same"
+    )
     arguments = parser.parse_args()
     if arguments.what == "profile":
         profile()
