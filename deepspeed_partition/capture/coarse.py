@@ -10,12 +10,15 @@ a copy of the weights there, which is tied.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from deepspeed_partition.capture.captured import Captured, input_names_of, without_a_cache
@@ -135,6 +138,8 @@ class Coarse:
     returned: list[Any] | None = None
     """The places of tensors, and all other leaves, of what the model returns; None: not known before it runs."""
     returned_structure: Structure | None = None
+    notes_on_recomputation: Sequence[str] = ()
+    """What is lost where code around the elements asks for recomputation."""
 
     def rebuilt(self, tensors: Any) -> Any:
         """What the model itself returns, made of the last layer's tensors."""
@@ -446,7 +451,11 @@ def coarse_layers(
         recipe = CoarseRecipe(coarse)
         elements = [ElementLayer(recipe, place, modules) for place in range(len(coarse.elements))]
         plain = [OutsideLayer(recipe, 0, outside), *elements, OutsideLayer(recipe, len(elements) + 1, outside)]
-        _try_out(model, coarse, plain, args, kwargs)
+        try:
+            _try_out(model, coarse, plain, args, kwargs)
+        except CaptureError as error:
+            raise CaptureError("; ".join([str(error), *coarse.notes_on_recomputation])) from None
+        coarse.notes += coarse.notes_on_recomputation
     except CaptureError as error:
         if error is reason:
             raise
@@ -491,7 +500,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
 def _found(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: CaptureError, within: str
 ) -> Coarse:
-    calls, returned = _calls_of(model, args, kwargs)
+    calls, returned, recomputed = _calls_of(model, args, kwargs)
     modules = dict(model.named_modules())
     best: list[Any] = []
     for name, module in modules.items():
@@ -514,6 +523,13 @@ def _found(
     argument_leaves, structure = flatten((args, kwargs))
     out_leaves, out_structure = flatten(returned)
     names = names_of(out_structure)
+    recomputation = []
+    if any(element.name in recomputed for element in elements):
+        recomputation.append(
+            f"{type(model).__name__} runs {best[0][0]} and its followers under torch.utils.checkpoint, from code "
+            "around them that is left out: their activations are kept, and nothing is recomputed; call checkpoint "
+            "within their own forward instead"
+        )
     return Coarse(
         model, elements, len(first), structure, _without_tensors(argument_leaves),
         input_names_of(model, args, kwargs),
@@ -522,6 +538,7 @@ def _found(
         [f"{type(model).__name__} is cut between {best[0][0]} and its followers alone: {reason}"],
         [tuple(leaf.shape) for leaf in out_leaves if _is_tensor(leaf)],
         returned=_without_tensors(out_leaves), returned_structure=out_structure,
+        notes_on_recomputation=recomputation,
     )  # fmt: skip
 
 
@@ -555,14 +572,17 @@ def _num_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[Any]], Any]:
-    """What each module of the model is given and returns, in one run with data."""
+def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[Any]], Any, set[str]]:
+    """What each module is given and returns, in one run with data; and those that code around them recomputes."""
     names = {id(module): name for name, module in model.named_modules() if module is not model}
     calls: dict[str, list[Any]] = {}
+    recomputed: set[str] = set()
     call = nn.Module.__call__
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = flatten((args, kwargs))
+        if type(module).__call__ is called and _is_under_checkpoint(sys._getframe(1)):
+            recomputed.add(names.get(id(module), ""))
         returned = call(module, *args, **kwargs)
         if id(module) in names:
             calls.setdefault(names[id(module)], []).append((names[id(module)], given, flatten(returned)))
@@ -570,7 +590,16 @@ def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[
 
     with _put_back(model), patched(nn.Module, "__call__", called):
         returned = call(model, *args, **kwargs)
-    return calls, returned
+    return calls, returned, recomputed
+
+
+def _is_under_checkpoint(frame: FrameType | None) -> bool:
+    """Whether a function is called by torch's activation checkpointing, in one of its forms."""
+    while frame is not None:
+        if frame.f_globals is vars(torch.utils.checkpoint):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

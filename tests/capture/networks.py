@@ -267,10 +267,22 @@ class DataDependent(nn.Module):
         x = embedded = self.drop(self.embed(tokens))
         mask = padding if padding.any() else None
         for block in self.blocks:
-            x = block(x, src_key_padding_mask=mask)
+            x = self.run(block, x, src_key_padding_mask=mask)
         if x.mean() > 100:
             x = x / 2
         return {"logits": self.head(x + embedded)}
+
+    def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return block(*args, **kwargs)
+
+
+class DataDependentRecomputed(DataDependent):
+    """It runs its blocks under checkpoint itself."""
+
+    reentrant = False
+
+    def run(self, block: nn.Module, x: torch.Tensor, src_key_padding_mask: Any) -> torch.Tensor:
+        return checkpoint(block, x, None, src_key_padding_mask, use_reentrant=self.reentrant)
 
 
 class DataDependentBetween(nn.Module):

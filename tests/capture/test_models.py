@@ -464,6 +464,16 @@ class Wrapped(nn.Module):
         return {"x": self.last(self.inner(tokens)["logits"]) * self.scale, "scale": self.scale}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_that_code_around_blocks_asks_for_is_told(reentrant):
+    """The refusal named what checkpoint's own code does with the blocks' outputs, and no cause."""
+    model = networks.DataDependentRecomputed()
+    model.reentrant = reentrant
+    told = "runs blocks.0 and its followers under torch.utils.checkpoint.*within their own forward"
+    with pytest.raises(CaptureError, match=told):
+        layers_as_they_are(model, (padded(3, 7),), {})
+
+
 def test_blocks_within_a_part_that_cannot_be_captured_are_layers():
     """The part was a single layer; what code around blocks read of modules was what it had been in the capture."""
     torch.manual_seed(0)
