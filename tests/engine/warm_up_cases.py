@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from deepspeed_partition import InfeasibleError, make_plan
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine import engine as engines
 from deepspeed_partition.engine.pipeline import module as modules
@@ -563,12 +565,44 @@ def errors_of_other_kinds_stay_errors(_: Path) -> None:
     assert losses + train(engine, data[1:]) == train(start(mlp(), engine.module.parts)[0], data)
 
 
+def recomputation_is_planned(_: Path) -> None:
+    """In less memory than any plan takes without it; with dropout and running statistics, after a warm-up, too."""
+    if not recomputes_on_a_cpu():
+        return
+    wide = [
+        LayerSpec(nn.Linear, 16, 64),
+        LayerSpec(nn.BatchNorm1d, 64),
+        LayerSpec(nn.Tanh),
+        LayerSpec(nn.Dropout, 0.5),
+    ]
+    specs = [mlp()[0], *wide, LayerSpec(nn.Sigmoid), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 64, 16), *mlp()[1:]]
+    data = batches(WARM_UP + AFTER)
+    engine, _, _ = start(specs, "madpipe", planned("madpipe", recompute="never"))
+    losses = train(engine, data)
+    chain, platform = gather_objects((engine.chain, engine.plan.platform))[0]
+    least = []
+    for mode in ("never", "auto"):
+        try:
+            make_plan(
+                chain, replace(platform, memory_bytes=platform.fixed_bytes + 1), every_device_trains=True,
+                num_micro_batches=NUM_MICRO_BATCHES, recompute=mode,
+            )  # fmt: skip
+        except InfeasibleError as error:
+            least.append(error.smallest_memory_bytes or 0)
+    assert least[1] < least[0]
+    for steps in (0, WARM_UP):  # a warm-up counts other bytes, which may fit without
+        tight = planned("madpipe", memory=(least[0] + least[1]) // 2, warmup_steps=steps)
+        engine, _, _ = start(specs, "madpipe", tight)
+        same(train(engine, data), losses)
+        assert steps or any(stage.blocks for stage in engine.plan.stages)
+
+
 BOTH = [a_warm_up_and_a_move_equal_one_process]
 ONLY_TWO = [
     a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
     what_else_a_warm_up_measures, layers_move_where_that_gains, no_layer_moves_for_nothing,
-    layers_that_recompute_anyway, layers_that_are_compiled, layers_that_cannot_be_watched,
-    functions_that_are_compiled,
+    recomputation_is_planned, layers_that_recompute_anyway, layers_that_are_compiled,
+    layers_that_cannot_be_watched, functions_that_are_compiled,
     a_checkpoint_within_a_step, a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,
     schedules_of_groups_that_a_rank_lacks, errors_of_other_kinds_stay_errors,
