@@ -19,10 +19,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
-from deepspeed_partition.engine.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
+from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
     asks_for_plan,
