@@ -27,7 +27,7 @@ ROOMS = [
     "deepspeed_partition.capture", "deepspeed_partition.profiling", "deepspeed_partition.cli_options",
     "deepspeed_partition.cli", "deepspeed_partition.__main__", f"{ENGINE}.runtime", f"{ENGINE}.repairs",
     f"{ENGINE}.pipeline", f"{ENGINE}.repartition", f"{ENGINE}.checkpoint", f"{ENGINE}.warmup",
-    f"{ENGINE}.carried_types", f"{ENGINE}.engine", f"{ENGINE}.install", f"{ENGINE}.captured_model",
+    f"{ENGINE}.engine", f"{ENGINE}.install", f"{ENGINE}.captured_model",
     ENGINE, f"{ENGINE}.incremental",
     f"{LIGHTNING}.settings",
     f"{LIGHTNING}.finding", f"{LIGHTNING}.module",
