@@ -37,6 +37,7 @@ from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.remedies import with_remedies
 from deepspeed_partition.planner.renumbering import renumbered
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 from deepspeed_partition.planner.warm_up_report import LinkUse, TrialRun
@@ -313,21 +314,23 @@ def _plan(
         chain = replace(chain, warm_up=trial_run)
         _tell(trial_run)
     deadline = Deadline()
-    make = functools.partial(
-        make_plan,
-        chain,
-        platform,
-        deadline=deadline,
-        num_micro_batches=engine.micro_batches,
-        flushes=engine.flushes,
+    how: dict[str, Any] = {
+        "num_micro_batches": engine.micro_batches,
+        "flushes": engine.flushes,
         # DeepSpeed's own schedule has one stage per rank.
-        num_stages=None if engine.runs_lists else engine.num_stages,
-        every_stage_trains=not engine.runs_lists,
-        every_device_trains=engine.runs_lists,
-        time_limit_seconds=options.time_limit_seconds,
-        recompute=_recompute(engine),
-    )
-    plan = on_ranks_with_data(make(algorithm=options.algorithm))
+        "num_stages": None if engine.runs_lists else engine.num_stages,
+        "every_stage_trains": not engine.runs_lists,
+        "every_device_trains": engine.runs_lists,
+        "recompute": _recompute(engine),
+    }
+    seconds = options.time_limit_seconds
+    make = functools.partial(make_plan, chain, platform, deadline=deadline, time_limit_seconds=seconds, **how)
+    try:
+        plan = on_ranks_with_data(make(algorithm=options.algorithm))
+    except InfeasibleError as error:
+        if engine.flushes is not None:  # a smaller micro-batch changes them, too
+            raise
+        raise with_remedies(error, make_plan, chain, platform, algorithm=options.algorithm, **how) from None
     idle = _idle_stage(chain, engine.module.parts)
     if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists and idle is not None:
         announce(
