@@ -32,8 +32,9 @@ def requirements_of(extra):
     """The requirements of an extra and of the extras that it names: lower ends by package."""
     ends = {}
     for requirement in PROJECT["optional-dependencies"][extra]:
-        if named := re.fullmatch(r"madpipe\[(\w+)\]", requirement):
-            ends |= requirements_of(named[1])
+        if named := re.fullmatch(r"madpipe\[([\w,]+)\]", requirement):
+            for other in named[1].split(","):
+                ends |= requirements_of(other)
         else:
             package, _, oldest = requirement.partition(">=")
             ends[package] = oldest

@@ -259,7 +259,12 @@ def least_memory(layers: list[nn.Module], inputs: torch.Tensor, num_devices: int
     """The memory of a device with which there is a plan, of layers that were measured."""
     chain = profile_chain(layers, inputs, warm_up=1, repeats=1, progress=False)
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(chain, Platform(num_devices=num_devices, memory_bytes=1, bandwidth=1e9), num_micro_batches=8)
+        make_plan(
+            chain,
+            Platform(num_devices=num_devices, memory_bytes=1, bandwidth=1e9),
+            num_micro_batches=8,
+            recompute="never",
+        )
     return caught.value.smallest_memory_bytes
 
 

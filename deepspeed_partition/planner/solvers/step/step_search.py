@@ -345,7 +345,9 @@ class StepSearch:
                 bound = engine.bound(self.num_micro_batches)
                 if bound < self.best:
                     bounds.append((bound, placement.cuts, placement.devices, placement))
-        return [placement for bound, *_, placement in sorted(bounds) if bound < self.best]
+        return [
+            placement for bound, *_, placement in sorted(bounds, key=lambda each: each[:3]) if bound < self.best
+        ]
 
     # Orders
 
