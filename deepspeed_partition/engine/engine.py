@@ -46,6 +46,7 @@ from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
+from deepspeed_partition.engine.runtime.planned_peak import MICRO_BATCHES, OPTIMIZER, REDUCTION, PlannedPeak
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.runtime.watch import watch
@@ -57,7 +58,7 @@ from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import counted
-from deepspeed_partition.schedule.instructions import Instruction
+from deepspeed_partition.schedule.instructions import Compute, Instruction
 
 
 class MadPipeEngine(ResumingEngine):
@@ -94,6 +95,7 @@ class MadPipeEngine(ResumingEngine):
     def __init__(self, *, options: Options | None = None, **kwargs: Any) -> None:
         self._pending = PendingPlan(self)
         self._layer_buffers: Buffers | None = None
+        self._peak: PlannedPeak | None = None
         of_fp16 = fp16_without_zero(kwargs["config_class"])
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
@@ -332,7 +334,8 @@ class MadPipeEngine(ResumingEngine):
         before = BeforeStep(self) if self.runs_lists else None
         self._in_step = True
         try:
-            return super().train_batch(data_iter)
+            with self._planned_peak.step(self.plan if self.runs_lists else None, self.stage_id):
+                return super().train_batch(data_iter)
         except Exception as error:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
             if before is not None and is_raised_by_all(error):
@@ -340,6 +343,12 @@ class MadPipeEngine(ResumingEngine):
             raise
         finally:
             self._in_step = False
+
+    @property
+    def _planned_peak(self) -> PlannedPeak:
+        if self._peak is None:  # which outlives a move of the layers
+            self._peak = PlannedPeak(self.device, self.global_rank)
+        return self._peak
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         self._lockstep.check_that_it_goes_on()
@@ -363,6 +372,20 @@ class MadPipeEngine(ResumingEngine):
             super()._run(instruction)
         else:
             self._pending.warm_up.execute(instruction, super()._run)
+        if isinstance(instruction, Compute):
+            self._planned_peak.computed(
+                len(self.batch_data.kept) / self.micro_batches,
+                forward=instruction.kind == "F",
+                loads_inputs=self.is_first_stage(),
+            )
+
+    def _begin_batch(self, num_micro_batches: int) -> None:
+        super()._begin_batch(num_micro_batches)
+        self._planned_peak.data_was_read()
+
+    def _exec_reduce_tied_grads(self) -> None:
+        self._planned_peak.ended(MICRO_BATCHES)
+        super()._exec_reduce_tied_grads()
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
         if self._pending.warm_up is None or not torch.is_grad_enabled():
@@ -411,7 +434,9 @@ class MadPipeEngine(ResumingEngine):
     def _exec_optimizer_step(self, lr_kwargs=None):
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()
+        self._planned_peak.ended(REDUCTION)
         super()._exec_optimizer_step(lr_kwargs)
+        self._planned_peak.ended(OPTIMIZER)
         if self.owns_cut and self.global_steps == 1:
             link_states_of_all_groups(self.optimizer)
 
@@ -419,6 +444,7 @@ class MadPipeEngine(ResumingEngine):
     _INSTRUCTION_MAP: ClassVar = {
         **ResumingEngine._INSTRUCTION_MAP,
         schedule.OptimizerStep: _exec_optimizer_step,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
     }
 
     # Checkpoints

@@ -137,6 +137,11 @@ def room_under_limits() -> tuple[int, int] | None:
     return min(rooms, key=lambda each: each[1], default=None)
 
 
+def counter_with_limit() -> CountedMemory | None:
+    """Return the counter of the outermost limit of this process, which has counted longest; None without one."""
+    return _limited[0][0] if _limited else None
+
+
 @contextmanager
 def _counter(library: Any, parent: int | None, *, this_thread: bool) -> Iterator[CountedMemory]:
     handle = library.madpipe_open(parent, this_thread)

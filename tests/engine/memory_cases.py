@@ -12,17 +12,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from deepspeed_partition import Chain, Plan, Platform, replay
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.runtime import environment, planned_peak
 from deepspeed_partition.engine.runtime.transfers import Shapes
 from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step
-from deepspeed_partition.profiling import LiveBytes, profile_chain
+from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.profiling import LiveBytes, limit_memory, profile_chain
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
 from tests.engine.any_plan_multiproc import MAPS
@@ -242,3 +246,39 @@ def holds_what_is_planned(chain: Chain, plan: Plan, dynamic_shape: bool) -> None
         assert max(peak for *_, peak in engine.held) > planned / 3, "nothing was counted"
         assert all(size <= SMALL_BYTES for size in left), left
         assert not any(reference() is not None for reference in data.given)
+
+
+def a_peak_above_the_plan_is_said_once(folder: Path) -> None:
+    """A plan whose file promises less, of one term after the other; as it was made it is silent."""
+    chain, path = measured_chain(), folder / f"{dist.get_rank()}.json"
+    platform = Platform(num_devices=2, memory_bytes=10**12, bandwidth=2.0**30)
+    made = plans.plan_of(
+        chain, platform, MAPS[2][0, 1], (0, 1), orders=plans.gpipe((0, 1), NUM_MICRO_BATCHES)
+    )  # fmt: skip
+    uses = replay(made, chain).memory
+    # Large enough to be the peak, by the step's own order; none of the numbers here reaches a mebibyte.
+    less = {
+        "": [],
+        "weights, with all": [replace(use, weights=0) for use in uses],
+        "stash, with buffers": [replace(use, stash=0) for use in uses],
+        "transient": [replace(use, stash=use.stash * 2, transient=-use.stash * 2) for use in uses],
+    }
+    for term, memory in less.items():
+        promised = memory or list(uses)
+        replace(made, memory=tuple(promised), peak_memory_bytes=tuple(use.total for use in promised)).save(path)
+        with (
+            limit_memory(10**12), patch.object(planned_peak, "ALLOWED_BYTES", ALLOWED_BYTES),
+            patch.object(environment, "logger") as logger,
+        ):  # fmt: skip
+            engine = engine_of(Plan.load(path))
+            data = Fresh()
+            for _ in range(3):
+                engine.train_batch(data)
+            del engine
+        said = [str(call.args[1]) for call in logger.log.call_args_list]
+        said = [each for each in said if "in a step and its plan says" in each]
+        assert len(said) == bool(term), (term, said)
+        if term:
+            rank = dist.get_rank()
+            assert said[0].startswith(f"rank {rank} needed ") and f"what grew is {term}" in said[0], said
+            assert f"says {format_bytes(promised[rank].total)}: it was in the micro-batches" in said[0], said

@@ -23,7 +23,7 @@ from deepspeed_partition.engine.runtime.recorded_timeline import NUM_STEPS
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
 from tests.engine.any_plan_multiproc import begin, plan_for
 from tests.engine.harness import run_cases
-from tests.engine.memory_cases import no_more_bytes_than_planned
+from tests.engine.memory_cases import a_peak_above_the_plan_is_said_once, no_more_bytes_than_planned
 from tests.engine.pipelines import mlp
 from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, raised, start, train
 
@@ -194,6 +194,7 @@ CASES = [
     there_is_no_timeline_without_a_plan,
     a_timeline_that_cannot_be_written,
     no_more_bytes_than_planned,
+    a_peak_above_the_plan_is_said_once,
 ]
 NAMES = [case.__name__ for case in CASES]
 

@@ -313,6 +313,7 @@ def _plan(
         trial_run = _trial_run(engine, chain, platform, trials, uses)
         chain = replace(chain, warm_up=trial_run)
         _tell(trial_run)
+        platform = _corrected(platform, trial_run)
     deadline = Deadline()
     how: dict[str, Any] = {
         "num_micro_batches": engine.micro_batches,
@@ -428,10 +429,34 @@ def _tell(run: TrialRun) -> None:
     peaks = [peak for peak in run.peak_bytes if peak is not None]
     if len(peaks) == len(run.peak_bytes):
         held, counted = (", ".join(map(format_bytes, each)) for each in (peaks, run.planned_peak_bytes))
-        announce(f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it")
+        shares = zip(run.planned_peak_bytes, peaks, strict=True)
+        off = ", ".join(f"{planned / max(peak, 1) - 1:+.1%}" for planned, peak in shares)
+        announce(
+            f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it, "
+            f"which is off by {off}"
+        )
     bandwidths = [use.bandwidth for use in run.links if use.bandwidth is not None]
     if bandwidths:
         announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second")
+
+
+def _corrected(platform: Platform, run: TrialRun) -> Platform:
+    """Return the platform with what the planner counted too little on the trial cut added to ``fixed_bytes``.
+
+    The most of any rank counts: its layers may come to any other.
+    """
+    missing = [
+        0 if peak is None else peak - planned
+        for peak, planned in zip(run.peak_bytes, run.planned_peak_bytes, strict=True)
+    ]
+    most = max(missing, default=0)
+    if most <= 0:
+        return platform
+    announce(
+        f"rank {missing.index(most)} held {format_bytes(most)} more than the planner counts, so that much is "
+        "added to what each device is planned to hold (fixed_bytes of the plan's platform)"
+    )
+    return replace(platform, fixed_bytes=platform.fixed_bytes + most)
 
 
 def on_ranks_with_data(plan: Plan) -> Plan:
