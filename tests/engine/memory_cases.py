@@ -249,19 +249,17 @@ def holds_what_is_planned(chain: Chain, plan: Plan, dynamic_shape: bool) -> None
 
 
 def a_peak_above_the_plan_is_said_once(folder: Path) -> None:
-    """A plan whose file promises less, of one term after the other; as it was made it is silent."""
+    """A plan whose file promises less of a term, which is named; as it was made it is silent."""
     chain, path = measured_chain(), folder / f"{dist.get_rank()}.json"
     platform = Platform(num_devices=2, memory_bytes=10**12, bandwidth=2.0**30)
     made = plans.plan_of(
         chain, platform, MAPS[2][0, 1], (0, 1), orders=plans.gpipe((0, 1), NUM_MICRO_BATCHES)
     )  # fmt: skip
     uses = replay(made, chain).memory
-    # Large enough to be the peak, by the step's own order; none of the numbers here reaches a mebibyte.
     less = {
         "": [],
         "weights, with all": [replace(use, weights=0) for use in uses],
         "stash, with buffers": [replace(use, stash=0) for use in uses],
-        "transient": [replace(use, stash=use.stash * 2, transient=-use.stash * 2) for use in uses],
     }
     for term, memory in less.items():
         promised = memory or list(uses)
