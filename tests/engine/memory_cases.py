@@ -24,6 +24,7 @@ from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.runtime import environment, planned_peak
 from deepspeed_partition.engine.runtime.transfers import Shapes
+from deepspeed_partition.planner.plan import MemoryUse
 from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling import LiveBytes, limit_memory, profile_chain
@@ -258,8 +259,8 @@ def a_peak_above_the_plan_is_said_once(folder: Path) -> None:
     uses = replay(made, chain).memory
     less = {
         "": [],
-        "weights, with all": [replace(use, weights=0) for use in uses],
-        "stash, with buffers": [replace(use, stash=0) for use in uses],
+        "weights, with all": [MemoryUse(weights=0, stash=0, buffers=0, transient=0) for use in uses],
+        "stash, with buffers": [replace(use, stash=0, buffers=0, transient=0) for use in uses],
     }
     for term, memory in less.items():
         promised = memory or list(uses)
