@@ -109,8 +109,8 @@ class LayerProfile:
     its own stash, its output, gradients and work spaces, but neither weights and their gradients nor what the
     layers before it keep. None: not measured, ``transient_bytes`` come on top of the whole stage."""
     forward_running_bytes: int | None = None
-    """The same while it runs forward, in a step; in a steady state the larger of both counts. None: as
-    ``running_bytes``."""
+    """Most bytes in use while the layer runs forward, counted as ``running_bytes`` are. They count for forwards of
+    a step; in a steady state ``running_bytes`` count for both. None: as ``running_bytes``."""
     recomputable: bool = True
     """Whether the forward of the layer may run twice for one micro-batch."""
     training_bytes: int | None = None

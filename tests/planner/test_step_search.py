@@ -20,7 +20,7 @@ from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
-from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN
+from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN, StepSearch
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, eager, in_order
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.exhaustive import some
@@ -289,3 +289,13 @@ def test_steps_of_any_problem_are_replayed(instance, m: int, algorithm: str, com
             make_plan(made, platform, algorithm, num_micro_batches=m)
         enough = raised.value.smallest_memory_bytes
         assert step_of(made, replace(platform, memory_bytes=enough), m, algorithm) is not None
+
+
+def test_allocations_that_differ_in_recomputation_alone_are_ordered():
+    made = chain([1, 0], [1, 1], stash=[1, 1])  # to recompute the second layer takes no time
+    problem = replace(
+        problem_of(made, Platform(num_devices=2, memory_bytes=100, bandwidth=FREE)), num_micro_batches=2
+    )
+    plain, recomputed = (Placement((0, 1, 2), (0, 1), blocks) for blocks in ((), ((), ((1, 2),))))
+    search = StepSearch(problem)
+    assert set(search.promising([recomputed, plain])) == {plain, recomputed}

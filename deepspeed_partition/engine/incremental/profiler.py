@@ -87,7 +87,7 @@ class Trained:
     """What came of runs."""
 
     peaks: list[list[list[int]]]
-    """Of each run that was done, of each rank, the peak bytes after each step."""
+    """Peak bytes, indexed [run][rank][step], of the runs that were done."""
     shortage: int | None = None
     """The rank that ran out of memory in the run after those."""
 

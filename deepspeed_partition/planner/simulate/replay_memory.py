@@ -184,12 +184,14 @@ class Moments:
             )
             for index in mine
         }
-        """Of each stage, whether its first backward has not ended yet, and the bytes that come with it."""
+        """Gradients that are still to come, by stage: whether its first backward has not ended, at each instant,
+        and their bytes."""
         self.running = {
             f"{kind}{index}": (runs.count(self.instants) > 0, self._transient(costs[index], index, kind))
             for (index, kind), runs in running.items()
         }
-        """Of each operation, whether it runs, and the bytes that it needs only while it does."""
+        """Operations by name, such as ``F0``: whether each runs, and the bytes that it needs only then, at each
+        instant."""
 
     def _transient(self, cost: StageCost, index: int, kind: str) -> NDArray[np.int64]:
         if kind == "F":

@@ -1,4 +1,4 @@
-"""The same problem with everything recomputed: the two uniform choices that every search begins with.
+"""A planning problem with every layer recomputed: the two uniform choices that every search begins with.
 
 A chain of which all layers are recomputed is a chain with longer backwards and other bytes, so each search runs on
 it unchanged. Recomputed are the layers that may be, each as a block of its own, which has the least transient

@@ -344,10 +344,9 @@ class StepSearch:
                 engine = self.engines.get(placement) or step_engine(self.problem, placement)
                 bound = engine.bound(self.num_micro_batches)
                 if bound < self.best:
-                    bounds.append((bound, placement.cuts, placement.devices, placement))
-        return [
-            placement for bound, *_, placement in sorted(bounds, key=lambda each: each[:3]) if bound < self.best
-        ]
+                    bounds.append((bound, placement))
+        bounds.sort(key=lambda each: (each[0], each[1].cuts, each[1].devices, each[1].recomputed))
+        return [placement for bound, placement in bounds if bound < self.best]
 
     # Orders
 
