@@ -273,6 +273,8 @@ def _built_pipeline(
     pipeline.model_name = name  # which the plan names
     pipeline.engine = lambda: None
     pipeline.layers_of_user = LayersOfUser(pipeline)
+    if plan is not None:  # which is that of a Trainer, and not of the module
+        pipeline.madpipe_cut = replace(pipeline.madpipe_cut, is_of_a_run=True)
     pipeline.allow_calls = lambda: None
     pipeline.example_input_array = None
     return pipeline

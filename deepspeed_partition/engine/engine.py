@@ -154,8 +154,10 @@ class MadPipeEngine(ResumingEngine):
                 return
             self._own_cut()
             cut = self.module.madpipe_cut = Cut("trial")
-        if cut is None or (cut.origin in ("boundaries", "default") and not cut.is_of_a_run):
+        if cut is None or cut.origin == "default" or (cut.origin == "boundaries" and not cut.is_where_runs_plan):
             return
+        if cut.is_of_a_run and cut.planned_by is None and self.basic_optimizer is not None:
+            cut = self.module.madpipe_cut = replace(cut, planned_by=planned_by(self))
         cut = given_up_if_planned_otherwise(self, cut)
         asked = None if self.options.plan is None else load_plan(self.options.plan)
         # A plan that an earlier run has made is no user's, who asks for another one now.
@@ -278,12 +280,15 @@ class MadPipeEngine(ResumingEngine):
         """
         if isinstance(plan, str | os.PathLike):
             plan = load_plan(plan)
+        # A later run that is planned otherwise asks for another cut than the one that is left here.
+        cut = getattr(self.module, "madpipe_cut", None)
+        by = planned_by(self) if cut is not None and cut.is_where_runs_plan else None
         if isinstance(plan, Plan):
             self._check(plan)
-            self.recut_to(Cut("plan", plan), allocation_of(plan))
+            self.recut_to(Cut("plan", plan, planned_by=by), allocation_of(plan))
         else:
             boundaries = check_boundaries(plan, self.module._num_layers, self.num_stages)
-            self.recut_to(Cut("boundaries"), Allocation.contiguous(boundaries))
+            self.recut_to(Cut("boundaries", planned_by=by), Allocation.contiguous(boundaries))
 
     def recut_to_plan_of_run(self, plan: Plan) -> None:
         """Do as :meth:`recut` with a plan that no user gave: a run has made it. Collective."""

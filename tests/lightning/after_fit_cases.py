@@ -441,23 +441,47 @@ class InterruptingValidation(pl.Callback):
             raise ArithmeticError("validation stopped here")
 
 
+class Recutting(pl.Callback):
+    """Moves the layers before the second step, if it is given a cut."""
+
+    def __init__(self, cut: Any) -> None:
+        self.cut = cut
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.cut is not None and batch_idx == 0:
+            trainer.strategy.deepspeed_engine.recut(self.cut)
+
+
 def planned_again(host: cases.Host) -> dict[str, Any]:
-    """The cut of each fit of one module, by Trainers of which the later ones ask for plans of their own."""
+    """The cut of each fit of one module, by Trainers of which the later ones ask for plans of their own.
+
+    A hook of some moves the layers, to boundaries or to a plan, for the rest of its fit.
+    """
     plans = {}
     for name, cut in (("first", [0, 3, 8]), ("second", [0, 5, 8])):
         plans[name] = str(host.folder / f"again-{name}.json")
         strategy = {"algorithm": cut, "warmup_epochs": 0, "save_plan": plans[name]}
         fitted(host, cases.Classifier(optimizer="sgd"), strategy=strategy, max_epochs=1)
+    first, other = {**CUT, "warmup_epochs": 0}, {"algorithm": [0, 4, 8], "warmup_epochs": 0}
+    by_plan = {"plan": plans["first"]}
+    rows: dict[str, list[Any]] = {
+        "asked": [(first, None), ({"plan": plans["second"]}, None), (by_plan, None), (other, None)],
+        "plan first": [(by_plan, None), (other, None)],
+        "recut": [(first, [0, 6, 8]), (first, None), (other, None)],
+        "recut to a plan": [(first, plans["second"]), (first, None), (other, None)],
+        "recut from a plan": [(by_plan, [0, 6, 8]), (by_plan, None), (other, None)],
+        "recut and frozen": [(first, plans["second"]), (first, None)],
+    }
+    return {name: _cuts_of_fits(host, fits, name == "recut and frozen") for name, fits in rows.items()}
+
+
+def _cuts_of_fits(host: cases.Host, fits: list[Any], freezes: bool) -> list[Any]:
     module, cuts = cases.Classifier(optimizer="sgd"), []
-    for strategy in (
-        {**CUT, "warmup_epochs": 0},
-        {"plan": plans["second"]},
-        {"plan": plans["first"]},
-        {"algorithm": [0, 4, 8], "warmup_epochs": 0},
-    ):
-        trainer = fitted(host, module, strategy=strategy, max_epochs=1)["trainer"]
-        cuts.append([stage.layers[0] for stage in trainer.strategy.plan.stages])
-    return {"cuts": cuts}
+    for strategy, recut in fits:
+        trainer = fitted(host, module, Recutting(recut), strategy=strategy, max_epochs=1)["trainer"]
+        cuts.append(trainer.strategy.pipeline.parts)
+        module.head.requires_grad_(not freezes)
+    return cuts
 
 
 def planned_otherwise(host: cases.Host) -> dict[str, Any]:

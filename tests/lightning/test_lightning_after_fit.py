@@ -36,9 +36,20 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case], tolerance=TOLERANCES.get(case, 1e-5))
 
 
-def test_what_a_later_trainer_asks_for_is_run(two: Records) -> None:
-    """The plan of the fit before was run, and nothing said so."""
-    assert two.of("planned_again")["cuts"] == [[0, 3], [0, 5], [0, 3], [0, 4]]
+@pytest.mark.parametrize(
+    "fits, cuts",
+    [
+        ("asked", [3, 5, 3, 4]),
+        ("plan first", [3, 4]),
+        ("recut", [6, 6, 4]),
+        ("recut to a plan", [5, 5, 4]),
+        ("recut from a plan", [6, 3, 4]),
+        ("recut and frozen", [5, 3]),
+    ],
+)
+def test_what_a_later_trainer_asks_for_is_run(two: Records, fits: str, cuts: list[int]) -> None:
+    """The plan of the fit before was run, and nothing said so; so was the cut that a hook of it had moved to."""
+    assert two.of("planned_again")[fits] == [[0, cut, 8] for cut in cuts]
 
 
 def test_types_that_an_optimizer_cannot_carry_are_refused_by_name(two: Records) -> None:

@@ -49,7 +49,13 @@ class Cut:
     """Whether a run has made the plan by its own measurements, or has come by it with a checkpoint: no user asks
     for it where the model has changed."""
     planned_by: Mapping[str, Any] | None = None
-    """What that run was planned by (``warmup/planned_by.py``). None: the script gave the cut itself."""
+    """What the run was planned by that came to this cut (``warmup/planned_by.py``). None: no run of the module is
+    planned, or none has come to the cut yet."""
+
+    @property
+    def is_where_runs_plan(self) -> bool:
+        """Whether runs of the module make their own cuts, so that a later one may ask for another cut."""
+        return self.origin == "trial" or self.is_of_a_run or self.planned_by is not None
 
 
 def asks_for_plan(method: object) -> bool:

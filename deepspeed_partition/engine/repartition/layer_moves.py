@@ -337,13 +337,14 @@ def exchange_layers(module: PipelineModule, layers: Sequence[Any]) -> None:
 def begin_anew_if_changed(module: PipelineModule) -> None:
     """Cut ``module`` as before its first plan, where it trains other layers than a run before has planned for.
 
-    Collective over each pipeline, while no engine runs on ``module``. A plan or boundaries of a user stay.
+    Collective over each pipeline, while no engine runs on ``module``. A plan or boundaries that a user built it
+    with stay.
 
     Raises:
         ValueError: fewer layers with trainable parameters than stages, or none at all.
     """
     cut = getattr(module, "madpipe_cut", None)
-    if cut is None or not (cut.is_of_a_run or cut.origin == "trial"):
+    if cut is None or not cut.is_where_runs_plan:
         return
     present, (trainable, frozen) = allocation_of(module), trainable_and_frozen_parameters(module)
     try:

@@ -29,7 +29,8 @@ def planned_by(engine: MadPipeEngine) -> dict[str, Any]:
 def given_up_if_planned_otherwise(engine: MadPipeEngine, cut: Cut) -> Cut:
     """``cut``, or a trial cut in its place where the run that made it was planned by something else. Collective.
 
-    A plan that the user built the module with, or has cut it by, stays. What happens is said.
+    A plan that the user built the module with stays. One by which a hook of that run has cut it is that run's.
+    What happens is said.
     """
     if cut.planned_by is None or engine.options.plan is not None or engine.basic_optimizer is None:
         return cut
