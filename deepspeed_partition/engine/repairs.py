@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -197,6 +197,7 @@ def fit_reduction_buffers(optimizer: Any, num_weights: int) -> None:
     optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_weights, 1))
     if _makes_buffer_late(optimizer):
         _make_buffer_late(optimizer)
+        _let_go_of_copies(optimizer)
 
 
 def _makes_buffer_late(optimizer: DeepSpeedZeroOptimizer) -> bool:
@@ -226,6 +227,31 @@ def _make_buffer_late(optimizer: DeepSpeedZeroOptimizer) -> None:
         reduce(pipeline_parallel=False)
 
     optimizer.setup_buckets, optimizer.reduce_gradients = set_up_without_buffer, reduce_in_buffer
+
+
+def _let_go_of_copies(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Free the flat copies that gloo has reduced, before gradients are copied for the optimizer's step.
+
+    gloo's own thread holds them a moment longer, sometimes until that copy has been made, too.
+    """
+    reduce_bucket: Callable[..., torch.Tensor] = optimizer.allreduce_bucket
+    average: Callable[..., None] = optimizer.average_tensor
+    copies: list[torch.UntypedStorage] = []
+
+    def reduce_and_note(bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        reduced = reduce_bucket(bucket, *args, **kwargs)
+        storage = reduced.untyped_storage()
+        is_copy = all(storage.data_ptr() != each.untyped_storage().data_ptr() for each in bucket)
+        if is_copy and reduced.device.type == "cpu":
+            copies.append(storage)
+        return reduced
+
+    def average_and_let_go(*args: Any, **kwargs: Any) -> None:
+        average(*args, **kwargs)
+        while copies:
+            copies.pop().resize_(0)
+
+    optimizer.allreduce_bucket, optimizer.average_tensor = reduce_and_note, average_and_let_go
 
 
 def reduction_buffer_bytes(optimizer: Any) -> tuple[int, int]:

@@ -42,12 +42,17 @@ class MeasuredLayer:
     forward: Spread
     backward: Spread
     weight_bytes: int
-    num_trainable_parameters: int
-    largest_trainable_parameter: int
+    trainable_parameters: tuple[int, ...]
+    """How many numbers each parameter has that is trained, in order."""
     buffer_bytes: int
     input_tensor_bytes: tuple[int, ...]
     output_bytes: int
     memory: MemoryReading
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Numbers of the parameters that are trained."""
+        return sum(self.trainable_parameters)
 
 
 @contextmanager
@@ -85,8 +90,7 @@ def measure_layer(
         forward=forward,
         backward=backward,
         weight_bytes=built.weight_bytes,
-        num_trainable_parameters=built.num_trainable_parameters,
-        largest_trainable_parameter=built.largest_trainable_parameter,
+        trainable_parameters=built.trainable_parameters,
         buffer_bytes=built.buffer_bytes,
         input_tensor_bytes=tuple(bytes_of(tensor) for tensor in tensors_of(boundary)),
         output_bytes=bytes_of(output),

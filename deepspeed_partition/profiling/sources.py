@@ -37,13 +37,9 @@ class BuiltLayer:
         return sum(p.numel() * p.element_size() for p in places.values())
 
     @property
-    def num_trainable_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
-    @property
-    def largest_trainable_parameter(self) -> int:
-        """Return the numbers of the largest parameter that is trained; 0 where none is."""
-        return max((p.numel() for p in self.parameters() if p.requires_grad), default=0)
+    def trainable_parameters(self) -> tuple[int, ...]:
+        """Return how many numbers each parameter has that is trained, in order."""
+        return tuple(p.numel() for p in self.parameters() if p.requires_grad)
 
     @property
     def buffer_bytes(self) -> int:

@@ -7,12 +7,14 @@ import itertools
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 
 import deepspeed_partition
@@ -588,6 +590,37 @@ def gradients_are_reduced_in_one_buffer_at_most(_: Path) -> None:
         assert (copies - 0.5) * weights < peaks[0] < (copies + 0.5) * weights, (zero, peaks[0] / weights)
 
 
+def copies_of_gradients_are_let_go(_: Path) -> None:
+    """Those of ZeRO-1, which gloo's thread may hold for longer: here until the end of the step."""
+    specs = [LayerSpec(nn.Linear, 8, 256), *(LayerSpec(nn.Linear, 256, 256) for _ in range(6)), mlp()[0]]
+    specs[-1] = LayerSpec(nn.Linear, 256, 4)
+    config = {
+        "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }  # fmt: skip
+    held: list[torch.Tensor] = []
+    reduce = stage_1_and_2.dist.all_reduce
+
+    def reduce_and_hold(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        held.append(tensor)
+        return reduce(tensor, *args, **kwargs)
+
+    with counted_memory() as memory:
+        engine, _, _ = start(specs, [0, 4, 8], config, num_stages=2)
+        data = mine(engine, batches(2))
+        engine.train_batch(data)
+        memory.reset_peak()
+        peaks: list[int] = []
+        engine.before_optimizer_step = lambda: peaks.append(memory.peak_bytes)
+        with patch.object(stage_1_and_2.dist, "all_reduce", reduce_and_hold):
+            engine.train_batch(data)
+        engine.before_optimizer_step = None
+    weights = sum(4 * weight.numel() for weight in engine.module.parameters())
+    assert any(tensor.numel() > weights / 16 for tensor in held)
+    # Weights, half of a master copy, gradients and the buffer, or then the buffer and a copy.
+    assert 3.25 * weights < peaks[0] < 3.75 * weights, peaks[0] / weights
+
+
 # Checkpoints
 
 
@@ -761,7 +794,9 @@ ONLY_TWO = [
     gradients_are_reduced_in_one_buffer_at_most,
     checkpoints_of_boundaries_and_of_deepspeed, a_checkpoint_from_before_the_first_step,
 ]  # fmt: skip
-ONLY_FOUR = [replicas_train_the_same, replicas_hear_of_failures, one_stage]
+ONLY_FOUR = [
+    replicas_train_the_same, replicas_hear_of_failures, one_stage, copies_of_gradients_are_let_go,
+]  # fmt: skip
 # Faults first: they are shown on DeepSpeed's own classes, as they are before install().
 CASES = {
     2: [

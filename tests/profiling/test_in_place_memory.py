@@ -74,7 +74,7 @@ def profiles(memory: InPlaceMemory) -> list[LayerProfile]:
     return layer_profiles([
         MeasuredLayer(
             name=str(layer), type="", forward=NO_TIME, backward=NO_TIME, weight_bytes=0,
-            num_trainable_parameters=0, largest_trainable_parameter=0, buffer_bytes=0,
+            trainable_parameters=(), buffer_bytes=0,
             input_tensor_bytes=found.input_tensor_bytes, output_bytes=found.output_bytes, memory=found.memory,
         )
         for layer, found in sorted(memory.found.items())

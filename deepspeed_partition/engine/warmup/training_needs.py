@@ -8,8 +8,9 @@ known before the first step from their settings and from a trial of the run's op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +62,10 @@ class TrainingNeeds:
     """Besides, while gradients are brought together behind the last backward."""
     optimizer: float
     """Besides, while the optimizer steps."""
+    before: float
+    """Besides, while the optimizer steps over a parameter, for each number of the one before it."""
     at_once: bool
-    """Whether ``optimizer`` holds for all weights of a rank, or for the largest parameter alone."""
+    """Whether ``optimizer`` holds for all weights of a rank, or for one parameter after the other."""
 
 
 def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
@@ -79,13 +82,25 @@ def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
     if getattr(wrapper, "use_grad_accum_attribute", False):
         gradient += wrapper.gradient_accumulation_dtype.itemsize
     step = optimizer_step(engine.basic_optimizer)
+    at_once = step.at_once or _is_flat(wrapper)
+    optimizer = _in_step(wrapper, step, gradient, engine.grid.data_parallel_size)
+    before = 0.0
+    if not at_once and _steps_in_order(engine.basic_optimizer, trained):
+        optimizer, before = step.of_one * gradient, (step.of_several - step.of_one) * gradient
     return TrainingNeeds(
         kept=kept,
         gradient=gradient,
         reduction=_reduction_bytes(engine, numbers, gradients) / numbers,
-        optimizer=_in_step(wrapper, step, gradient, engine.grid.data_parallel_size),
-        at_once=step.at_once or _is_flat(wrapper),
+        optimizer=optimizer,
+        before=before,
+        at_once=at_once,
     )
+
+
+def _steps_in_order(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether the optimizer steps over the parameters in the order in which the layers have them."""
+    members = [id(member) for group in optimizer.param_groups for member in group["params"]]
+    return len(optimizer.param_groups) == 1 and members == [id(weight) for weight in trained]
 
 
 def _is_flat(wrapper: Any) -> bool:
@@ -96,9 +111,8 @@ def _reduction_bytes(engine: MadPipeEngine, numbers: int, gradients: int) -> int
     """Return what is needed to add up the gradients of all pipelines."""
     wrapper = engine.optimizer
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        # Gradients move into a buffer, a flat copy of it is reduced, and each pipeline keeps its share: gloo may
-        # let the copy go on a thread of its own, after the share was made.
-        return reduction_buffer_bytes(wrapper)[1] + gradients // engine.grid.data_parallel_size
+        # Gradients move into a buffer; a flat copy of it is reduced, and gone when each pipeline copies its share.
+        return reduction_buffer_bytes(wrapper)[1]
     if engine.grid.data_parallel_size == 1:
         return 0
     if not isinstance(wrapper, BF16_Optimizer):  # a bucket that gradients are copied into
@@ -117,8 +131,11 @@ def _in_step(wrapper: Any, step: OptimizerStep, gradient: float, num_pipelines: 
         copied = full if wrapper.grad_acc_dtype is not torch.float32 else 0
         return (copied + temporary) / num_pipelines
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        # Gradients become one flat tensor, and are gone when the optimizer steps over it.
-        return max(full / num_pipelines, (full + temporary) / num_pipelines - gradient)
+        # Gradients become one flat tensor of their own type, which is copied in full precision. All of them are
+        # still there then, and gone when the optimizer steps over the copy.
+        flat: torch.dtype = wrapper.gradient_accumulation_dtype
+        copied = full + (flat.itemsize if flat is not torch.float32 else 0)
+        return max(copied / num_pipelines, (full + temporary) / num_pipelines - gradient)
     return step.of_several * gradient
 
 
@@ -174,13 +191,19 @@ def with_training_needs(
         for layer in form.layers
         if len(form.layers) > 1
     }
-    names = ("kept", "gradient", "reduction", "optimizer")
+    names = ("kept", "gradient", "reduction", "optimizer", "before")
     most = {name: max(getattr(each, name) for each in needs) for name in names}
     at_once = any(each.at_once for each in needs)
+    # A parameter is stepped over behind those of earlier layers, and of shared ones, wherever they are.
+    ends = {layers[index].trainable_parameters[-1] for index in shared if layers[index].trainable_parameters}
     with_needs = []
     for index, (layer, found) in enumerate(zip(chain.layers, layers, strict=True)):
         numbers = found.num_trainable_parameters
-        steps_over = numbers if at_once else found.largest_trainable_parameter
+        if at_once:
+            optimizer = most["optimizer"] * numbers
+        else:
+            optimizer = _one_by_one(found.trainable_parameters, ends, most["optimizer"], most["before"])
+            ends.update(found.trainable_parameters[-1:])
         gradient_bytes = round(most["gradient"] * numbers)
         with_needs.append(
             replace(
@@ -191,8 +214,24 @@ def with_training_needs(
                 ),
                 gradient_bytes=gradient_bytes,
                 reduction_bytes=round(most["reduction"] * numbers),
-                optimizer_transient_bytes=round(most["optimizer"] * steps_over),
+                optimizer_transient_bytes=round(optimizer),
                 shared_weights=tuple(shared.get(index, {}).items()),
             )
         )
     return replace(chain, layers=tuple(with_needs))
+
+
+def _one_by_one(sizes: Sequence[int], ends: Iterable[int], each: float, before: float) -> float:
+    """Return the bytes that a step over a layer's parameters, one after the other, needs at most.
+
+    Args:
+        sizes: numbers of the parameters.
+        ends: numbers of parameters of which one may be before the first one: the last ones of other layers.
+        each: bytes per number of the parameter that is stepped over.
+        before: bytes per number of the one before it, which are not gone yet.
+    """
+    if not sizes:
+        return 0
+    # A large one has been stepped over itself, with no less than this.
+    previous = max((end for end in ends if each * end < each * sizes[0] + before * end), default=0)
+    return max(each * size + before * last for last, size in pairwise([previous, *sizes]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from dataclasses import astuple, dataclass, replace
+from itertools import combinations, pairwise, product
 
 from models import MODELS
 
@@ -56,11 +56,25 @@ def all_cases(zero: Sequence[int]) -> list[Case]:
 
 
 def chosen(cases: list[Case], only: Sequence[str], sample: int | None) -> list[Case]:
-    """Return the cases that have all of the words ``only`` in their names, and ``sample`` of them by chance."""
+    """Return the cases that have all of the words ``only`` in their names, and a sample of ``sample`` of them.
+
+    In a sample, always the same, is every pair of values of two factors, as long as it has room: it takes the case
+    with the most pairs that are not there yet, and the rest by chance.
+    """
     found = [case for case in cases if all(word in str(case) for word in only)]
-    if sample is not None and sample < len(found):
-        found = sorted(random.Random(0).sample(found, sample))
-    return found
+    if sample is None or sample >= len(found):
+        return found
+    random.Random(0).shuffle(found)
+    pairs = {
+        case: set(combinations(enumerate((*astuple(case.group), case.cut, case.recompute)), 2)) for case in found
+    }
+    missing = {pair for each in pairs.values() for pair in each}
+    taken: list[Case] = []
+    while len(taken) < sample:
+        best = max(pairs, key=lambda case: len(pairs[case] & missing))
+        missing -= pairs.pop(best)
+        taken.append(best)
+    return sorted(taken)
 
 
 def plan_of(case: Case, chain: Chain, platform: Platform, num_micro_batches: int) -> Plan:
