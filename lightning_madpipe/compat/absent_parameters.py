@@ -1,8 +1,9 @@
-"""Parameters of other ranks in a hook that goes by the places of all.
+"""Tensors of other ranks in a hook that goes by the places of all parameters, or changes one by its name.
 
 ``for place, weight in enumerate(self.parameters()): weight.grad.mul_(0.9**place)`` is to give each parameter the
-number of its place in the model, so that the loop runs for those of other ranks, too. What it computes with them
-is of no use here, and is computed where they are: it is followed by its form, and ends in nothing.
+number of its place in the model, so that the loop runs for those of other ranks, too. ``self.gate.heat.zero_()``
+runs on all ranks, and changes the buffer where it is. What a hook computes with what is not here is of no use,
+and is computed where that is: it is followed by its form, and ends in nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_madpipe.compat.by_place import goes_by_place
 from lightning_madpipe.compat.elsewhere import ElsewhereError, HiddenTensors, Listing, StandIn
-from lightning_madpipe.compat.running_code import OTHERS
+from lightning_madpipe.compat.running_code import OTHERS, asks_for_its_rank, is_logged
 
 NEEDED_HERE = (
     "a hook that goes by the places of all parameters uses a value that another rank has, where this rank needs "
@@ -27,21 +28,36 @@ NEEDED_HERE = (
     "self.named_parameters(), which are those of this rank, and bring the ranks' parts together, as by "
     "torch.distributed.all_reduce"
 )
+CHANGED_HERE = (
+    ". A hook that every rank runs may change it in place, or set a buffer, by what is known on all ranks: that "
+    "is done on the rank that has it. A function that asks for its rank may not, for the other ranks might not "
+    "do it: write it in one that does not"
+)
 
 
 class Absent(StandIn):
-    """A parameter of another rank, or what is computed from one."""
+    """A tensor of another rank, or what is computed from one."""
+
+    may_be_changed = True
+    _is_parameter: bool
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """Whether this stands for a parameter; torch asks where it is set."""
+        return self._is_parameter
 
     def __bool__(self) -> bool:
-        raise ElsewhereError(NEEDED_HERE)
+        raise ElsewhereError(self._refusal)
 
     __float__ = __int__ = __index__ = __bool__
 
     @staticmethod
-    def like(form: Tensor, device: torch.device) -> Absent:
-        """What has this form, and is on ``device``."""
+    def like(
+        form: Tensor, device: torch.device, refusal: str = NEEDED_HERE, *, is_parameter: bool = False
+    ) -> Absent:
+        """What has this form, and is on ``device``; ``refusal`` is said to whoever needs its values."""
         absent = torch.Tensor._make_subclass(Absent, form.detach(), form.requires_grad)
-        vars(absent).update(_refusal=NEEDED_HERE, _form=form, _place=device)
+        vars(absent).update(_refusal=refusal, _form=form, _place=device, _is_parameter=is_parameter)
         return absent
 
     @classmethod
@@ -56,33 +72,54 @@ class Absent(StandIn):
             return _without_absent(function, arguments, keywords)
         if name in ("__get__ grad", "__get__ data"):
             return arguments[0]
+        refusal = next((each._refusal for each in _absent((*arguments, *keywords.values()))), NEEDED_HERE)
         if _writes(name):
             if not isinstance(arguments[0], Absent):
-                raise ElsewhereError(NEEDED_HERE)
+                raise ElsewhereError(refusal)
             return arguments[0]
+        if is_logged(sys._getframe()):
+            raise ElsewhereError(refusal)
         try:
             return super().__torch_function__(function, types, arguments, keywords)
         except ElsewhereError:
-            return _by_form(function, arguments, keywords)
+            return _by_form(function, arguments, keywords, refusal)
 
 
 @contextmanager
-def listed_by_place(module: nn.Module) -> Iterator[None]:
-    """Let code that goes by the places of parameters have all of them meanwhile, in the order of the model."""
-    listing = Listing(module, lambda tensor, _: Absent.like(StandIn.of(tensor, "")._form, tensor.device))
+def reached_in_hooks(module: nn.Module) -> Iterator[None]:
+    """Let hooks reach tensors of other ranks meanwhile.
+
+    Code that goes by the places of parameters has all of them, in the order of the model. Code that changes a
+    tensor by its name does so where that is.
+    """
+
+    def absent(tensor: Tensor, refusal: str) -> Absent:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return Absent.like(StandIn.of(tensor, "")._form, tensor.device, refusal, is_parameter=is_parameter)
+
+    listing = Listing(module, lambda tensor, _: absent(tensor, NEEDED_HERE))
 
     def listing_for() -> Listing | None:
         return listing if goes_by_place(_frame_of_the_user()) else None
 
-    before, HiddenTensors.listing_for = HiddenTensors.listing_for, listing_for
+    def stand_in(tensor: Tensor, refusal: str) -> StandIn:
+        frame = _frame_of_the_user()
+        if frame is None:
+            return StandIn.of(tensor, refusal)
+        if asks_for_its_rank(frame):
+            return StandIn.of(tensor, refusal + CHANGED_HERE)
+        return absent(tensor, refusal + CHANGED_HERE)
+
+    before = HiddenTensors.listing_for, HiddenTensors.stand_in
+    HiddenTensors.listing_for, HiddenTensors.stand_in = listing_for, stand_in
     try:
         yield
     finally:
-        HiddenTensors.listing_for = before
+        HiddenTensors.listing_for, HiddenTensors.stand_in = before
 
 
 def _frame_of_the_user() -> FrameType | None:
-    """Where code that is not torch's or a host's goes through parameters; None where a host does."""
+    """Where code that is not torch's or a host's asks for tensors; None where a host does."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         package = (frame.f_globals.get("__name__") or "").partition(".")[0]
@@ -101,7 +138,7 @@ def _writes(name: str) -> bool:
     return name.endswith("_")
 
 
-def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any]) -> Any:
+def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any], refusal: str) -> Any:
     """The form of what a function gives."""
     device = next(each._place for each in _absent((*arguments, *keywords.values())))
 
@@ -114,8 +151,10 @@ def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = function(*tree_map(form, tuple(arguments)), **tree_map(form, dict(keywords)))
     except Exception as error:  # numbers cannot be taken out of what is not here
-        raise ElsewhereError(NEEDED_HERE) from error
-    return tree_map(lambda value: Absent.like(value, device) if isinstance(value, Tensor) else value, result)
+        raise ElsewhereError(refusal) from error
+    return tree_map(
+        lambda value: Absent.like(value, device, refusal) if isinstance(value, Tensor) else value, result
+    )
 
 
 def _without_absent(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any]) -> Any:

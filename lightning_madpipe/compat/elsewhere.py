@@ -58,6 +58,8 @@ class StandIn(Tensor):
     the module answer; all else raises.
     """
 
+    may_be_changed = False
+    """Whether the code that has it may change it, which is done where it is."""
     _refusal: str
     _form: Tensor
     _place: torch.device
@@ -139,6 +141,8 @@ class HiddenTensors(dict[str, Any]):
     """Gives the stand-ins, while all tensors are listed."""
     listing_for: Callable[[], Listing | None] | None = None
     """Gives that for whoever goes through the tensors in a hook, if all are to be listed there."""
+    stand_in: Callable[[Tensor, str], StandIn] | None = None
+    """Gives, in a hook, what is found under the name of a tensor, of that and of what whoever reads it is told."""
 
     def __init__(self, whole: dict[str, Any], hidden: dict[str, str]) -> None:
         super().__init__({name: value for name, value in whole.items() if name not in hidden})
@@ -164,7 +168,8 @@ class HiddenTensors(dict[str, Any]):
 
     def __missing__(self, name: str) -> StandIn:
         if name in self.hidden:
-            return StandIn.of(self.whole[name], self.hidden[name])
+            stand_in = HiddenTensors.stand_in or StandIn.of
+            return stand_in(self.whole[name], self.hidden[name])
         raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -175,7 +180,13 @@ class HiddenTensors(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.hidden:
-            raise ElsewhereError(self.hidden[name])
+            stand_in, is_changed = self[name], isinstance(value, StandIn)  # in place, by `+=`
+            is_parameter = isinstance(self.whole[name], nn.Parameter)
+            if not stand_in.may_be_changed or (is_parameter and not is_changed):
+                raise ElsewhereError(stand_in._refusal)
+            if not is_changed:
+                self.whole[name] = value  # which has its form, if not its values
+            return
         super().__setitem__(name, value)
         self.whole[name] = value
 

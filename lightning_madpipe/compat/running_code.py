@@ -34,6 +34,26 @@ def is_saved(frame: FrameType | None) -> bool:
     return any(caller.f_code.co_name == "_save_to_state_dict" for caller in _callers(frame))
 
 
+def asks_for_its_rank(frame: FrameType | None) -> bool:
+    """Whether the user's code at ``frame``, or what called it in the hook, may do otherwise on another rank."""
+    for caller in _callers(frame):
+        name = caller.f_globals.get("__name__") or ""
+        if name.partition(".")[0] in OTHERS:
+            return False
+        if name == RANK_ZERO_ONLY or not RANKS.isdisjoint(caller.f_code.co_names):
+            return True
+    return False
+
+
+RANK_ZERO_ONLY = "lightning_utilities.core.rank_zero"
+"""The module of Lightning's decorator."""
+
+RANKS = frozenset((
+    "global_rank", "local_rank", "node_rank", "is_global_zero", "rank_zero_only", "get_rank", "rank", "environ",
+    "getenv",
+))  # fmt: skip
+"""Names by which code asks for the rank that it runs on."""
+
 WATCHING = tuple(
     os.path.join("lightning_madpipe", "compat", file) for file in ("watched_hooks.py", "followed_values.py")
 )

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.runtime.environment import warn_once
-from lightning_madpipe.compat.absent_parameters import listed_by_place
+from lightning_madpipe.compat.absent_parameters import reached_in_hooks
 from lightning_madpipe.compat.followed_values import FLAT, GRADIENT, NO_GRADIENT, FollowedValues
 from lightning_madpipe.compat.gradient_norms import GradientNorms
 from lightning_madpipe.compat.hook_sentences import (
@@ -115,7 +115,7 @@ class HookWatch:
             )
             norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
-            with norms, told, listed_by_place(self._module):
+            with norms, told, reached_in_hooks(self._module):
                 yield profiled
 
     @contextmanager

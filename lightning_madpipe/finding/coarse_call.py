@@ -80,6 +80,10 @@ class CoarseCall(CapturedCall):
     def notes_on_decisions(self) -> list[str]:
         return [f"{type(self.model).__name__}: {DECIDES_APART}"]
 
+    def is_told(self, decision: str) -> bool:
+        """Whether :meth:`notes_on_decisions` tells of what a layer decides: it tells so of all code there."""
+        return True
+
     def another(
         self, model: nn.Module, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CapturedCall:

@@ -132,9 +132,10 @@ class LayerComparison:
             mixing = [name for name in on_parts.mixing if name not in (*statistics, *self._named)]
             keeping = [name for name in on_parts.keeping if name not in self._named]
             gradients = [name for name in on_parts.mixing_gradients if name not in self._named]
-            # Of layers that are found, what was written down of their code tells the same.
-            is_found = self._pipeline.call_of_module.captured is not None
-            deciding = [name for name in on_parts.deciding if not is_found and name not in self._named]
+            # Of layers that are found, what was written down of their code tells the most of it.
+            captured = self._pipeline.call_of_module.captured
+            untold = [name for name in on_parts.deciding if captured is None or not captured.is_told(name)]
+            deciding = [name for name in untold if name not in self._named]
             self._named.update(mixing, keeping, gradients, deciding)
             notes += notes_on_parts(mixing, keeping, gradients, deciding, sizes, on_parts.ended)
         for note in notes:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.choice import is_chosen
+from tests.lightning import after_fit_cases
 from tests.lightning import lightning_cases as cases
 
 WORDS = 17
@@ -817,6 +818,43 @@ def told_of_tables(host: cases.Host) -> list[str]:
     return [str(each.message) for each in said if "depends on the others" in str(each.message)]
 
 
+class Asking(nn.Module):
+    """A block that decides by a number, or by how many there are of them."""
+
+    def __init__(self, by_length: bool) -> None:
+        super().__init__()
+        self.linear, self.by_length = nn.Linear(3, 3), by_length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_length:
+            if len((x > 9).nonzero()) > 3:
+                return x
+        elif x.mean() > 9:
+            return x
+        return torch.tanh(self.linear(x))
+
+
+class AskingInside(OtherOrder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_number, self.by_length = Asking(False), Asking(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.decoder(self.by_length(self.by_number(self.encoder(x))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+
+def told_of_decisions(host: cases.Host) -> list[str]:
+    """What is said where blocks of layers that were found decide for all of their samples."""
+    with warnings.catch_warnings(record=True) as said, after_fit_cases.Said() as log:
+        warnings.simplefilter("always")
+        host.trainer(max_epochs=1).fit(AskingInside(), cases.loader(NUM_SAMPLES))
+    lines = [str(each.message) for each in said] + log.lines
+    return [line for line in lines if "asks for numbers" in line or "decides by the numbers" in line]
+
+
 class Attached(OtherOrder):
     """The number that its code reads belongs to a module of torch's."""
 
@@ -935,6 +973,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [refused_modules, dropout_repeats, told_of_annealing, told_of_tables],
+    2: [refused_modules, dropout_repeats, told_of_annealing, told_of_tables, told_of_decisions],
     4: [],
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.utilities import grad_norm
+from pytorch_lightning.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -144,6 +144,90 @@ def by_places(host: Host) -> dict[str, Any]:
     recorder = cases.Recorder()
     trained(host, seeded(ByPlaces), recorder)
     return {"rows": recorder.rows}
+
+
+class Gate(nn.Module):
+    """A block whose buffers hooks set, as annealing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(cases.WIDTH, cases.WIDTH)
+        self.register_buffer("heat", torch.ones(()))
+        self.register_buffer("shift", torch.zeros(cases.WIDTH))
+        self.register_buffer("share", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) / self.heat + self.shift) * self.share
+
+
+class Gated(Module):
+    """A gate on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[4] = Gate(), Gate()
+
+
+class Annealed(Gated):
+    """Sets and changes tensors of single layers by their names."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for gate in (self.blocks[0], self.blocks[4]):
+            gate.heat.fill_(0.9**self.global_step).clamp_(min=0.5)
+            gate.shift[:2] = 0.1 * self.global_step
+            gate.share *= 0.95
+            gate.shift = torch.full((cases.WIDTH,), 0.01 * batch_idx) + gate.shift
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.embed.weight.data.clamp_(-0.2, 0.2)
+        with torch.no_grad():
+            self.head.weight.copy_(F.normalize(self.head.weight, dim=1) * (1 + self.head.bias.norm()))
+
+
+class Annealing(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.blocks[0].share.zero_().add_(0.5)
+            module.blocks[4].linear.bias.data = torch.full((cases.WIDTH,), 0.1)
+            with torch.no_grad():
+                module.head.weight *= 0.5
+                module.get_parameter("embed.bias").mul_(0.5)
+
+
+def set_by_name(host: Host) -> dict[str, Any]:
+    records = []
+    for strategy in ({"warmup_epochs": 0}, {"warmup_steps": 3, "algorithm": [0, 6, 8]}):
+        module, recorder = seeded(Annealed), cases.Recorder()
+        trained(host, module, recorder, Annealing(), strategy=strategy)
+        sums = {name: float(value.double().abs().sum()) for name, value in module.state_dict().items()}
+        records.append({"rows": recorder.rows, "sums": sums})
+    return {"records": records}
+
+
+class SetOnRankZero(Gated):
+    @rank_zero_only
+    def anneal(self) -> None:
+        self.blocks[4].heat.fill_(0.5)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.anneal()
+
+
+class SetByRank(Gated):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.blocks[4].heat = torch.tensor(0.5)
+
+
+class DecidedByBuffer(Gated):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.blocks[4].heat > 0.5:
+            self.blocks[4].heat.mul_(0.9)
+
+
+class BufferLogged(Gated):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("heat", self.blocks[4].heat)
 
 
 class PlacesOfOptimizer(Module):
@@ -605,6 +689,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
+        SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
@@ -629,6 +714,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         norms_over_ranks,
         each_by_itself,
         by_places,
+        set_by_name,
         in_the_order_of_the_loader,
         own_ratio,
         asked_in_steps,

@@ -292,6 +292,45 @@ def routed(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def counted_places(m: Any, x: torch.Tensor) -> torch.Tensor:
+    places = (x > 9).nonzero()
+    if len(places) > 3:
+        return x
+    rows, columns = torch.where(x > 9)
+    if rows.shape[0] > 3 or columns[:2].size(0) > 3:
+        return x
+    return m.linear(x)
+
+
+def counted_kinds(m: Any, x: torch.Tensor) -> torch.Tensor:
+    kinds = x.argmax(1).unique()
+    if kinds.numel() > 99:
+        return x
+    if len(torch.bincount(x.argmax(1))) > 99 or torch.unique(x, dim=1).shape[1] > 99:
+        return x
+    return m.linear(x)
+
+
+def counted_selection(m: Any, x: torch.Tensor) -> torch.Tensor:
+    large = m.linear(x)[x[:, 0] > 0] * 2
+    if large.size(0) > 99 or large.relu().t().size(-1) > 99:
+        return x
+    if x.masked_select(x > 9).view(-1, 1).numel() > 99:
+        return x
+    return m.linear(x)
+
+
+def sizes_that_stay(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Asks for sizes that no numbers decide, of what was selected and of what is made of it."""
+    kept = torch.ones(WIDTH, dtype=torch.bool).nonzero()[:, 0]
+    large, chosen = x[x[:, 0] > 9], (x > 0).long()
+    if large.size(1) > 99 or large.size(-1) > 99 or len(kept) > 99 or len(large.sum(0)) > 99:
+        return x
+    if len(x[:, kept]) > 99 or chosen.numel() > 999 or (x[:, kept] > 0).shape[1] > 99:
+        return x
+    return m.linear(x.masked_fill(x > 9, 9.0))
+
+
 def of_itself(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Asks for numbers of weights, buffers and sizes, and shows one of its input."""
     m.number.copy_(torch.ones(()))
@@ -320,7 +359,8 @@ def with_room(m: Any, x: torch.Tensor) -> torch.Tensor:
 UNUSUAL = {"a limited norm": limited_norm, "a floor": floored, "experts with room": with_room}
 DECIDING = {
     "a branch": gated, "a limit": limited, "a search": searched, "an array": as_array, "a result": written_into,
-    "a router": routed, "of itself": of_itself,
+    "a router": routed, "of itself": of_itself, "places": counted_places, "kinds": counted_kinds,
+    "a selection": counted_selection, "sizes that stay": sizes_that_stay,
 }  # fmt: skip
 
 
@@ -436,7 +476,10 @@ def test_embeddings_that_divide_gradients_by_how_often_a_number_stands_in_a_batc
 
 @pytest.mark.parametrize("case", DECIDING)
 def test_layers_that_decide_by_numbers_of_their_samples_are_named_with_the_line(case: str) -> None:
-    """`if x.mean() > 0` in a layer decided for each micro-batch, in silence where four samples lay on one side."""
+    """`if x.mean() > 0` in a layer decided for each micro-batch, in silence where four samples lay on one side.
+
+    So did `if len(mask.nonzero()) > 3`.
+    """
     function = DECIDING[case]
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), Layer(function), nn.Tanh()]
@@ -446,8 +489,9 @@ def test_layers_that_decide_by_numbers_of_their_samples_are_named_with_the_line(
         asking = [
             first + place for place, line in enumerate(lines) if re.match(r" +(return .* )?if |.*item", line)
         ]
-        named = [f"self.net.1 (Layer), test_layers_on_parts.py:{line}" for line in asking]
-        assert found == OnParts(deciding=[] if case == "of itself" else named), (asking, found)
+        shown = ", ".join(f"test_layers_on_parts.py:{line}" for line in asking)
+        named = [] if case in ("of itself", "sizes that stay") else [f"self.net.1 (Layer), {shown}"]
+        assert found == OnParts(deciding=named), (asking, found)
 
 
 def test_what_is_kept_elsewhere_is_named_by_the_layer() -> None:

@@ -71,6 +71,15 @@ def test_a_table_that_is_cut_like_samples_is_told(two: Records) -> None:
     assert "as many rows as there are samples by chance" in said
 
 
+def test_blocks_that_decide_by_lengths_are_told_like_those_that_decide_by_numbers(two: Records) -> None:
+    """`if len(mask.nonzero()) > 3` in a layer that was found was not told."""
+    said = [line for rank in two.ranks for line in rank["told_of_decisions"]]
+    assert len(said) == 2, said
+    by_number, by_length = sorted(said, key=lambda line: "asks for numbers" in line)
+    assert "by_number (" in by_number and "captured_cases.py:" in by_number
+    assert "(Linear), captured_cases.py:" in by_length
+
+
 def test_what_hooks_set_and_forward_reads_is_told_before_the_first_step(two: Records) -> None:
     """It was refused at its first change, in the second epoch, when an epoch had been trained."""
     told = [rank["told_of_annealing"] for rank in two.ranks]

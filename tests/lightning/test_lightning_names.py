@@ -159,6 +159,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "norms_over_ranks",
         "each_by_itself",
         "by_places",
+        "set_by_name",
         "in_the_order_of_the_loader",
         "own_ratio",
         "asked_in_steps",
@@ -277,6 +278,14 @@ def test_what_cannot_be_done_with_a_part_of_the_parameters_is_refused(
     two: Records, case: str, sentence: str
 ) -> None:
     assert all(sentence in rank["told_of_hooks"][case]["end"] for rank in two.ranks)
+
+
+@pytest.mark.parametrize("case", ["SetOnRankZero", "SetByRank", "DecidedByBuffer", "BufferLogged"])
+def test_a_hook_that_needs_a_tensor_of_another_rank_is_told_what_it_may_do(two: Records, case: str) -> None:
+    """A hook that set one buffer of another rank was refused with advice that speaks of parameters."""
+    end = two.ranks[0]["told_of_hooks"][case]["end"]
+    assert end.startswith("ElsewhereError: blocks.4.heat is asked for on a rank that does not run its layer"), end
+    assert "A hook that every rank runs may change it in place, or set a buffer" in end
 
 
 # What steps change beside their module
