@@ -132,10 +132,10 @@ class CapturedCall:
         return [f"{', '.join(found[:3])}{', ...' * (len(found) > 3)}: {DECIDES_APART}"] if found else []
 
     def is_told(self, decision: str) -> bool:
-        """Whether :meth:`notes_on_decisions` tells of what a layer decides, given with its lines."""
+        """Whether :meth:`notes_on_decisions` tells of all that a layer decides, given with its lines."""
         _, *lines = decision.split(", ")
         known = [each.replace("\\", "/") for each in deciding(self._captured.graph)]
-        return any(f"/{line}:" in each.replace("(", "/") for each in known for line in lines)
+        return all(any(f"/{line}:" in each.replace("(", "/") for each in known) for line in lines)
 
     def another(
         self, model: nn.Module, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]
