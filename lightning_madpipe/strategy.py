@@ -495,6 +495,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         )
         self.pipeline.engine = weakref.ref(self._engine)
         self._engine.copies_follow = True
+        self._engine.leaves_without_gradient = not self.wraps_optimizer
         if fitting:
             layers.refine_masters()
             layers.remember_groups(given)

@@ -121,12 +121,32 @@ class MadPipeEngine(ResumingEngine):
             super()._broadcast_model()
 
     def _get_gradients_for_reduction(self) -> Any:
-        """Leave out gradients that DeepSpeed cannot reduce, in float64 or complex, where no other pipeline is."""
+        """Leave out gradients that DeepSpeed cannot reduce, in float64 or complex, where no other pipeline is.
+
+        Where weights without a gradient are left so, it makes none for them.
+        """
+        without = self._weights_without_gradient() if self.leaves_without_gradient else []
         gradients, of_experts = super()._get_gradients_for_reduction()
+        made = {weight.grad.data_ptr() for weight in without if weight.grad is not None}
+        gradients = [
+            each for each in gradients if not isinstance(each, torch.Tensor) or each.data_ptr() not in made
+        ]
+        for weight in without:
+            weight.grad = None
         if self.grid.data_parallel_size == 1:
             reducible = get_accelerator().supported_dtypes()
             gradients = [gradient for gradient in gradients if gradient.dtype in reducible]
         return gradients, of_experts
+
+    def _weights_without_gradient(self) -> list[torch.nn.Parameter]:
+        """The weights that the step has computed no gradient of, in any pipeline. Collective over these."""
+        weights = [weight for weight in self.module.parameters() if weight.requires_grad and weight.numel()]
+        has_gradient = [int(weight.grad is not None) for weight in weights]
+        if self.grid.data_parallel_size > 1 and weights:
+            found = torch.tensor(has_gradient, dtype=torch.uint8, device=self.device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.grid.get_data_parallel_group())
+            has_gradient = found.tolist()
+        return [weight for weight, has in zip(weights, has_gradient, strict=True) if not has]
 
     def allreduce_and_copy(self, small_bucket: Any, dp_group: Any, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients over the pipelines; where there is one, it would be a copy of all of them, and back."""

@@ -35,6 +35,7 @@ from tests.lightning import (  # noqa: E402
     callback_cases,
     captured_cases,
     epoch_cases,
+    gradient_cases,
     hook_cases,
     loss_cases,
     map_cases,
@@ -330,7 +331,7 @@ class Loops:
 
 KINDS: dict[str, list[Any]] = {
     "loops": [Loops, epoch_cases, map_cases],
-    "steps": [step_cases],
+    "steps": [step_cases, gradient_cases],
     "losses": [loss_cases],
     "callbacks": [callback_cases],
     "names": [naming_cases, hook_cases, beside_cases],

@@ -67,6 +67,19 @@ def test_loops_are_those_of_one_process(two: Records, settings: str) -> None:
     assert_same(two.of("loops")[settings], two.reference["loops"][settings])
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        "heads", "heads, momentum", "heads, moved", "heads, clipped", "heads, two pipelines",
+        "heads that are found", "heads, resumed",
+    ],
+)  # fmt: skip
+def test_weights_without_a_gradient_are_left_as_in_one_process(two: Records, run: str) -> None:
+    """They got zeros, so that weight decay shrank them and momentum moved them, and nothing was said."""
+    found, expected = two.of("without_gradients")[run], two.reference["without_gradients"][run]
+    assert_same(found, expected, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("case", ["predictions", "left_behind"])
 def test_four_stages_do_what_one_process_does(four: Records, case: str) -> None:
     assert_same(four.of(case), four.reference[case])

@@ -38,7 +38,16 @@ from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.pipeline.tied_gradients import copies_added_up, gradient_so_far
 from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
-from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed, Loaded, tensors_of
+from deepspeed_partition.engine.runtime.autograd_boundary import (
+    Arrived,
+    Departed,
+    Loaded,
+    NoGradient,
+    nothing,
+    tagged,
+    tensors_of,
+    zeros,
+)
 from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
@@ -73,6 +82,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """Function that each batch calls on every rank; where one rank wants to stop, all call
     ``when_asked_to_stop``."""
     when_asked_to_stop: Callable[[], object] = staticmethod(lambda: None)
+    leaves_without_gradient = False
+    """Whether weights that a step computes no gradient of have none, as in one process, so that the optimizer
+    leaves them. Else they have zeros, as in DeepSpeed."""
     data_ends_with_batch = False
     """Whether the rest of the data is lost with a batch that was given up: each batch has an iterator."""
     _batch: Batch
@@ -507,10 +519,21 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self.loss = state.losses.pop(slot)
         else:
             departed = state.departed.pop(slot)
-            departed.give(tensors_of(state.between.pop(Message("B", stage, number))))
+            gradients = tensors_of(state.between.pop(Message("B", stage, number)))
+            departed.give(gradients, may_be_missing=self.leaves_without_gradient)
+            self.pipe_buffers["outputs"][slot] = departed.root
             self.grad_layer = torch.ones_like(departed.root)
         self._exec_backward_pass(slot)
         self.grad_layer = self.loss = None
         self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
         if stage > 0:
-            state.between[Message("B", stage - 1, number)] = state.arrived.pop(slot).gradients()
+            gradients = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1))
+            state.between[Message("B", stage - 1, number)] = gradients
+
+    def _no_gradient_for(self, stage: int) -> NoGradient:
+        """What stands for a gradient that there is none of, for the stage before a cut."""
+        if not self.leaves_without_gradient:
+            return zeros
+        devices = self.module.device_of_stage
+        is_here = devices[stage] == devices[stage + 1]
+        return nothing if is_here or self._transfers.tells_gradients else tagged

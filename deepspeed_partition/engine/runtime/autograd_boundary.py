@@ -7,6 +7,8 @@ there is one backward for all tensors.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,44 @@ Boundary = torch.Tensor | tuple[torch.Tensor, ...]
 """What crosses a cut: a tensor, or several."""
 Gradients = tuple[torch.Tensor, ...]
 """The gradients of the floating tensors of a boundary, in their order."""
+
+
+NoGradient = Callable[[torch.Size, torch.dtype, torch.device], torch.Tensor]
+"""Makes what stands for the gradient of a tensor that got none, of its shape, type and device."""
+TAGS = {
+    torch.float16: (torch.int16, 0x7E51),
+    torch.bfloat16: (torch.int16, 0x7FD1),
+    torch.float32: (torch.int32, 0x7FC4D161),
+    torch.float64: (torch.int64, 0x7FF84D6164506970),
+}
+"""For each type one of its many forms of "not a number", which no computation gives, as an integer."""
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A gradient in the place of none, as DeepSpeed has it."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def nothing(_: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor, where the next stage is told of shapes, or is on the same rank."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def tagged(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that tells by its numbers that there is no gradient; zeros for a type that has no such number."""
+    if dtype not in TAGS:
+        return zeros(shape, dtype, device)
+    integers, tag = TAGS[dtype]
+    return torch.full(shape, tag, dtype=integers, device=device).view(dtype)
+
+
+def _is_missing(gradient: torch.Tensor, num_elements: int) -> bool:
+    if gradient.numel() != num_elements:
+        return True
+    if not num_elements or gradient.dtype not in TAGS or not gradient.is_contiguous():
+        return False
+    integers, tag = TAGS[gradient.dtype]
+    return int(gradient.view(-1)[:1].view(integers)) == tag
 
 
 def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
@@ -73,10 +113,14 @@ class Arrived:
         outputs = _Beginning.apply(torch.zeros((), requires_grad=True), self, *tensors_of(boundary))
         return outputs if isinstance(boundary, tuple) else outputs[0]
 
-    def gradients(self) -> Gradients:
-        """Return the gradients of the input, after the backward. They are zeros where no gradient came back."""
+    def gradients(self, no_gradient: NoGradient = zeros) -> Gradients:
+        """Return the gradients of the input, after the backward.
+
+        Args:
+            no_gradient: Makes what is returned where no gradient came back.
+        """
         return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            no_gradient(shape, dtype, device) if gradient is None else gradient
             for (shape, dtype, device), gradient in zip(self._like, self._caught, strict=True)
             if dtype.is_floating_point
         )
@@ -84,15 +128,14 @@ class Arrived:
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        ctx.floating = [tensor.is_floating_point() for tensor in tensors]
-        return torch.zeros((), device=tensors[0].device)
+    def forward(ctx: Any, gradient: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return torch.zeros((), device=tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Given away, not lent: the last layer's backward is the last one that needs them.
-        return None, *(ctx.gradients.pop(0) if floating else None for floating in ctx.floating)
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
+        # Given away, not lent: the last layer's backward is the last one that needs it.
+        return None, ctx.gradient.pop()
 
 
 class Departed:
@@ -100,10 +143,37 @@ class Departed:
 
     def __init__(self, boundary: Boundary) -> None:
         # The graph refers to the gradients and not to this object, or a circle would keep it for ever.
-        self._gradients: list[torch.Tensor] = []
-        self.root = _End.apply(self._gradients, *tensors_of(boundary))
+        self._gradients: list[list[torch.Tensor]] = []
+        self._ends: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        for tensor in tensors_of(boundary):
+            self._device = tensor.device
+            if tensor.is_floating_point():
+                self._sizes.append(math.prod(tensor.shape))
+                self._gradients.append([])
+                self._ends.append(_End.apply(self._gradients[-1], tensor))
+        self.root = self._sum(self._ends)
         """A number from which DeepSpeed runs the backward; it needs no gradient where the output needs none."""
 
-    def give(self, gradients: Gradients) -> None:
-        """Give the gradients that came back, before the backward."""
-        self._gradients.extend(gradients)
+    def give(self, gradients: Gradients, *, may_be_missing: bool = False) -> None:
+        """Give the gradients that came back, before the backward.
+
+        Args:
+            may_be_missing: Whether one may stand for none, as :meth:`Arrived.gradients` returns it. Then the
+                backward passes over what that output was made of: weights there get no gradient, and not zeros.
+        """
+        missing = [
+            may_be_missing and _is_missing(gradient, size)
+            for gradient, size in zip(gradients, self._sizes, strict=True)
+        ]
+        for kept, gradient in zip(self._gradients, gradients, strict=True):
+            kept.append(gradient)
+        if any(missing):
+            self.root = self._sum([end for end, out in zip(self._ends, missing, strict=True) if not out])
+        self._ends = []
+
+    def _sum(self, ends: list[torch.Tensor]) -> torch.Tensor:
+        needed = [end for end in ends if end.requires_grad]
+        if len(needed) == 1:
+            return needed[0]
+        return torch.stack(needed).sum() if needed else torch.zeros((), device=self._device)

@@ -379,6 +379,11 @@ class Transfers:
         self._shapes_sent: dict[str, Shapes] = {}
         self._headers_posted: set[str] = set()
 
+    @property
+    def tells_gradients(self) -> bool:
+        """Whether the receiver of a gradient is told of its shape, so that it may be empty."""
+        return self._on_streams
+
     def _find_computing_stream(self) -> None:
         self._computes_on = None if self._device.type == "cpu" else get_accelerator().current_stream()
 

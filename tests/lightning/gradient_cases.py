@@ -1,0 +1,139 @@
+"""Weights that some steps compute no gradient of: an optimizer leaves them, and what it knows of them.
+
+Cases of ``lightning_multiproc.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+
+from tests.choice import run_chosen
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host, seeded, trained
+
+
+class Partly(cases.Block):
+    """A block with a weight that nothing uses, which weight decay would shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+class Beginning(nn.Module):
+    """Embeds, and has a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(NUM_FEATURES, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        # Of which torch would make zeros where no gradient is.
+        self.head.register_full_backward_hook(lambda *_: None)
+        self.head.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(x)
+        return x, self.head(x)
+
+
+class Beside(nn.Module):
+    """A block beside which the early head's output passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Partly()
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, early = both
+        return self.block(x), early
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, early = both
+        return early, self.head(x)
+
+
+class TwoHeads(cases.Steps):
+    """Trains one head in some steps, and both in others."""
+
+    def __init__(self, optimizer: str = "adam") -> None:
+        super().__init__(optimizer=optimizer)
+        self.net = nn.Sequential(Beginning(), Beside(), Beside(), Beside(), End())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        early, late = self(x)
+        if batch_idx % 2:
+            return F.cross_entropy(late, y)
+        return F.cross_entropy(early, y) + (F.cross_entropy(late, y) if self.current_epoch == 0 else 0.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", F.cross_entropy(self(batch[0])[1], batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "adam":
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class FoundHeads(TwoHeads):
+    """The same, of which the layers are found."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        del self.net
+        self.embed, self.early = nn.Linear(NUM_FEATURES, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.blocks, self.late = nn.ModuleList(Partly() for _ in range(3)), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(x)
+        early = self.early(x)
+        for block in self.blocks:
+            x = block(x)
+        return early, self.late(x)
+
+
+def without_gradients(host: Host) -> dict[str, Any]:
+    """Steps that leave weights alone, with moves, several stages on a rank, clipping, and a run that goes on."""
+
+    def fit(build: Callable[[], Any], strategy: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        module, recorder = seeded(build), cases.Recorder()
+        trained(host, module, recorder, strategy={"algorithm": [0, 2, 5], **strategy}, **arguments)
+        sums = {name: float(value.double().abs().sum()) for name, value in module.state_dict().items()}
+        return {"rows": recorder.rows, "sums": sums}
+
+    def resumed() -> dict[str, Any]:
+        keep = ModelCheckpoint(host.folder / f"without-{host.pipelined}", filename="{epoch}", save_top_k=-1)
+        trained(host, seeded(TwoHeads), keep, strategy={"algorithm": [0, 2, 5]})
+        path = host.folder / f"without-{host.pipelined}" / "epoch=0.ckpt"
+        return fit(TwoHeads, {"algorithm": [0, 4, 5]}, ckpt_path=str(path), max_epochs=3)
+
+    moves = {"algorithm": [0, 4, 5], "warmup_steps": 3}
+    return run_chosen(
+        {
+            "heads": lambda: fit(TwoHeads, {}),
+            "heads, momentum": lambda: fit(lambda: TwoHeads("sgd"), {"loss": "batch"}),
+            "heads, moved": lambda: fit(TwoHeads, moves),
+            "heads, clipped": lambda: fit(TwoHeads, {}, gradient_clip_val=0.5),
+            "heads, two pipelines": lambda: fit(TwoHeads, {"num_stages": 1, "algorithm": None}),
+            "heads that are found": lambda: fit(FoundHeads, {"algorithm": None}),
+            "heads, resumed": resumed,
+        }
+    )
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [without_gradients], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [], 4: []}
