@@ -26,6 +26,8 @@ TO_CLIP_ALIKE = (
 """The warning that is given once per process about a cut that DeepSpeed made."""
 SETTINGS_OF_BOTH = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
 """The settings that torch's Adam and DeepSpeed's take alike."""
+PIECE_NUMBERS, MOST_PIECES = 2**15, 16
+"""Numbers of a gradient that its norm is taken of at once, at least, and the number of its pieces, at most."""
 _told: set[str] = set()
 
 
@@ -155,15 +157,35 @@ def prefer_torch_adam(config: Any) -> None:
 def let_stages_differ(optimizer: Any, stages: dist.ProcessGroup, device: torch.device) -> None:
     """Repair what a wrapping ``optimizer`` cannot do on this rank's stage. Collective over ``stages``.
 
-    Both repairs concern the norm of the gradients over all stages, where DeepSpeed takes for granted that stages
-    are alike.
+    All repairs concern the norm of the gradients over all stages, where DeepSpeed takes for granted that stages
+    are alike, and copies each gradient in a wider type.
     """
     if isinstance(optimizer, BF16_Optimizer):
         _allow_nothing_to_count(optimizer, device)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         num_groups = torch.tensor(len(optimizer.bit16_groups), device=device)
         dist.all_reduce(num_groups, op=dist.ReduceOp.MAX, group=stages)
+        _take_norms_in_pieces(optimizer)
         _take_part_in_norms(optimizer, int(num_groups) - len(optimizer.bit16_groups))
+
+
+def pieces_of(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of a gradient that make it up, of at most a sixteenth of it or ``PIECE_NUMBERS`` numbers."""
+    if not gradient.numel() or not gradient.is_contiguous():
+        return [gradient]
+    return gradient.view(-1).split(max(PIECE_NUMBERS, -(-gradient.numel() // MOST_PIECES)))
+
+
+def _take_norms_in_pieces(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Let the norm of a gradient, taken of a copy in double precision, be that of its pieces."""
+    norm_of: Callable[..., torch.Tensor] = optimizer.get_grad_norm_direct
+
+    def norm_of_pieces(gradients: Iterable[Any], params: Iterable[Any], norm_type: int = 2) -> torch.Tensor:
+        own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        pairs = [(piece, param) for each, param in zip(own, params, strict=False) for piece in pieces_of(each)]
+        return norm_of([piece for piece, _ in pairs], [param for _, param in pairs], norm_type)
+
+    optimizer.get_grad_norm_direct = norm_of_pieces
 
 
 def _take_part_in_norms(optimizer: DeepSpeedZeroOptimizer, num_missing: int) -> None:
@@ -232,14 +254,22 @@ def _make_buffer_late(optimizer: DeepSpeedZeroOptimizer) -> None:
 def _let_go_of_copies(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Free the flat copies that gloo has reduced, before gradients are copied for the optimizer's step.
 
-    gloo's own thread holds them a moment longer, sometimes until that copy has been made, too.
+    gloo's own thread holds them a moment longer, sometimes until that copy has been made, too. What one rank has
+    reduced alone is no copy but the buffer: it is not given to gloo at all.
     """
     reduce_bucket: Callable[..., torch.Tensor] = optimizer.allreduce_bucket
     average: Callable[..., None] = optimizer.average_tensor
     copies: list[torch.UntypedStorage] = []
 
-    def reduce_and_note(bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        reduced = reduce_bucket(bucket, *args, **kwargs)
+    alone = dist.get_world_size(optimizer.dp_process_group) == 1 and optimizer.sequence_parallel_size == 1
+
+    def reduce_and_note(
+        bucket: Sequence[torch.Tensor], communication_data_type: torch.dtype, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if alone and communication_data_type == bucket[0].dtype:
+            flat: torch.Tensor = optimizer.flatten(bucket)
+            return flat
+        reduced = reduce_bucket(bucket, communication_data_type, *args, **kwargs)
         storage = reduced.untyped_storage()
         is_copy = all(storage.data_ptr() != each.untyped_storage().data_ptr() for each in bucket)
         if is_copy and reduced.device.type == "cpu":
@@ -271,9 +301,10 @@ def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> 
 
     def gradients_or_zero(for_clipping: bool = False) -> Any:
         found = gradients_of(for_clipping)
-        if for_clipping or found[0]:
+        if for_clipping:
             return found
-        return [torch.zeros(1, device=device)], found[1]
+        pieces = [piece for gradient in found[0] for piece in pieces_of(gradient)]  # each is copied in fp32
+        return pieces or [torch.zeros(1, device=device)], found[1]
 
     optimizer.get_grads_for_norm = gradients_or_zero
 

@@ -173,28 +173,44 @@ def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryR
     weight that it saved). Such a layer is taken to keep its input and its output.
     """
     try:
-        return _measure_memory(run, persistent, hooks=True)
+        return _measure_any_layout(run, persistent, hooks=True)
     except (torch.cuda.OutOfMemoryError, MemoryError):
         raise
     except Exception:  # an error that has another cause is raised again
-        return _measure_memory(run, persistent, hooks=False)
+        return _measure_any_layout(run, persistent, hooks=False)
 
 
-def _measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor], *, hooks: bool) -> MemoryReading:
+def _measure_any_layout(run: LayerRun, persistent: Sequence[torch.Tensor], *, hooks: bool) -> MemoryReading:
+    """Observe a run with gradients in memory as outputs are, and contiguous, as what another rank sends is.
+
+    Where an output is not contiguous, one of the two may have to be copied: the one that needs more counts.
+    """
+    found, is_contiguous = _measure_memory(run, persistent, hooks=hooks, contiguous=False)
+    if is_contiguous:
+        return found
+    sent, _ = _measure_memory(run, persistent, hooks=hooks, contiguous=True)
+    return max(found, sent, key=lambda reading: reading.backward_bytes)
+
+
+def _measure_memory(
+    run: LayerRun, persistent: Sequence[torch.Tensor], *, hooks: bool, contiguous: bool
+) -> tuple[MemoryReading, bool]:
+    """Return the reading, and whether all that the backward begins with is contiguous."""
     with allocated_on(run.conditions.device) as allocated:
         arguments, _ = receive(run.boundary)
         memory = LayerMemory(allocated, arguments, keys_of(persistent), hooks=hooks)
         with memory.forward():
             output, roots = run.forward(arguments)
         memory.forward_has_ended(output, roots)
+        is_contiguous = all(root.is_contiguous() for root in roots)
         if roots:
-            gradients = gradients_for(roots)
+            gradients = gradients_for(roots, contiguous=contiguous)
             memory.backward_goes_on(gradients)
             with memory.live:
                 run.backward(roots, gradients)
             memory.backward_pauses()
         del output, roots
-        return memory.reading()
+        return memory.reading(), is_contiguous
 
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:

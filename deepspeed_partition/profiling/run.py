@@ -126,6 +126,7 @@ class LayerRun:
         raise ValueError(f"layer {self.name!r} {what}: {said(error)}") from error
 
 
-def gradients_for(roots: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Return the gradients that a backward starts with: ones."""
-    return [torch.ones_like(root) for root in roots]
+def gradients_for(roots: tuple[torch.Tensor, ...], *, contiguous: bool = False) -> list[torch.Tensor]:
+    """Return the gradients that a backward starts with: ones, in memory as the roots are, or contiguous."""
+    memory_format = torch.contiguous_format if contiguous else torch.preserve_format
+    return [torch.ones_like(root, memory_format=memory_format) for root in roots]

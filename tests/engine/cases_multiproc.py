@@ -590,6 +590,33 @@ def gradients_are_reduced_in_one_buffer_at_most(_: Path) -> None:
         assert (copies - 0.5) * weights < peaks[0] < (copies + 0.5) * weights, (zero, peaks[0] / weights)
 
 
+def norms_are_taken_in_pieces(_: Path) -> None:
+    """With two pipelines a step makes a copy of half of the gradients, and none of all for their norm."""
+    specs = [LayerSpec(nn.Linear, 8, 4), LayerSpec(nn.Linear, 4, 512), LayerSpec(nn.Linear, 512, 512)]
+    specs.append(LayerSpec(nn.Linear, 512, 4))
+    for kind in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
+        config = {
+            "zero_allow_untested_optimizer": True, "gradient_clipping": 1e-3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **kind,
+        }  # fmt: skip
+        with counted_memory() as memory:
+            engine, _, _ = start(specs, [0, 2, 4], config, num_stages=2)
+            data = mine(engine, batches(2, dtype=torch.bfloat16 if "bf16" in kind else torch.float32))
+            engine.train_batch(data)
+            held: list[int] = []
+
+            def begin(held: list[int] = held, memory: Any = memory) -> None:
+                memory.reset_peak()
+                held.append(memory.current_bytes)
+
+            engine.before_optimizer_step = begin
+            engine.train_batch(data)
+            engine.before_optimizer_step = None
+        numbers = sum(weight.numel() for weight in engine.module.parameters())
+        needed = gather_objects((memory.peak_bytes - held[0]) / numbers)
+        assert all(each < 2.6 for each in needed[2:]), (kind, needed)
+
+
 def copies_of_gradients_are_let_go(_: Path) -> None:
     """Those of ZeRO-1, which gloo's thread may hold for longer: here until the end of the step."""
     specs = [LayerSpec(nn.Linear, 8, 256), *(LayerSpec(nn.Linear, 256, 256) for _ in range(6)), mlp()[0]]
@@ -796,6 +823,7 @@ ONLY_TWO = [
 ]  # fmt: skip
 ONLY_FOUR = [
     replicas_train_the_same, replicas_hear_of_failures, one_stage, copies_of_gradients_are_let_go,
+    norms_are_taken_in_pieces,
 ]  # fmt: skip
 # Faults first: they are shown on DeepSpeed's own classes, as they are before install().
 CASES = {

@@ -67,14 +67,19 @@ def test_the_term_that_grew_is_said_once(more, part, term):
 
 
 @pytest.mark.parametrize(
-    ("found", "fixed"), [((90, 80), 7), ((101, 130), 37), ((None, 101), 8), ((None, None), 7)]
-)
-def test_what_the_planner_counted_too_little_is_added(found, fixed):
+    ("found", "fixed", "said"),
+    [
+        ((90, 80), 7, False), ((101, 130), 37, False), ((None, 101), 8, False), ((None, None), 7, False),
+        ((100, 65_636), 65_543, False), ((100, 65_637), 65_544, True), ((10**8 + 10**5, 100), 100_007, False),
+        ((10**8 + 10**5 + 1, 100), 100_008, True),
+    ],
+)  # fmt: skip
+def test_what_the_planner_counted_too_little_is_added(found, fixed, said):
     platform = Platform(num_devices=2, memory_bytes=1000, bandwidth=1.0, fixed_bytes=7)
     run = TrialRun(
         boundaries=(0, 1, 2), num_steps=3, optimizer_seconds=(None, None), peak_bytes=found,
-        planned_peak_bytes=(100, 100),
+        planned_peak_bytes=(10**8 if (found[0] or 0) > 10**6 else 100, 100),
     )  # fmt: skip
     with patch("deepspeed_partition.engine.warmup.run_plan.announce") as announce:
         assert _corrected(platform, run) == replace(platform, fixed_bytes=fixed)
-    assert announce.call_count == (fixed > 7)
+    assert announce.call_count == said

@@ -75,6 +75,27 @@ def test_running_bytes_by_hand():
     assert linear.running_bytes == x + y + weight + x  # the gradients of the output, the weight and the input
 
 
+class Patches(nn.Module):
+    """Its output is transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, 96, 8, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.project(images).flatten(2).transpose(1, 2) + 1
+
+
+def test_a_gradient_that_another_rank_sent_may_have_to_be_copied():
+    images = torch.randn(2, 3, 64, 64)
+    [layer] = profile_chain([Patches()], images, **QUICK).layers
+    x, y, weight = (FLOAT * numbers for numbers in (images.numel(), 2 * 64 * 96, 96 * (3 * 64 + 1)))
+    # Two copies of the weight's gradient: one as the kernel makes it. The gradient of the output comes contiguous.
+    assert layer.running_bytes - x - 2 * y - 2 * weight < FLOAT * 96 * 3
+    found = peak_of_one_micro_batch([Patches()], images, is_first=True)
+    assert found <= layer.running_bytes + 6000
+
+
 def peak_of_one_micro_batch(layers: list[Any], boundary: torch.Tensor, *, is_first: bool) -> int:
     """The most bytes of a forward and a backward of a stage as the engine runs it, its input with them."""
     for repeat in range(2):  # gradients of weights are there from the first time on

@@ -27,7 +27,7 @@ from deepspeed_partition.engine.runtime.collectives import (
 )
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.warmup.plan_files import save_plan
-from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, training_bytes
+from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, header_bytes, training_bytes
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring, TrialReport, links_of
 from deepspeed_partition.engine.warmup.training_needs import TrainingNeeds, training_needs, with_training_needs
 from deepspeed_partition.options import Options
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 MIN_GAIN = 0.02
 """The share of a step that a plan must gain, once the run has made steps: for less no layer moves."""
+SAID_SHARE, SAID_BYTES = 0.001, 2**16
+"""How much more than planned a rank may have held in the warm-up before a line says so."""
 FASTEST = ("madpipe", "contiguous")
 """Algorithms that are asked for because they are fast; another one is asked for by name, whatever it takes."""
 ANY_BANDWIDTH = 1e9
@@ -443,7 +445,7 @@ def _tell(run: TrialRun) -> None:
 def _corrected(platform: Platform, run: TrialRun) -> Platform:
     """Return the platform with what the planner counted too little on the trial cut added to ``fixed_bytes``.
 
-    The most of any rank counts: its layers may come to any other.
+    The most of any rank counts: its layers may come to any other. A little is added without a word.
     """
     missing = [
         0 if peak is None else peak - planned
@@ -452,10 +454,12 @@ def _corrected(platform: Platform, run: TrialRun) -> Platform:
     most = max(missing, default=0)
     if most <= 0:
         return platform
-    announce(
-        f"rank {missing.index(most)} held {format_bytes(most)} more than the planner counts, so that much is "
-        "added to what each device is planned to hold (fixed_bytes of the plan's platform)"
-    )
+    rank = missing.index(most)
+    if most > max(SAID_BYTES, SAID_SHARE * run.planned_peak_bytes[rank]):
+        announce(
+            f"rank {rank} held {format_bytes(most)} more than the planner counts, so that much is "
+            "added to what each device is planned to hold (fixed_bytes of the plan's platform)"
+        )
     return replace(platform, fixed_bytes=platform.fixed_bytes + most)
 
 
@@ -492,4 +496,5 @@ def _platform(
         latency_seconds=link.latency_seconds if latency is None else latency,
         weight_copies=options.weight_copies or kept / weights,
         optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
+        fixed_bytes=header_bytes() if needs and options.weight_copies is None else 0,
     )

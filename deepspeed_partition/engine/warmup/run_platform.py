@@ -16,6 +16,7 @@ from deepspeed_partition.engine.repartition.parameter_groups import another_like
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.transfers import HEADER_SIZE
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.allocator import room_under_limits
 
@@ -66,6 +67,14 @@ def _within_limits(engine: MadPipeEngine) -> int | None:
             f"and what training has there, less a margin of {format_bytes(margin)}"
         )
     return usable
+
+
+def header_bytes() -> int:
+    """What the headers of messages take of a device's memory: of a GPU's nothing, they are on the host.
+
+    A rank has one for each direction of both of its neighbours at most.
+    """
+    return 4 * HEADER_SIZE * torch.int64.itemsize if get_accelerator().device_name() == "cpu" else 0
 
 
 def machine_memory_bytes() -> int:
