@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, combinations_with_replacement, pairwise, product
+from operator import le
 
+import numpy as np
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.data_parallel import seconds_of
 from deepspeed_partition.planner.plan import PlannedStage
-from deepspeed_partition.planner.recomputation import Recomputation, rematerialized, stage_cost
+from deepspeed_partition.planner.recomputation import Recomputation, first_backward, rematerialized, stage_cost
 from deepspeed_partition.planner.report.comparison import compare
 from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.simulate.replay_memory import StageCost
@@ -203,6 +205,80 @@ def test_a_step_is_never_longer_than_under_a_uniform_choice(seed):
     if least < float("inf"):
         plan = make_plan(made, platform, num_micro_batches=4)
         assert plan.step is not None and plan.step.step_seconds <= least
+
+
+def saving_choices(problem: Problem, stage: tuple[int, int], mode: str) -> list[tuple[int, Blocks]]:
+    """Sets of ranges of a stage that fit, each with its extra ticks, but those that others beat in all numbers."""
+    training = problem.table.training
+    late = training.late_gradients([stage])[0] if training.has_gradients else np.zeros(stage[1] - stage[0], int)
+    known: list[tuple[tuple[int, ...], Blocks]] = []
+    for blocks in every_choice(problem.chain, stage, mode):
+        cost = stage_cost(problem.times, problem.table, stage, blocks)
+        first = first_backward(problem.times, problem.table, stage, blocks, late)
+        if cost.most_in_flight:
+            known.append(((cost.backward, cost.stash, cost.transient, cost.forward_transient, first), blocks))
+    least: list[tuple[tuple[int, ...], Blocks]] = []
+    for numbers, blocks in sorted(known):
+        if not any(all(map(le, other, numbers)) for other, _ in least):
+            least.append((numbers, blocks))
+    plain = problem.times.backward_ticks(*stage)
+    return [(numbers[0] - plain, blocks) for numbers, blocks in least]
+
+
+def shortest_step_of_all(problem: Problem, mode: str) -> int | None:
+    """The shortest step of 1F1B over all contiguous partitions, all that stages may recompute, and all depths.
+
+    Recomputation that nothing needs may shorten a step by chance, for it delays what would come too early; such a
+    choice does not count: one with which the same depths fit where a stage recomputes less.
+    """
+    size, m = problem.chain.num_layers, problem.num_micro_batches
+    assert m is not None
+    options = {stage: saving_choices(problem, stage, mode) for stage in combinations(range(size + 1), 2)}
+    best: int | None = None
+
+    def ticks(cuts: tuple[int, ...], choice: tuple[Blocks, ...], depths: tuple[int, ...]) -> int | None:
+        engine = step_engine(problem, Placement.contiguous(cuts, choice))
+        if any(depth > room for depth, room in zip(depths, engine.most_in_flight, strict=True)):
+            return None
+        run = engine.run(m, DepthRule("1F1B", depths).choice(engine, m))
+        assert run is not None
+        return run.ticks if max(engine.peaks(run)) <= problem.platform.memory_bytes else None
+
+    for cuts in (
+        (0, *inner, size)
+        for count in range(min(size, problem.platform.num_devices))
+        for inner in combinations(range(1, size), count)
+    ):
+        for chosen in product(*(options[stage] for stage in pairwise(cuts))):
+            choice = tuple(blocks for _, blocks in chosen)
+            bound = step_engine(problem, Placement.contiguous(cuts, choice)).bound(m)
+            for depths in combinations_with_replacement(range(m, 0, -1), len(choice)):
+                found = None if best is not None and bound >= best else ticks(cuts, choice, depths)
+                if found is None or (best is not None and found >= best):
+                    continue
+                if not any(
+                    extra < chosen[stage][0] and ticks(cuts, (*choice[:stage], less, *choice[stage + 1 :]), depths)
+                    for stage in range(len(choice))
+                    for extra, less in options[cuts[stage], cuts[stage + 1]]
+                ):
+                    best = found
+    return best
+
+
+@pytest.mark.parametrize("mode", ["stage", "block"])
+@pytest.mark.parametrize("seed", [*range(160), 2116, 2754, 2924])
+def test_no_choice_has_a_shorter_step(seed, mode):
+    """Of a small chain, all cuts, sets of ranges and depths are tried: beyond 1F1B the planner may do better."""
+    made, platform = instance(seed, most_layers=5)
+    problem = replace(with_ways(made, platform, mode), num_micro_batches=5)
+    best = shortest_step_of_all(problem, mode)
+    try:
+        plan = make_plan(made, platform, "contiguous", num_micro_batches=5, recompute=mode)
+    except InfeasibleError:
+        assert best is None
+    else:
+        assert best is not None and plan.step is not None
+        assert plan.step.step_seconds <= problem.times.clock.seconds(best)
 
 
 def deep(size: int = 12) -> Chain:

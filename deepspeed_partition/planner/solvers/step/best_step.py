@@ -86,6 +86,7 @@ def best_recomputing_step(
     search = searched(plain, None if best is None else best.cuts, patterns, shared=shared, share=PLAIN_SHARE)
     if not search.found or lacks_room(problem, search):
         _search_recomputing(problem, search, cuts, shared=shared)
+    MixedChoices(problem, search).try_all()
     return tuple(islice(search.steps(patterns), 1))
 
 

@@ -4,18 +4,25 @@ For some depths, micro-batches in flight of each stage, each stage takes the fas
 room for its depth. Tried are the depths of ``step_search.py``, each stage alone as a whole, and, from the best
 allocation, another way for a single stage, one more or less in flight, and boundaries that move by a layer.
 
-Method: local search with a simulation, as ``step_search.py``; nothing is proved. Cost: its simulations, with the
-ways of each stage that is looked at (``recomputation.py``).
+Where there are few (``MOST_CHOICES``), every way of every stage of every contiguous partition is tried, and each
+under all depths where those are few too: no step of 1F1B is shorter then.
+
+Method: local search with a simulation, as ``step_search.py``; beyond small problems nothing is proved. Cost: its
+simulations, with the ways of each stage that is looked at (``recomputation.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise, product
+from math import comb, prod
+
+import numpy as np
 
 from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.memory import UNLIMITED
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
+from deepspeed_partition.planner.recomputation import SMALL, Ways, rooms
 from deepspeed_partition.planner.solvers.contiguous.partition_search import best_partition
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_for, useful
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
@@ -29,6 +36,8 @@ from deepspeed_partition.planner.solvers.step.step_search import (
 
 MOST_PARTITIONS = 40
 """Most partitions for which choices of recomputation are tried."""
+MOST_CHOICES, MOST_DEPTHS = 500, 100
+"""Number of partitions with a way for each stage up to which all are tried; and of depths for each."""
 NUM_SHARED = 3
 """Number of allocations with several stages on a device for which some are."""
 
@@ -86,6 +95,48 @@ class MixedChoices:
             search.try_contiguous(self._by_need(cuts, depths))
         for choice in self._by_stage(placement):
             search.try_contiguous(placement.recomputing(choice))
+
+    def try_all(self) -> None:
+        """Try every choice for every contiguous partition, where there are few, under every depth."""
+        search, m = self.search, self.num_micro_batches
+        bounds = {each: step_engine(self.problem, each).bound(m) for each in self._every_choice()}
+        for placement in sorted(bounds, key=lambda each: (bounds[each], each.cuts, each.recomputed)):
+            if bounds[placement] >= search.best or search.ended():
+                return
+            search.try_contiguous(placement)
+            if not self.problem.flushes:
+                self._try_depths(placement)
+
+    def _try_depths(self, placement: Placement) -> None:
+        """Try every depth of a partition, where there are few; no stage has more in flight than the one before."""
+        search, num_stages = self.search, len(placement.devices)
+        most = min(self.num_micro_batches, search.engine(placement).most_in_flight[0])
+        if comb(most + num_stages - 1, num_stages) > MOST_DEPTHS:
+            return
+        every = combinations_with_replacement(range(most, 0, -1), num_stages)
+        for depths in dict.fromkeys(search.within_room(placement, each) for each in every):
+            if search.ended():
+                return
+            search.run(placement, DepthRule("1F1B", depths), search.best)
+
+    def _every_choice(self) -> list[Placement]:
+        """Return every partition with every way for its stages; none where there are too many."""
+        found: list[Placement] = []
+        if self.problem.chain.num_layers > SMALL:
+            return found
+        for cuts in self.search.every_partition(FEW):
+            stages = list(pairwise(cuts))
+            ways = [self.costs.ways(stage) for stage in stages]
+            fitting = [
+                np.flatnonzero(rooms(self.problem.table, stage, each.stash, each.transient)).tolist()
+                for stage, each in zip(stages, ways, strict=True)
+            ]
+            if len(found) + prod(map(len, fitting)) > MOST_CHOICES:
+                return []
+            found += [
+                Placement.contiguous(cuts, tuple(map(Ways.blocks, ways, numbers))) for numbers in product(*fitting)
+            ]
+        return found
 
     def _depths(self, num_stages: int) -> Iterator[tuple[int, ...]]:
         """Yield depths for which stages may want room."""
