@@ -149,11 +149,13 @@ def _layers(num_layers: int, num_filters: int, classes: int) -> Iterator[LayerSp
     yield LayerSpec(Head, last, classes)
 
 
-def num_parameters(num_layers: int, num_filters: int) -> int:
+def num_parameters(num_layers: int, num_filters: int, classes: int = CLASSES) -> int:
     """Return the number of trainable parameters, without data."""
     with torch.device("meta"):
         return sum(
-            weight.numel() for spec in layers(num_layers, num_filters) for weight in spec.build().parameters()
+            weight.numel()
+            for spec in layers(num_layers, num_filters, classes)
+            for weight in spec.build().parameters()
         )
 
 
