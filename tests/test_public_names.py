@@ -46,6 +46,7 @@ ADDED = {
     "schemas/chain.schema.json/$defs/differences/minItems",
     "schemas/chain.schema.json/$defs/differences/type",
     "schemas/chain.schema.json/$defs/layer/properties/cut_stash_bytes/$ref",
+    "schemas/chain.schema.json/$defs/layer/properties/first_backward_bytes/$ref",
     "schemas/chain.schema.json/$defs/layer/properties/forward_running_bytes/$ref",
     "schemas/chain.schema.json/$defs/layer/properties/gradient_bytes/$ref",
     "schemas/chain.schema.json/$defs/layer/properties/optimizer_transient_bytes/$ref",

@@ -28,7 +28,7 @@ The replay (``replay.py``) counts the same bytes from the operations alone and s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import numpy as np
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.plan import MemoryUse
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
-from deepspeed_partition.planner.training_bytes import TrainingBytes
+from deepspeed_partition.planner.training_bytes import MOST_BYTES, TrainingBytes
 
 NOTHING = -(2**62)
 """Bytes that are less than any: those of a layer that was not measured."""
@@ -140,6 +140,7 @@ class StageTable:
         self._running = np.array([
             NOTHING if layer.running_bytes is None else layer.running_bytes for layer in chain.layers
         ], dtype=np.int64)  # fmt: skip
+        self._first_backward = first_backward_bytes(chain.layers)
         self.transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=False)
         """Bytes that layers k to l need only while they run, [k, l]; contained in ``fixed``."""
         self.forward_transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=True)
@@ -174,7 +175,8 @@ class StageTable:
     def first_backward(self, start: int, stop: int, late_gradients: NDArray[np.int64]) -> int:
         """Return the transient bytes of a stage in its first backward of a step, gradients that come included.
 
-        The gradient of a layer comes when its backward runs, and then its stash goes.
+        The gradient of a layer comes when its backward runs, and then its stash goes. While it runs, what counts
+        of its own gradient is ``first_backward_bytes``, where that is known.
 
         Args:
             late_gradients: bytes that come with the backward of each of its layers, shape (stop - start,).
@@ -182,7 +184,8 @@ class StageTable:
         stash = self._stash_before
         behind = stash[stop] + self._at_cut[stop] - stash[start:stop]
         come = np.cumsum(late_gradients[::-1])[::-1]
-        measured = self._running[start:stop] - behind + come
+        own = np.minimum(late_gradients, self._first_backward[start:stop])
+        measured = self._running[start:stop] - behind + come - late_gradients + own
         unmeasured = np.where(self._running[start:stop] < 0, self._unmeasured[start:stop] + come[0], 0)
         return int(max(0, measured.max(), unmeasured.max()))
 
@@ -192,6 +195,12 @@ class StageTable:
         np.floor_divide(room, self.stash, out=in_flight, where=self.stash > 0)
         in_flight[(room < 0) | (self.floor > memory_bytes) | ~self.is_stage] = 0
         return in_flight
+
+
+def first_backward_bytes(layers: Sequence[LayerProfile]) -> NDArray[np.int64]:
+    """Return how many bytes of its own gradients count while each layer runs its first backward, at most."""
+    known = (layer.first_backward_bytes for layer in layers)
+    return np.array([MOST_BYTES if each is None else each for each in known], dtype=np.int64)
 
 
 def _transient(

@@ -65,11 +65,12 @@ _OPTIONAL_SIZES = (
     "running_bytes",
     "forward_running_bytes",
     "training_bytes",
+    "first_backward_bytes",
 )
 _LATER_FIELDS: dict[str, Any] = {
     "cut_stash_bytes": 0, "running_bytes": None, "forward_running_bytes": None, "recomputable": True,
     "training_bytes": None, "gradient_bytes": 0, "reduction_bytes": 0, "optimizer_transient_bytes": 0,
-    "shared_weights": (),
+    "first_backward_bytes": None, "shared_weights": (),
 }  # fmt: skip
 """Fields that chains once did not have, and the values with which they mean what they meant: a chain without them
 keeps its digest."""
@@ -118,6 +119,9 @@ class LayerProfile:
     layer's buffers. None: ``Platform.weight_copies`` times ``weight_bytes``."""
     gradient_bytes: int = 0
     """Part of ``training_bytes`` that comes with the first backward of this layer in a step: the gradients."""
+    first_backward_bytes: int | None = None
+    """How many of ``gradient_bytes`` count on top of ``running_bytes`` while the layer runs its first backward of
+    a step: gradients come one after the other, and what the layer keeps goes. None: all of them."""
     reduction_bytes: int = 0
     """Bytes needed besides when the gradients of a step are complete and are brought together: copies of the
     gradients of this layer."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.allocation import Blocks, Rematerialize
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.memory import UNLIMITED, StageTable
+from deepspeed_partition.planner.memory import UNLIMITED, StageTable, first_backward_bytes
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import shown
 
@@ -117,11 +117,16 @@ def first_backward(
         blocks = table.recomputed(stage)
     if not blocks:
         return table.first_backward(*stage, late_gradients)
-    come: list[int] = np.cumsum(late_gradients[::-1])[::-1].tolist()
+    come = np.cumsum(late_gradients[::-1])[::-1]
+    own = np.minimum(late_gradients, first_backward_bytes(times.chain.layers[slice(*stage)]))
+    with_own: list[int] = (come - late_gradients + own).tolist()
     _, needs = _needs(times.chain, stage, blocks)
     return max(
         0,
-        *(back + (after if measured else come[0]) for (_, back, measured), after in zip(needs, come, strict=True)),
+        *(
+            back + (after if measured else int(come[0]))
+            for (_, back, measured), after in zip(needs, with_own, strict=True)
+        ),
     )
 
 

@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
 from deepspeed_partition.profiling.allocated import Allocated, allocated_on
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, receive, tensors_of
+from deepspeed_partition.profiling.isolation import gradients_kept
 from deepspeed_partition.profiling.live_bytes import LiveBytes, storages_of
 from deepspeed_partition.profiling.run import LayerRun, gradients_for
 
@@ -46,6 +47,8 @@ class MemoryReading:
     backward_bytes: int
     """Most bytes of its own in use in the backward, the gradient of its output with them, tensors of its input and
     output without; 0 where there was none."""
+    first_backward_bytes: int | None = None
+    """The same in a first backward, with the gradients of weights that it makes; None: not looked at."""
     changes_input: bool = False
     """True: it works in place on a tensor of its input, from which it could not run again."""
 
@@ -167,7 +170,7 @@ class LayerMemory:
 
 
 def measure_memory(run: LayerRun, persistent: Sequence[torch.Tensor]) -> MemoryReading:
-    """Observe one more run; ``persistent`` are the parameters and buffers.
+    """Observe one more run, and one whose gradients are the first; ``persistent`` are the parameters and buffers.
 
     Some layers do not run where hooks look at what is saved (``torch.func``; a function that wants the very
     weight that it saved). Such a layer is taken to keep its input and its output.
@@ -185,11 +188,17 @@ def _measure_any_layout(run: LayerRun, persistent: Sequence[torch.Tensor], *, ho
 
     Where an output is not contiguous, one of the two may have to be copied: the one that needs more counts.
     """
-    found, is_contiguous = _measure_memory(run, persistent, hooks=hooks, contiguous=False)
-    if is_contiguous:
-        return found
-    sent, _ = _measure_memory(run, persistent, hooks=hooks, contiguous=True)
-    return max(found, sent, key=lambda reading: reading.backward_bytes)
+
+    def most(*, first: bool) -> MemoryReading:
+        with gradients_kept([tensor for tensor in persistent if tensor.requires_grad]) if first else nullcontext():
+            found, is_contiguous = _measure_memory(run, persistent, hooks=hooks, contiguous=False)
+        if is_contiguous:
+            return found
+        with gradients_kept([tensor for tensor in persistent if tensor.requires_grad]) if first else nullcontext():
+            sent, _ = _measure_memory(run, persistent, hooks=hooks, contiguous=True)
+        return max(found, sent, key=lambda reading: reading.backward_bytes)
+
+    return replace(most(first=False), first_backward_bytes=most(first=True).backward_bytes)
 
 
 def _measure_memory(

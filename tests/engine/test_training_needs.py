@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,24 +65,32 @@ def test_needs_by_layer():
     )
     assert list(chain.layers) == layer_profiles(measured)
     specs = [TiedLayerSpec("both", nn.Linear, 4, 3), nn.BatchNorm1d(3), TiedLayerSpec("both", nn.Linear, 4, 3)]
-    some = TrainingNeeds(kept=8, gradient=4, reduction=0, optimizer=12, before=0, at_once=False)
-    more = TrainingNeeds(kept=4, gradient=4, reduction=2, optimizer=12, before=0, at_once=False)
+    some = TrainingNeeds(kept=8, gradient=4, accumulated=0, reduction=0, optimizer=12, before=0, at_once=False)
+    more = TrainingNeeds(kept=4, gradient=4, accumulated=0, reduction=2, optimizer=12, before=0, at_once=False)
     first, middle, last = with_training_needs(chain, measured, [some, more], specs).layers
     # A frozen bias is kept as it is; batch normalization has buffers of 3 and 3 numbers and a count, and copies.
     assert first.training_bytes == 4 * (12 + 3) + (8 + 4) * 12
     assert middle.training_bytes == 4 * 6 + 2 * (4 * 6 + 8) + (8 + 4) * 6
     assert [layer.gradient_bytes for layer in (first, middle, last)] == [4 * 12, 4 * 6, 4 * 16]
+    assert [layer.first_backward_bytes for layer in (first, middle, last)] == [0, 0, 0]
     assert [layer.reduction_bytes for layer in (first, middle, last)] == [2 * 12, 2 * 6, 2 * 16]
     assert [layer.optimizer_transient_bytes for layer in (first, middle, last)] == [12 * 12, 12 * 3, 12 * 12]
     assert [layer.shared_weights for layer in (first, middle, last)] == [
         (("tied_modules.both", 60),), (), (("tied_modules.both", 64),),
     ]  # fmt: skip
     # 12 numbers may come behind the 4 or 12 of the shared layers, 3 behind 4 (a step over 12 needs more).
-    one_by_one = TrainingNeeds(kept=8, gradient=4, reduction=0, optimizer=8, before=4, at_once=False)
+    one_by_one = TrainingNeeds(
+        kept=8, gradient=4, accumulated=0, reduction=0, optimizer=8, before=4, at_once=False
+    )
     in_order = with_training_needs(chain, measured, [one_by_one], specs).layers
     needed = [layer.optimizer_transient_bytes for layer in in_order]
     assert needed == [8 * 12 + 4 * 12, 8 * 3 + 4 * 4, 8 * 12 + 4 * 12]
     alone = with_training_needs(chain, measured, [one_by_one], [nn.Linear(4, 3), specs[1], nn.Linear(3, 4)]).layers
     assert [layer.optimizer_transient_bytes for layer in alone] == [8 * 12, 8 * 3 + 4 * 3, 8 * 12 + 4 * 12]
-    at_once = TrainingNeeds(kept=8, gradient=4, reduction=0, optimizer=12, before=0, at_once=True)
+    summed = replace(some, gradient=8, accumulated=4)
+    of_both = with_training_needs(chain, measured, [summed], specs).layers
+    assert [(layer.gradient_bytes, layer.first_backward_bytes) for layer in of_both] == [
+        (8 * 12, 4 * 12), (8 * 6, 4 * 6), (8 * 16, 4 * 16),
+    ]  # fmt: skip
+    at_once = TrainingNeeds(kept=8, gradient=4, accumulated=0, reduction=0, optimizer=12, before=0, at_once=True)
     assert with_training_needs(chain, measured, [at_once], specs).layers[2].optimizer_transient_bytes == 12 * 16

@@ -117,6 +117,7 @@ def with_measured_memory(made: Chain, platform: Platform, pick: random.Random) -
                 forward_running_bytes=pick.choice([None, pick.randint(0, running)]) if running else None,
                 training_bytes=training,
                 gradient_bytes=pick.randint(0, training or 0),
+                first_backward_bytes=pick.choice([None, pick.randint(0, 9)]),
                 reduction_bytes=pick.choice([0, 0, 3]),
                 optimizer_transient_bytes=pick.choice([0, 2, 11]),
                 shared_weights={"tied": layer.weight_bytes} if index in tied else {},

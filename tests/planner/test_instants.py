@@ -100,7 +100,8 @@ def beyond(layers: list[dict[str, Any]], kept: int, key: str, gradients: list[in
     most = up_to_it = 0
     for index, layer in enumerate(layers):
         if "running_bytes" in layer:
-            most = max(most, up_to_it + layer.get(key, layer["running_bytes"]) - kept + sum(gradients[index:]))
+            come = sum(gradients[index + 1 :]) + min(gradients[index], layer.get("first_backward_bytes", 10**9))
+            most = max(most, up_to_it + layer.get(key, layer["running_bytes"]) - kept + come)
         else:
             most = max(most, layer["transient_bytes"] + sum(gradients))
         up_to_it += layer["stash_bytes"]

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from deepspeed_partition import LayerProfile  # noqa: E402
 from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed  # noqa: E402
-from deepspeed_partition.profiling import counted_memory, profile_chain  # noqa: E402
+from deepspeed_partition.profiling import counted_memory, measure_stage, profile_chain  # noqa: E402
 from tests.profiling.networks import Checkpointed  # noqa: E402
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu", "progress": False}
@@ -73,6 +73,20 @@ def test_running_bytes_by_hand():
     assert linear.stash_bytes == x
     assert linear.forward_running_bytes == x + y
     assert linear.running_bytes == x + y + weight + x  # the gradients of the output, the weight and the input
+
+
+def test_a_first_backward_makes_the_gradients_that_stay():
+    """The one of the second weight stays while that of the first one is made; later ones are added up and go."""
+    rows, width = 8, 96
+    layers = [nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)]
+    [both], _ = measure_stage(
+        [nn.Sequential(*layers)], torch.randn(rows, width), warm_up=1, repeats=1, device="cpu"
+    )
+    [one], _ = measure_stage(layers[:1], torch.randn(rows, width), warm_up=1, repeats=1, device="cpu")
+    weight, activation = FLOAT * width * width, FLOAT * rows * width
+    assert one.memory.first_backward_bytes == one.memory.backward_bytes
+    more = both.memory.first_backward_bytes - both.memory.backward_bytes
+    assert weight - 3 * activation <= more <= weight
 
 
 class Patches(nn.Module):

@@ -58,6 +58,8 @@ class TrainingNeeds:
     """There at all times, besides the weight: master copy, states, accumulated gradients."""
     gradient: float
     """From the first backward of a step on, until the optimizer has stepped."""
+    accumulated: float
+    """Part of ``gradient``: gradients of another type that DeepSpeed adds up beside those of autograd."""
     reduction: float
     """Besides, while gradients are brought together behind the last backward."""
     optimizer: float
@@ -77,10 +79,11 @@ def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
     total, weights = training_bytes(engine)
     gradients = sum(weight.numel() * weight.element_size() for weight in trained)
     kept = (total - weights - gradients) / numbers
-    gradient = gradients / numbers
     wrapper = engine.optimizer
+    accumulated = 0.0
     if getattr(wrapper, "use_grad_accum_attribute", False):
-        gradient += wrapper.gradient_accumulation_dtype.itemsize
+        accumulated = wrapper.gradient_accumulation_dtype.itemsize
+    gradient = gradients / numbers + accumulated
     step = optimizer_step(engine.basic_optimizer)
     at_once = step.at_once or _is_flat(wrapper)
     optimizer = _in_step(wrapper, step, gradient, engine.grid.data_parallel_size)
@@ -90,6 +93,7 @@ def training_needs(engine: MadPipeEngine) -> TrainingNeeds | None:
     return TrainingNeeds(
         kept=kept,
         gradient=gradient,
+        accumulated=accumulated,
         reduction=_reduction_bytes(engine, numbers, gradients) / numbers,
         optimizer=optimizer,
         before=before,
@@ -191,7 +195,7 @@ def with_training_needs(
         for layer in form.layers
         if len(form.layers) > 1
     }
-    names = ("kept", "gradient", "reduction", "optimizer", "before")
+    names = ("kept", "gradient", "accumulated", "reduction", "optimizer", "before")
     most = {name: max(getattr(each, name) for each in needs) for name in names}
     at_once = any(each.at_once for each in needs)
     # A parameter is stepped over behind those of earlier layers, and of shared ones, wherever they are.
@@ -213,12 +217,22 @@ def with_training_needs(
                     found.weight_bytes + 2 * found.buffer_bytes + round(most["kept"] * numbers) + gradient_bytes
                 ),
                 gradient_bytes=gradient_bytes,
+                first_backward_bytes=_in_first_backward(found, gradient_bytes, most["accumulated"]),
                 reduction_bytes=round(most["reduction"] * numbers),
                 optimizer_transient_bytes=round(optimizer),
                 shared_weights=tuple(shared.get(index, {}).items()),
             )
         )
     return replace(chain, layers=tuple(with_needs))
+
+
+def _in_first_backward(layer: MeasuredLayer, gradient_bytes: int, accumulated: float) -> int | None:
+    """Return how many bytes of its gradients a layer's first backward needs beyond a later one."""
+    first = layer.memory.first_backward_bytes
+    if first is None:
+        return None
+    of_other_type = round(accumulated * layer.num_trainable_parameters)  # which a layer by itself has not
+    return min(gradient_bytes, max(0, first - layer.memory.backward_bytes) + of_other_type)
 
 
 def _one_by_one(sizes: Sequence[int], ends: Iterable[int], each: float, before: float) -> float:

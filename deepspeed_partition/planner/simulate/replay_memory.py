@@ -80,8 +80,11 @@ class StageCost:
                 forward -= layer.running_bytes - layer.forward_running_bytes
             self.forward_transient_bytes = max(self.forward_transient_bytes, forward)
             self.backward_transient_bytes = max(self.backward_transient_bytes, backward)
-            # In the first backward the gradients of this layer and of those behind it have come.
-            come = sum(late) if layer.running_bytes is None else sum(late[index:])
+            # In the first backward the gradients of those behind it have come, and of its own so much.
+            own = (
+                late[index] if layer.first_backward_bytes is None else min(late[index], layer.first_backward_bytes)
+            )
+            come = sum(late) if layer.running_bytes is None else own + sum(late[index + 1 :])
             self.first_transient_bytes = max(self.first_transient_bytes, backward + come)
 
 
