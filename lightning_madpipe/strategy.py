@@ -379,12 +379,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             for note in notes_on_fit(trainer, module, self._lightning):
                 self._lightning.warn(note)
             show_all_to_callbacks(self, trainer, self._lightning)
-            if self.pipeline.num_stages > 1:
+            is_cut = self.pipeline.num_stages > 1
+            if is_cut or self.wraps_optimizer:
                 self._hook_watch = HookWatch(
                     trainer,
                     module,
                     self.pipeline.mpu(),
                     optimizers=lambda: self.optimizers,
+                    is_cut=is_cut,
                     flattened=self.wraps_optimizer,
                     refusal=self._lightning.refusal,
                     states=states_for_hook,

@@ -78,6 +78,8 @@ class FollowedValues(TorchFunctionMode):
         self._read_states = states
         self._written: dict[str, list[int]] = {}
         """Parameters that were written, and where generators were then."""
+        self.written: set[str] = set()
+        """The parameters that may have been written, through themselves or through what is made of them."""
         self._read_names, self._sources, self._tell = names, sources, tell
         self._known: Mapping[int, str] | None = None
         self._read: list[str] = []
@@ -123,6 +125,7 @@ class FollowedValues(TorchFunctionMode):
         elif name == "detach" and weights and is_saved(sys._getframe()):
             self._tell(WHOLE_STATE, weights)
         elif written and given:
+            self.written |= self._sources_of(given[0])
             self._note_draws(self._sources_of(given[0]) - {NOISE})
             self._read = [weight for weight in self._read if weight not in self._sources_of(given[0])]
         made_of = sources | {NOISE} if is_drawn else sources

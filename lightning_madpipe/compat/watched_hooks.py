@@ -31,6 +31,7 @@ from lightning_madpipe.compat.hook_sentences import (
 )
 from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
 from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, is_of_the_user
+from lightning_madpipe.compat.written_weights import written_into_masters
 
 WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 """Hooks in which the gradients of a step are there."""
@@ -49,6 +50,7 @@ class HookWatch:
         module: The LightningModule.
         mpu: Who is who in the pipelines.
         optimizers: Gives the optimizers of the run, as the user's hooks see them.
+        is_cut: Whether other ranks have other layers.
         flattened: Whether DeepSpeed keeps gradients and weights of a step in flat buffers.
         refusal: Makes the error that says a sentence.
         states: Gives what tells, for a hook of an object, whether generators were drawn from.
@@ -62,6 +64,7 @@ class HookWatch:
         mpu: Any,
         *,
         optimizers: Callable[[], Iterable[Any]],
+        is_cut: bool,
         flattened: bool,
         refusal: Callable[[str], Exception],
         states: Callable[[Any, str], Callable[[], list[int]]],
@@ -69,7 +72,7 @@ class HookWatch:
     ) -> None:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
         self._leaves_loop = leaves_loop
-        self._flattened, self._refusal = flattened, refusal
+        self._is_cut, self._flattened, self._refusal = is_cut, flattened, refusal
         self._norms = GradientNorms(module, mpu, flattened=flattened, refusal=refusal)
         self._mode: FollowedValues | None = None
         self._states_for_hook = states
@@ -103,7 +106,7 @@ class HookWatch:
             owner, hook = self._hook_of(action)
             if owner is None:
                 yield profiled
-                if action == "run_training_epoch":
+                if action == "run_training_epoch" and self._is_cut:
                     self._leaves_loop()
                 return
             self._step_is_made = False
@@ -115,7 +118,8 @@ class HookWatch:
             )
             norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
-            with norms, told, reached_in_hooks(self._module):
+            masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
+            with norms, masters, told, reached_in_hooks(self._module):
                 yield profiled
 
     @contextmanager
@@ -173,7 +177,7 @@ class HookWatch:
             kind = found if is_of_the_user(sys._getframe()) else None
         elif found in (GRADIENT, NO_GRADIENT):
             kind = self._kind_of_gradient(hook, is_there=found == GRADIENT)
-        if kind is None:
+        if kind is None or not (self._is_cut or found in (GRADIENT, NO_GRADIENT)):
             return
         shown = sorted(set(names))
         place = f"{hook} of {owner}"

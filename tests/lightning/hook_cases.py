@@ -204,6 +204,43 @@ def set_by_name(host: Host) -> dict[str, Any]:
     return {"records": records}
 
 
+class Constrained(Module):
+    """Keeps weights within bounds, and ends with their averages."""
+
+    def on_train_start(self) -> None:
+        self.averages = {name: torch.zeros_like(weight) for name, weight in self.named_parameters()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if weight.ndim == 2:
+                    weight.renorm_(2, 0, 0.5)
+                elif batch_idx == 1:
+                    weight.data = weight.clamp(-0.05, 0.05)
+                self.averages[name].lerp_(weight, 0.5)
+        self.embed.weight.data[0] = 0.1
+
+    def on_train_end(self) -> None:
+        self.load_state_dict(self.averages, strict=False)
+
+
+def written_by_hooks(host: Host) -> dict[str, Any]:
+    """What hooks write into weights lasts, also where DeepSpeed makes its steps with copies of them."""
+    runs = {
+        "flat": {"strategy": {"stage": 1, "warmup_steps": 3, "algorithm": [0, 6, 8]}},
+        "flat in two pipelines": {"strategy": {"stage": 1, "num_stages": 1, "algorithm": None}},
+        "half": {"precision": "bf16-mixed"} if host.pipelined else {},
+    }
+    records = {}
+    for name, arguments in runs.items():
+        if is_chosen(name):
+            module, recorder = seeded(Constrained), cases.Recorder()
+            trained(host, module, recorder, **arguments)
+            sums = {name: float(value.double().abs().sum()) for name, value in module.state_dict().items()}
+            records[name] = {"rows": recorder.rows, "sums": sums}
+    return records
+
+
 class SetOnRankZero(Gated):
     @rank_zero_only
     def anneal(self) -> None:
@@ -715,6 +752,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         each_by_itself,
         by_places,
         set_by_name,
+        written_by_hooks,
         in_the_order_of_the_loader,
         own_ratio,
         asked_in_steps,

@@ -171,6 +171,13 @@ def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str)
     assert_same(two.of(case), two.reference[case])
 
 
+@pytest.mark.parametrize("precision, tolerance", [("flat", 1e-5), ("flat in two pipelines", 1e-5), ("half", 2e-2)])
+def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, tolerance: float) -> None:
+    """Under stage=1, bf16 and fp16 the next step, or the end of the run, threw it away, and nothing was said."""
+    record, reference = two.of("written_by_hooks")[precision], two.reference["written_by_hooks"][precision]
+    assert_same(record, reference, tolerance=tolerance)
+
+
 @pytest.mark.parametrize(
     "case, sentence",
     [
