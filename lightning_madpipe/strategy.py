@@ -45,7 +45,7 @@ from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
-from lightning_madpipe.compat.optimizers import configured_optimizer
+from lightning_madpipe.compat.optimizers import configured_optimizer, tell_of_zeros
 from lightning_madpipe.compat.signals import end_together_on_sigterm
 from lightning_madpipe.compat.unsupported import clips_by_value
 from lightning_madpipe.compat.watched_hooks import HookWatch
@@ -497,7 +497,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         )
         self.pipeline.engine = weakref.ref(self._engine)
         self._engine.copies_follow = True
-        self._engine.leaves_without_gradient = not self.wraps_optimizer
+        self._engine.leaves_without_gradient = True
+        if self.wraps_optimizer:
+            self._engine.when_zeros_stand_for_none = partial(tell_of_zeros, self._module)
         if fitting:
             layers.refine_masters()
             layers.remember_groups(given)

@@ -35,6 +35,7 @@ from deepspeed_partition.engine.pipeline.module import (
 )
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
+from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
 from deepspeed_partition.engine.repairs import (
     clip_by_global_norm,
     fp16_without_zero,
@@ -79,6 +80,9 @@ class MadPipeEngine(ResumingEngine):
 
     chain: Chain | None = None
     """The measurements that this run planned with."""
+    when_zeros_stand_for_none: Callable[[list[torch.nn.Parameter]], object] | None = None
+    """Function that is called once, with this rank's weights that a step has computed no gradient of, before the
+    optimizer takes zeros for it."""
     before_optimizer_step: Callable[[], object] | None = None
     """Function called on every rank once per step, with the gradients, before they are clipped and applied."""
     when_given_up: Callable[[], object] | None = None
@@ -407,9 +411,23 @@ class MadPipeEngine(ResumingEngine):
     def _begin_batch(self, num_micro_batches: int) -> None:
         super()._begin_batch(num_micro_batches)
         self._planned_peak.data_was_read()
+        if self.when_zeros_stand_for_none is not None and self.using_bf16_optimizer:
+            for (
+                weight
+            ) in self.module.parameters():  # which has zeros of the step before, that look like a gradient
+                weight.grad = None
 
     def _exec_reduce_tied_grads(self) -> None:
         self._planned_peak.ended(MICRO_BATCHES)
+        if self.when_zeros_stand_for_none is not None:
+            tied = {id(weight) for weight, _ in self.module.get_tied_weights_and_groups()}
+            own = [
+                weight for weight in self.module.parameters() if weight.requires_grad and id(weight) not in tied
+            ]
+            without = without_gradient(own, self.optimizer)
+            if without:
+                self.when_zeros_stand_for_none(without)
+                self.when_zeros_stand_for_none = None
         super()._exec_reduce_tied_grads()
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from lightning_madpipe.compat.own_optimizers import TrialError, why_not_in_parts
 from lightning_madpipe.compat.source_lines import line_of_method
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
+MOST_NAMED = 3
 NEED_SHAPES = ("Adafactor", "Muon")
 """Optimizers of torch whose update of a matrix is not that of its elements."""
 
@@ -95,3 +96,23 @@ def _refuse_what_needs_all(optimizer: torch.optim.Optimizer, local: set[nn.Param
         return
     if reason is not None:
         raise ValueError(reason)
+
+
+def tell_of_zeros(module: Any, weights: Sequence[nn.Parameter]) -> None:
+    """Say once that weights without a gradient are not left as they are.
+
+    Args:
+        module: The LightningModule.
+        weights: This rank's that a step has computed no gradient of.
+    """
+    wanted = {id(weight) for weight in weights}
+    names = [name for name, weight in module.named_parameters() if id(weight) in wanted]
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        warn_once(
+            "zeros for none",
+            f"a step has computed no gradient of {', '.join(names[:MOST_NAMED])}{more}. One process leaves such "
+            "weights as they are; under stage=1, bf16 and fp16 DeepSpeed's optimizers take zeros for it, so that "
+            "weight decay shrinks them, and momentum moves them on: freeze weights that nothing uses, or use "
+            "precision='32-true' with stage=0, which leaves them",
+        )

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
-from tests.choice import run_chosen
+from deepspeed_partition.engine.runtime.environment import log_here
+from lightning_madpipe.compat import optimizers
+from tests.choice import is_chosen, run_chosen
 from tests.lightning import lightning_cases as cases
+from tests.lightning.after_fit_cases import Said
 from tests.lightning.lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host, seeded, trained
 
 
@@ -135,5 +139,22 @@ def without_gradients(host: Host) -> dict[str, Any]:
     )
 
 
+def told_of_zeros(host: Host) -> dict[str, Any]:
+    """What is said where DeepSpeed's flat optimizers take zeros for no gradient."""
+    record = {}
+    for name, build, arguments in (
+        ("flat", TwoHeads, {"strategy": {"stage": 1}}),
+        ("half", FoundHeads, {"precision": "bf16-mixed", "strategy": {"algorithm": None}}),
+        ("all used", cases.SequentialClassifier, {"strategy": {"stage": 1}}),
+    ):
+        if is_chosen(name):
+            arguments["strategy"] = {"algorithm": [0, 2, 5], **arguments["strategy"]}
+            # warn_once() would say it in the first case alone
+            with Said() as said, mock.patch.object(optimizers, "warn_once", lambda key, line: log_here(line)):
+                trained(host, seeded(build), max_epochs=1, **arguments)
+            record[name] = [line for line in said.lines if line.startswith("a step has computed no gradient of")]
+    return record
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [without_gradients], 4: []}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_zeros], 4: []}

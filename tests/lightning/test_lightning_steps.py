@@ -80,6 +80,22 @@ def test_weights_without_a_gradient_are_left_as_in_one_process(two: Records, run
     assert_same(found, expected, tolerance=1e-4)
 
 
+@pytest.mark.parametrize(
+    "precision, named",
+    [
+        ("flat", ["net.1.block.unused.weight", "net.2.block.unused.weight"]),
+        ("half", ["early.weight"]),
+        ("all used", []),
+    ],
+)
+def test_zeros_for_weights_without_a_gradient_are_told(two: Records, precision: str, named: list[str]) -> None:
+    """DeepSpeed's flat optimizers know no other way, and nothing was said."""
+    told = [line for rank in two.ranks for line in rank["told_of_zeros"][precision]]
+    assert len(told) == len(named)
+    for line, name in zip(told, named, strict=True):
+        assert line.startswith(f"a step has computed no gradient of {name}, ") and "precision='32-true'" in line
+
+
 @pytest.mark.parametrize("case", ["predictions", "left_behind"])
 def test_four_stages_do_what_one_process_does(four: Records, case: str) -> None:
     assert_same(four.of(case), four.reference[case])
