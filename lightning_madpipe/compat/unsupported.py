@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from lightning_madpipe.compat.running_code import OTHERS
 from lightning_madpipe.compat.source_lines import line_that_sets
 from lightning_madpipe.module import PipelineCall, outside_pipeline
 
@@ -135,6 +136,8 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     deaf = [name for name, hook in hooks.items() if getattr(hook, "__func__", hook) not in defaults]
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
+    if trainer.accumulate_grad_batches > 1:
+        yield from _notes_on_windows(trainer, module)
     compiled = [f"self.{path}" if path else "self" for path, part in outside_pipeline(module) if is_compiled(part)]
     if compiled:
         yield (
@@ -144,6 +147,38 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
         )
     if any(vars(logger).get("_log_graph") for logger in trainer.loggers):
         yield "log_graph=True shows nothing: no rank of a pipeline has the whole graph"
+
+
+def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
+    """What hooks of the user's see otherwise where all batches of an optimizer step run at its end."""
+    number = trainer.accumulate_grad_batches
+    at_the_end = f"with accumulate_grad_batches={number}, all batches of a window run at its end"
+    after = _hooks_of_the_user(("on_after_backward",), trainer, module)
+    if after:
+        yield (
+            f"{at_the_end}: {_list(after)} is called once there, with the gradients of all of them, and not after "
+            "each batch. What is to be done to the gradients of a step belongs into on_before_optimizer_step, "
+            "which one process calls once, too; to change those of each batch, use larger batches or none to "
+            "accumulate"
+        )
+    between = _hooks_of_the_user(("on_train_batch_start", "on_train_batch_end"), trainer, module)
+    if between:
+        yield (
+            f"{at_the_end}: what {_list(between)} change between two of them, such as weights, or attributes "
+            "that the step or forward reads, all of them see as the last one does, which is another training "
+            "than in one process. Change it where a window begins, or do not accumulate; hooks that change "
+            "nothing of this, such as those that log, differ in nothing"
+        )
+
+
+def _hooks_of_the_user(hooks: Sequence[str], trainer: Any, module: Any) -> list[str]:
+    """Which of these hooks the module and callbacks have that no library wrote."""
+    return [
+        f"{hook} of {type(owner).__name__}"
+        for owner in (module, *trainer.callbacks)
+        for hook in hooks
+        if (getattr(getattr(owner, hook), "__module__", None) or "").partition(".")[0] not in OTHERS
+    ]
 
 
 def is_compiled(part: nn.Module) -> bool:

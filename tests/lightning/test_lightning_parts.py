@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_lightning.callbacks import LearningRateMonitor
 from torch import nn
 
 import lightning_madpipe
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
 from deepspeed_partition.options import Options
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
+from lightning_madpipe.compat.unsupported import notes_on
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
@@ -566,3 +569,30 @@ def test_what_changes_in_each_step_is_compared_in_each_epoch() -> None:
                 watch.begin([])
     assert num_times == [0] * MOST_TIMES + [1] * MOST_TIMES
     assert "reads self.number, which changes from step to step" in said[0]
+
+
+def test_hooks_between_batches_of_a_window_are_told() -> None:
+    """They saw other gradients, or changed what all batches of a window see, and nothing was said."""
+
+    class Clipping(Classifier):
+        def on_after_backward(self) -> None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+    class Decaying(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            module.factor = 0.9**batch_idx
+
+    def notes(module: Any, *callbacks: pl.Callback, number: int = 3) -> list[str]:
+        trainer = pl.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=list(callbacks),
+            accumulate_grad_batches=number,
+        )  # fmt: skip
+        return list(
+            notes_on(trainer, module, [pl.LightningModule.on_before_backward, pl.Callback.on_before_backward])
+        )
+
+    after, between = notes(Clipping(), Decaying())
+    assert "with accumulate_grad_batches=3, all batches of a window run at its end: on_after_backward of " in after
+    assert "Clipping is called once there, with the gradients of all of them" in after
+    assert "what on_train_batch_end of Decaying change between two of them" in between
+    assert notes(pl.LightningModule(), LearningRateMonitor()) == notes(Clipping(), Decaying(), number=1) == []
