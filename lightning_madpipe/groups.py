@@ -6,6 +6,7 @@ The ranks of one pipeline hold the same data, which counts once.
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import own_groups, reduced
+from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.running_code import line_of_the_user
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.loaders import EvenLoader
 from lightning_madpipe.steps.metrics import gathered
@@ -27,6 +30,13 @@ else:
     DeepSpeedStrategy = object
 
 
+WORLD_SIZE = (
+    "trainer.world_size is asked for at {line}: it counts all {size} processes. The {stages} stages of a pipeline "
+    "read the same data together, so that a rate or a number of batches that is multiplied by it, as with ddp, is "
+    "another one than in one process: the data are read in trainer.world_size // {stages} parts, here {pipelines}"
+)
+
+
 class PipelineGroups(DeepSpeedStrategy):
     """``reduce`` and ``all_gather`` over the data-parallel ranks; barriers, broadcasts and decisions over all.
 
@@ -35,6 +45,19 @@ class PipelineGroups(DeepSpeedStrategy):
 
     _lightning: Lightning
     _runner: BatchRunner | None
+    num_stages: int | None
+
+    @property
+    def world_size(self) -> int:
+        """All processes. A user who asks the Trainer is told once that these are not as many parts of the data."""
+        size = int(super().world_size)
+        num_stages = self.num_stages or size
+        if num_stages > 1 and (line := line_of_the_user(sys._getframe(1))) is not None:
+            warn_once(
+                "world size",
+                WORLD_SIZE.format(line=line, size=size, stages=num_stages, pipelines=size // num_stages),
+            )
+        return size
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if group is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 OTHERS = (
@@ -32,6 +33,14 @@ def is_logged(frame: FrameType | None) -> bool:
 def is_saved(frame: FrameType | None) -> bool:
     """Whether the code at ``frame`` is on the way of ``state_dict()``."""
     return any(caller.f_code.co_name == "_save_to_state_dict" for caller in _callers(frame))
+
+
+def line_of_the_user(frame: FrameType | None) -> str | None:
+    """The line from which a property of the Trainer, at ``frame``, is asked for; None: a library asks."""
+    caller = None if frame is None or frame.f_code.co_filename.partition("trainer.py")[1] == "" else frame.f_back
+    if caller is None or (caller.f_globals.get("__name__") or "").partition(".")[0] in (*OTHERS, "torchmetrics"):
+        return None
+    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
 
 
 def asks_for_its_rank(frame: FrameType | None) -> bool:

@@ -241,6 +241,14 @@ def written_by_hooks(host: Host) -> dict[str, Any]:
     return records
 
 
+class RateOfWorld(Module):
+    """Scales its rate as scripts for ddp do."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 * self.trainer.world_size
+
+
 class SetOnRankZero(Gated):
     @rank_zero_only
     def anneal(self) -> None:
@@ -715,7 +723,9 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
             end = refused(lambda: trained(host, seeded(build), *callbacks, max_epochs=1, **arguments))
         record[name] = {
             "end": end,
-            "said": [line for line in said if line.startswith(("on_", "training_step counts"))],
+            "said": [
+                line for line in said if line.startswith(("on_", "training_step counts", "trainer.world_size is"))
+            ],
         }
 
     for build in (
@@ -726,7 +736,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
-        SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
+        RateOfWorld, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})

@@ -204,6 +204,8 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         ("counted bf16", "(under stage=1, bf16 and fp16 one flat tensor of each group)"),
         ("PlacesOfOptimizer", "on_before_optimizer_step of PlacesOfOptimizer takes the optimizer's parameters by"),
         ("CountedPlacesOfOptimizer", "takes the optimizer's parameters by their places"),
+        # A rate for the number of processes is another one than in one process.
+        ("RateOfWorld", "trainer.world_size is asked for at hook_cases.py:"),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
