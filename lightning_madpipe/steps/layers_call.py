@@ -45,7 +45,7 @@ class LayersCall:
         try:
             yield
         finally:
-            self.running = None
+            self.running = self._data = None
 
     @property
     def called(self) -> str:

@@ -5,6 +5,8 @@ The losses of the steps after it are those of a run in which the step never happ
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,8 @@ from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, batches, cut, m
 
 FAULT: list[Any] = []
 """Where the next error comes: ``forward``, ``backward`` or ``loss``, and after how many calls."""
+HELD: list[weakref.ref[nn.Module]] = []
+"""What the frame that raised has among its variables."""
 
 
 class EnoughError(ArithmeticError):
@@ -38,6 +42,8 @@ def meet(place: str) -> None:
         FAULT[1] -= 1
         if FAULT[1] < 0:
             FAULT.clear()
+            held = nn.Identity()  # stands for what the batch has computed by now
+            HELD.append(weakref.ref(held))
             raise EnoughError(place, 7)
 
 
@@ -109,6 +115,7 @@ def all_raise(kind: type[Exception], rank: int, arguments: tuple[Any, ...]) -> I
         assert isinstance(cause, RaisedElsewhere) and str(cause).startswith(f"rank {rank} met this "), cause
         assert "_cases.py" in str(cause), "the traceback there"
     assert all(gather_objects(True))
+    del raised  # its traceback has this frame
 
 
 def check(
@@ -139,9 +146,12 @@ def check(
     if place != "data" and dist.get_rank() == guilty:
         FAULT[:] = [place, number]
     kind, arguments = (OSError, (5, "the disk has gone")) if place == "data" else (EnoughError, (place, 7))
+    gc.disable()
     with all_raise(kind, guilty, arguments):
         engine.train_batch(given)
     assert not FAULT
+    assert all(reference() is None for reference in HELD), "the batch stays in memory"
+    gc.enable()
     after = all_tensors(engine)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "something has changed"
     assert all(weight.grad is None or not weight.grad.any() for weight in engine.module.parameters())

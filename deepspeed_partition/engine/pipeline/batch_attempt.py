@@ -128,7 +128,13 @@ class Batch:
         first = min(failures, key=lambda each: (each.order, each.rank))
         if not first.runs_again:
             engine.skip_data(self._num_micro_batches)
-        raise_everywhere(first, self._failure)
+        mine, self._failure = self._failure, None
+        try:
+            raise_everywhere(first, mine)
+        finally:
+            # The error's traceback has this frame, and those that hold what the batch computed: with the error among
+            # the variables all that would stay until garbage is collected, beside the next batch.
+            del first, mine, failures
 
     def fail(self, error: Exception, place: str) -> None:
         """Note what this rank met, for :meth:`agree`."""
@@ -211,12 +217,15 @@ def raise_everywhere(first: Failure, mine: Failure | None) -> None:
     Raises:
         Exception: that.
     """
-    if mine is not None and mine.order == first.order and mine.rank == first.rank:
-        raise raised_by_all(mine.error)
-    if first.runs_again:
-        raise raised_by_all(first.error)
-    told = f"rank {first.rank} met this in {first.place}, and all ranks gave the batch up:\n\n{first.details}"
-    raise raised_by_all(first.error) from RaisedElsewhere(told)
+    try:
+        if mine is not None and mine.order == first.order and mine.rank == first.rank:
+            raise raised_by_all(mine.error)
+        if first.runs_again:
+            raise raised_by_all(first.error)
+        told = f"rank {first.rank} met this in {first.place}, and all ranks gave the batch up:\n\n{first.details}"
+        raise raised_by_all(first.error) from RaisedElsewhere(told)
+    finally:
+        del first, mine  # see Batch.agree
 
 
 def traceback_of(error: BaseException) -> str:
