@@ -132,7 +132,9 @@ MODELS = {
     "vit-pytorch: SimpleViT": Model(vit("simple_vit", patch_size=8, depth=6), PICTURE),
     "vit-pytorch: ViT": Model(vit("vit", patch_size=8, depth=6), PICTURE),
     "vit-pytorch: DeepViT": Model(vit("deepvit", patch_size=8, depth=6), PICTURE),
-    "vit-pytorch: ParallelViT": Model(vit("parallel_vit", patch_size=8, depth=4, num_parallel_branches=2), PICTURE),
+    "vit-pytorch: ParallelViT": Model(
+        vit("parallel_vit", patch_size=8, depth=4, num_parallel_branches=2), PICTURE
+    ),
     "RWKV-v1": Model(rwkv, (LENGTH,), is_text=True),
     "bolts: U-Net": Model(unet, PICTURE),
 }
@@ -179,8 +181,8 @@ def train(name: str, folder: Path, strategy: Any, limit: int | None, out: Path) 
     with counted_memory(limit_bytes=limit) as memory:
         module = Classifier(MODELS[name].make(folder))
         trainer = pl.Trainer(
-            accelerator="cpu", devices=2 if strategy != "auto" else 1, strategy=strategy, max_epochs=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", devices=2 if strategy != "auto" else 1, strategy=strategy, max_epochs=1,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(module, data)
         found: dict[str, Any] = {"losses": [float(loss) for loss in module.losses], "peak": memory.peak_bytes}
@@ -200,7 +202,7 @@ def run(name: str, folder: Path, num_ranks: int | None, strategy: Any, limit: in
         arguments = ["rank", json.dumps([name, str(folder), strategy, limit, out])]
         log = Path(out, "log")
         if run_ranks(Path(__file__), arguments, num_ranks, log, timeout_seconds=LIMIT_SECONDS):
-            Path('/tmp/me_log.txt').write_text(log.read_text())
+            Path("/tmp/me_log.txt").write_text(log.read_text())
             return log.read_text()[-300:]
         return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(num_ranks or 1)]
 
