@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,12 @@ from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
-from lightning_madpipe.compat.unsupported import layers_of_statistics, notes_on_parts, notes_on_statistics
+from lightning_madpipe.compat.unsupported import (
+    layers_of_statistics,
+    notes_on_hooks,
+    notes_on_parts,
+    notes_on_statistics,
+)
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import some_of
 from lightning_madpipe.steps.captured_check import CapturedCheck
@@ -23,6 +28,9 @@ from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
+
+NUMBERS = (int, float, str)
+MISSING = object()
 
 
 class LayerComparison:
@@ -56,9 +64,10 @@ class LayerComparison:
         self._trainer, self._module, self._pipeline = trainer, module, pipeline
         self._engine, self._steps = engine, steps
         self._traces, self._lightning, self._context, self._is_wanted = traces, lightning, context, is_wanted
-        self._noted: set[str] = set()
+        self._noted = set(self._notes_on_hooks())  # of which a fit has told
         self._named: set[str] = set()
         """Layers, and what they keep, that were told of."""
+        self._settings: dict[str, Any] | None = None
         self._watches: dict[Any, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module and the call that the layers run."""
 
@@ -76,6 +85,29 @@ class LayerComparison:
         """What ``forward`` reads, and is another thing than when the layers were compared."""
         watch = self._watches.get(self._state)
         return [] if watch is None else watch.changed()
+
+    def settings_changed(self) -> bool:
+        """Whether hooks have set modes, numbers or hooks of layers since the last call, on this rank.
+
+        Such as ``layer.train()`` or ``layer.alpha = 0.5``, by which a layer may mix samples from now on. What
+        layers change themselves whenever they run does not count.
+        """
+        before, self._settings = self._settings, dict(self._read_settings())
+        if before is None:
+            return False
+        return any(
+            before.get(name, MISSING) != value for name, value in self._settings.items() if name not in self._named
+        )
+
+    def _read_settings(self) -> Iterator[tuple[str, Any]]:
+        inside = self._pipeline.elsewhere.inside
+        for path, part in self._module.named_modules():
+            if part in inside:
+                for name, value in vars(part).items():
+                    if isinstance(value, NUMBERS):
+                        yield f"self.{path}.{name}", value
+                    elif name.endswith("_hooks") and value:
+                        yield f"self.{path}.{name}", tuple(value)
 
     def compare_if_changed(self, run: BatchRun) -> None:
         """Compare the layers again if what ``forward`` reads has changed. Collective over the job."""
@@ -123,7 +155,7 @@ class LayerComparison:
             since = f"since {', '.join(changed)} has changed, " if changed else ""
             raise self._lightning.refusal(f"{since}{verdict.difference}")
         self._traces.add(verdict.left)
-        notes = list(verdict.notes)
+        notes = [*verdict.notes, *self._notes_on_hooks()]
         statistics: list[str] = []
         if self._module.training and len(sizes) > 1:
             statistics = self._layers_of_statistics()
@@ -143,6 +175,10 @@ class LayerComparison:
                 self._lightning.warn(note)
         self._noted.update(notes)
         return verdict.reads
+
+    def _notes_on_hooks(self) -> list[str]:
+        with self._pipeline.elsewhere.lifted():
+            return list(notes_on_hooks(self._module, self._pipeline.call_of_module))
 
     def _verdict(self, arguments: Sequence[Any]) -> Verdict:
         call, engine = self._pipeline.call_of_module, self._engine

@@ -74,6 +74,7 @@ class BatchRunner:
         self._reading = SameBatches(trainer, module, pipeline, lightning)
         self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, self._refusal)
         self._window: list[BatchRun] = []
+        self._epoch_begins = False
         self._loss_option = loss
         self._losses = LossOfBatches(
             option=loss,
@@ -111,7 +112,7 @@ class BatchRunner:
     def begin_training_epoch(self) -> None:
         """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""
         self.begin_epoch()
-        self._window = []
+        self._window, self._epoch_begins = [], True
 
     def begin_epoch(self) -> None:
         """Let the next batch be the first of an epoch."""
@@ -141,7 +142,9 @@ class BatchRunner:
         # A rank that has met an error since the last step says so where the others begin the next one.
         self._structure.check()
         changed = self._comparison.changed()
-        if engine.meet(sum(len(run.micro_batches) for run in window), asks=bool(changed)):
+        asks = bool(changed) or (self._epoch_begins and self._comparison.settings_changed())
+        self._epoch_begins = False
+        if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             self._comparison.compare_again(window[0], changed)
         self._losses.prepare(window)
         while not self._is_trained_on(window):

@@ -269,6 +269,34 @@ class CenteredClassifier(cases.SequentialClassifier):
         self.net.insert(4, Gated())
 
 
+class MixingLater(nn.Module):
+    """Mixes samples by as much as it is told to, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share, self.calls = 0.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.share * x.mean(0)
+
+
+class ChangedLater(cases.SequentialClassifier):
+    """Hooks let layers mix samples in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(WIDTH).eval())
+        self.net.insert(2, MixingLater())
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[1].train()
+            self.net[2].share = 0.5
+        elif self.current_epoch == 2:
+            self.net[0].register_forward_hook(lambda layer, arguments, output: output - output.mean(0))
+
+
 class Tempered(nn.Module):
     def __init__(self, settings: dict[str, float]) -> None:
         super().__init__()
@@ -300,9 +328,10 @@ def whole_batches(host: Host) -> dict[str, Any]:
 
 
 def said_of_layers(host: Host) -> dict[str, Any]:
-    def refused(module: Any, **strategy: Any) -> str:
+    def refused(module: Any, max_epochs: int = 1, **strategy: Any) -> str:
         try:
-            host.trainer(max_epochs=1, strategy=strategy).fit(module, cases.loader(16), cases.loader(16, seed=3))
+            trainer = host.trainer(max_epochs=max_epochs, strategy=strategy)
+            trainer.fit(module, cases.loader(16), cases.loader(16, seed=3))
         except MisconfigurationException as refusal:
             return str(refusal)
         return "not refused"
@@ -322,6 +351,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "batch normalization": warned(warmup_epochs=0),
         "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
         "centered": warned(CenteredClassifier, warmup_epochs=0),
+        "changed later": warned(ChangedLater, warmup_epochs=0, max_epochs=4),
         "tempered": warned(TemperedClassifier, warmup_epochs=0),
     }
 

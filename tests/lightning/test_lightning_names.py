@@ -92,6 +92,17 @@ def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
     assert two.ranks[1]["said_of_layers"]["centered"] == []
 
 
+def test_layers_that_hooks_let_mix_samples_later_are_told(two: Records) -> None:
+    """They were looked at before the first step alone: nothing was said of what epochs after it let them do."""
+    said = two.ranks[0]["said_of_layers"]["changed later"]
+    keeping, statistics, mixing, hooked = said
+    assert "self.net.2.calls changes whenever the layer runs" in keeping
+    assert "self.net.1 (BatchNorm1d) are those of a micro-batch, 4 of the 16 samples" in statistics
+    assert "what self.net.2 (MixingLater) gives for a sample depends on the others" in mixing
+    assert "self.net.0" in hooked and "once per micro-batch" in hooked
+    assert two.ranks[1]["said_of_layers"]["changed later"] == []
+
+
 def test_what_a_step_changes_under_a_layer_is_told_once(two: Records) -> None:
     """What a step changed in a dict came to layers at another time than in one process, in silence."""
     said = [each for rank in two.ranks for each in rank["said_of_layers"]["tempered"] if "in place" in each]
