@@ -132,8 +132,8 @@ class Batch:
         try:
             raise_everywhere(first, mine)
         finally:
-            # The error's traceback has this frame, and those that hold what the batch computed: with the error among
-            # the variables all that would stay until garbage is collected, beside the next batch.
+            # The error's traceback has this frame, and those that hold what the batch computed: with the error
+            # among the variables all that would stay until garbage is collected, beside the next batch.
             del first, mine, failures
 
     def fail(self, error: Exception, place: str) -> None:
