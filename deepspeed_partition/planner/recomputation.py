@@ -11,9 +11,9 @@ to recompute a stage is worth knowing for its extra time, its S, the largest ``r
 block: ``Recomputation`` extends the ways for layers k to l by one more layer or block, and drops every way that
 another one beats in all four (a Pareto set). This is exact where no set grows beyond ``MOST_WAYS`` and the chain
 has ``MOST_POSITIONS`` layers at the most; chains of ``SMALL`` layers are never cut short. Otherwise sets are
-thinned out evenly, and in longer chains blocks begin and end at ``MOST_POSITIONS`` places where little is sent, so
-the answer can be slower than the best. ``optimistic`` sets round down instead: no real way beats all of them,
-which is what proofs need.
+thinned out evenly, so the answer can be slower than the best; ``optimistic`` sets round down instead: no real way
+beats all of them, which is what proofs need. In longer chains blocks begin and end at ``MOST_POSITIONS`` places
+where little is sent, and nothing is proved.
 
 Method: dynamic programming with labels; not in the MadPipe paper. Checkpointing a chain under memory is from T.
 Chen et al., "Training deep nets with sublinear memory cost", 2016, whose blocks these are. Cost: O(W) extensions
@@ -37,8 +37,8 @@ from deepspeed_partition.planner.units import shown
 
 MODES = ("auto", "never", "stage", "block")
 """What a planner may recompute: whatever is fastest, nothing, whole stages, or ranges of layers in a stage."""
-MOST_WAYS = 24
-"""Most ways to recompute the same layers that are remembered."""
+MOST_WAYS, MORE_WAYS = 24, 120
+"""Most ways to recompute the same layers that are remembered, at first and where that leaves a proof open."""
 MOST_POSITIONS = 48
 """Most places of a chain at which a recomputed block begins or ends."""
 SMALL = 10
@@ -206,7 +206,14 @@ class Recomputation:
             [0 if layer.running_bytes is not None else layer.transient_bytes for layer in layers]
         )
         self.positions = _positions(self.input)
-        self.is_exact = len(self.positions) == size
+        self.has_all_positions = len(self.positions) == size
+        """Whether a block may begin and end everywhere."""
+        self.remember(MOST_WAYS)
+
+    def remember(self, most_ways: int) -> None:
+        """Remember so many ways to recompute the same layers, and forget those that are known."""
+        self.most_ways = most_ways
+        self.is_exact = self.has_all_positions
         """Whether no set of ways was cut short until now."""
         self._sets: dict[tuple[int, bool], _Extension] = {}
 
@@ -372,7 +379,7 @@ class _Extension:
     def _best(
         self, found: Integers, made: Integers, certain: NDArray[np.bool_] | None = None
     ) -> tuple[Integers, Integers]:
-        """Return the ways that no other one beats, at most ``MOST_WAYS``, those of the least extra time first.
+        """Return the ways that no other one beats, at most ``most_ways``, those of the least extra time first.
 
         Args:
             certain: the ways that are kept beyond so many.
@@ -380,9 +387,10 @@ class _Extension:
         order = np.lexsort(found.T[::-1])
         best = order[_undominated(found[order])]
         found, made = found[best], made[best]
-        if len(found) <= MOST_WAYS or len(self.costs.input) <= SMALL:
+        most_ways = self.costs.most_ways
+        if len(found) <= most_ways or len(self.costs.input) <= SMALL:
             return found, made
-        chosen = np.linspace(0, len(found) - 1, MOST_WAYS).round().astype(np.intp)
+        chosen = np.linspace(0, len(found) - 1, most_ways).round().astype(np.intp)
         chosen = np.unique(np.concatenate([chosen, [] if certain is None else np.flatnonzero(certain[best])]))
         chosen = chosen.astype(np.intp)
         if not self.optimistic:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, make_plan, replay
+from deepspeed_partition.planner import recomputation
 from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.data_parallel import seconds_of
 from deepspeed_partition.planner.plan import PlannedStage
@@ -20,6 +21,7 @@ from deepspeed_partition.planner.report.comparison import compare
 from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.simulate.replay_memory import StageCost
 from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.contiguous import recomputing
 from deepspeed_partition.planner.solvers.contiguous.recomputing import best_recomputing_partition, least_bytes
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
@@ -320,6 +322,28 @@ def test_sets_that_are_cut_short_prove_nothing_false():
                     in_flight * below.stash + below.transient <= in_flight * stash + transient
                 )
                 assert fits.any()
+
+
+@pytest.mark.parametrize("seed", [155, 210, *range(40, 80)])
+def test_blocks_that_may_begin_at_some_layers_alone_prove_nothing_false(seed, monkeypatch):
+    """Plans of long chains were called proved, though blocks that begin elsewhere were better."""
+    for name, value in {"MOST_POSITIONS": 3, "SMALL": 0, "MOST_WAYS": 3}.items():
+        monkeypatch.setattr(recomputation, name, value)
+    problem = with_ways(*instance(seed))
+    found = best_recomputing_partition(problem)
+    if found is not None:
+        best = best_period_of_all(problem, "block")
+        assert found.period == best if found.proved else best is not None and found.period >= best
+
+
+def test_larger_sets_prove_what_small_ones_leave_open(monkeypatch):
+    """And may find something shorter; a plan without a proof says why."""
+    layers, platform = deep(16), Platform(num_devices=2, memory_bytes=1500, bandwidth=1e9)
+    more = make_plan(layers, platform, "contiguous")
+    monkeypatch.setattr(recomputing, "MORE_WAYS", recomputation.MOST_WAYS)
+    fewer = make_plan(layers, platform, "contiguous")
+    assert more.proved and not fewer.proved and more.period_seconds <= fewer.period_seconds
+    assert "not proved: not all ways to recompute so many layers are compared" in fewer.summary()
 
 
 def test_commands_take_it(tmp_path):

@@ -51,6 +51,8 @@ def promises(plan: Plan) -> Iterator[str]:
         proof = "of the steady state"
     elif not plan.proved:
         proof = "not proved"
+        if any(stage.blocks for stage in plan.stages):
+            proof += ": not all ways to recompute so many layers are compared"
     elif plan.proved_of == "memory":
         proof = f"memory proved least at this period: {plan.proved_class}"
     else:

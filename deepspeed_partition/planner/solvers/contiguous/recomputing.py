@@ -6,9 +6,11 @@ delay is least among those that have room for its micro-batches in flight; of it
 slower than another one and have more room. The answer for given boundaries is found by the same bisection.
 
 Exact, and proved, where the sets of ways are exact; otherwise a last decision with sets that are rounded down may
-still prove it. Where a decision with unlimited memory finds nothing better, nothing is recomputed and no way is
-ever made. Cost beside that of ``optimal.py``: the ways of at most ``MOST_STAGES`` stages, those that take a period
-at most and lack room; where there are more, of those between the places at which blocks may begin.
+still prove it, and where it does not, all of that runs once more with larger sets. In chains longer than
+``MOST_POSITIONS`` the lower bound alone proves anything. Where a decision with unlimited memory finds nothing
+better, nothing is recomputed and no way is ever made. Cost beside that of ``optimal.py``: the ways of at most
+``MOST_STAGES`` stages, those that take a period at most and lack room; where there are more, of those between the
+places at which blocks may begin.
 
 Source: MadPipe paper, section 4.1, for the schedule; recomputation is an addition.
 """
@@ -26,7 +28,7 @@ from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import UNLIMITED
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
-from deepspeed_partition.planner.recomputation import Recomputation, Ways, rooms
+from deepspeed_partition.planner.recomputation import MORE_WAYS, Recomputation, Ways, rooms
 from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
 from deepspeed_partition.planner.solvers.contiguous.partition_search import (
     BestPartition,
@@ -69,9 +71,29 @@ def best_recomputing_partition(problem: Problem) -> BestPartition | None:
     known = [_snapped(problem, each) for each in known]
     best = min(known, key=lambda each: each.period, default=None)
     try:
-        return _narrowed(problem, best)
+        found = _narrowed(problem, best)
     except DeadlinePassed:
         return best or _in_least_memory(problem)
+    if found is None or found.proved or not problem.recomputation.has_all_positions:
+        return found
+    return _with_more_ways(problem, found)
+
+
+def _with_more_ways(problem: Problem, best: BestPartition) -> BestPartition:
+    """Return the best partition where more ways are remembered than those that left a proof open."""
+    costs = problem.recomputation
+    assert costs is not None
+    before = costs.most_ways
+    costs.remember(max(before, MORE_WAYS))
+    known = choice_for(problem, best.cuts)
+    if known is None or known[1] > best.period:  # other ways were left out
+        costs.remember(before)
+        return best
+    best = BestPartition(best.cuts, known[1], False)
+    try:
+        return _narrowed(problem, best) or best
+    except DeadlinePassed:
+        return best
 
 
 def _in_least_memory(problem: Problem) -> BestPartition | None:
@@ -108,7 +130,7 @@ def _narrowed(problem: Problem, best: BestPartition | None) -> BestPartition | N
         known = [each for each in (search.best, best) if each is not None]
         return min(known, key=lambda each: each.period)
     proved = period <= least or (search.costs.is_exact and search.is_complete)
-    if not proved and search.is_complete:
+    if not proved and search.is_complete and search.costs.has_all_positions:
         try:
             proved = recomputing_search(problem, period, optimistic=True).decide(period - 1) is None
         except DeadlinePassed:
