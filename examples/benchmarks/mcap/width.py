@@ -59,7 +59,7 @@ OUT_OF_MEMORY, NOTHING_FITS = 3, 4
 """Exit statuses of a rank that ran out of memory, and of one whose planner says that nothing fits."""
 WAYS = (
     ("time", "never"), ("madpipe", "chosen"), ("mcap", "never"), ("uniform", "never"), ("parameters", "never"),
-    ("madpipe", "never"), ("time", "all"), ("mcap", "all"), ("uniform", "all"), ("parameters", "all"),
+    ("madpipe", "never"), ("time", "all"), ("mcap", "all"),
 )  # fmt: skip
 """Cuts, and what is recomputed."""
 
