@@ -49,6 +49,8 @@ class MemoryReading:
     output without; 0 where there was none."""
     first_backward_bytes: int | None = None
     """The same in a first backward, with the gradients of weights that it makes; None: not looked at."""
+    has_loss: bool = False
+    """True: a loss of its output was observed with it."""
     changes_input: bool = False
     """True: it works in place on a tensor of its input, from which it could not run again."""
 
@@ -85,7 +87,7 @@ class LayerMemory:
         self._versions = [
             (weakref.ref(tensor), tensor._version) for tensor in tensors_of(inputs) if not tensor.is_inference()
         ]
-        self._changes_input = False
+        self._changes_input = self._has_loss = False
         self._keys_before = persistent | set(self._inputs)
         self.live = LiveBytes()
         """Counter of what the layer has made; it is entered, or notes calls, while the backward runs."""
@@ -126,6 +128,7 @@ class LayerMemory:
         self._outputs = _output_memory(output, self._inputs, saved_keys, self._keys_before)
         made = {each.new_storage: each.storage_bytes for each in self._outputs if each.new_storage is not None}
         self._made_bytes = sum(made.values())
+        self._has_loss = bool(keys_of(roots) - keys_of(tensors_of(output)))
         # From here on the next layer uses the output.
         self.live.leave_out(tensors_of(output))
         self._around += _watch(_storages(tensors_of(output)))
@@ -165,6 +168,7 @@ class LayerMemory:
             transient_bytes=max(0, most_bytes - inner_stash_bytes),
             forward_bytes=self._forward_peak_bytes,
             backward_bytes=self._backward_peak_bytes,
+            has_loss=self._has_loss,
             changes_input=self._changes_input,
         )
 

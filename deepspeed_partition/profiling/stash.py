@@ -34,7 +34,8 @@ def layer_profiles(measured: Sequence[MeasuredLayer]) -> list[LayerProfile]:
                 cut_stash_bytes=kept.at_cut(index) if layer is not measured[-1] else 0,
                 running_bytes=max(forward, backward, stash),
                 forward_running_bytes=forward,
-                recomputable=not layer.memory.changes_input,
+                # What a loss keeps stays: it is not run again with the layer.
+                recomputable=not layer.memory.changes_input and not layer.memory.has_loss,
                 type=layer.type,
                 num_trainable_parameters=layer.num_trainable_parameters,
                 forward_spread_seconds=layer.forward.interquartile_seconds,

@@ -155,3 +155,12 @@ def test_the_peak_of_a_stage_is_that_of_its_running_layers(network):
             most = found + chain.boundary_bytes(stop)
             most += 2 * chain.boundary_bytes(1) if network is normalized else 0
             assert found - slack <= expected <= most + slack, (start, stop, found, expected)
+
+
+def test_what_a_loss_keeps_is_not_recomputed():
+    """A layer whose output goes to a loss is run again without it."""
+    layers, x = [nn.Linear(8, 8), nn.Linear(8, 5)], torch.randn(4, 8)
+    labels = torch.zeros(4, dtype=torch.long)
+    chain = profile_chain(layers, (x, labels), loss_fn=nn.functional.cross_entropy, **QUICK)
+    assert [layer.recomputable for layer in chain.layers] == [True, False]
+    assert [layer.recomputable for layer in profile_chain(layers, x, **QUICK).layers] == [True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, groupby, pairwise, product
 
 from models import MODELS
 
@@ -84,7 +84,7 @@ def plan_of(case: Case, chain: Chain, platform: Platform, num_micro_batches: int
         cuts = _training_cuts(chain, [place / (2 * num_devices) for place in range(1, 2 * num_devices)])
         devices = [*range(num_devices)] * 2
         orders = plans.depth_first(devices, num_micro_batches, num_devices + 1)
-        recomputed = dict.fromkeys(range(len(devices)), True) if case.recompute == "stage" else {}
+        recomputed = _whole_stages(chain, cuts) if case.recompute == "stage" else {}
         plan = _by_hand(chain, platform, cuts, devices, orders, recomputed)
         return _with_its_memory(plan, chain)
     plan = make_plan(
@@ -95,9 +95,19 @@ def plan_of(case: Case, chain: Chain, platform: Platform, num_micro_batches: int
         return plan
     assert plan.step is not None
     devices = [stage.device for stage in plan.stages]
-    recomputed = dict.fromkeys(range(len(devices)), True)
+    recomputed = _whole_stages(chain, plan.boundaries)
     plan = _by_hand(chain, platform, plan.boundaries, devices, plan.step.order, recomputed)
     return _with_its_memory(plan, chain)
+
+
+def _whole_stages(chain: Chain, cuts: Sequence[int]) -> dict[int, Rematerialize]:
+    """Return what each stage recomputes: all of its layers, in as many blocks as those leave that cannot."""
+    recomputed: dict[int, Rematerialize] = {}
+    for stage, (start, stop) in enumerate(pairwise(cuts)):
+        runs = groupby(range(start, stop), lambda layer: chain.layers[layer].recomputable)
+        ranges = [list(layers) for may, layers in runs if may]
+        recomputed[stage] = tuple((layers[0], layers[-1] + 1) for layers in ranges)
+    return recomputed
 
 
 def _by_hand(
