@@ -576,8 +576,10 @@ def recomputation_is_planned(_: Path) -> None:
         LayerSpec(nn.Dropout, 0.5),
     ]
     specs = [mlp()[0], *wide, LayerSpec(nn.Sigmoid), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 64, 16), *mlp()[1:]]
-    data = batches(WARM_UP + AFTER)
-    engine, _, _ = start(specs, "madpipe", planned("madpipe", recompute="never"))
+    size = 8 * pipelines.MICRO_BATCH_SIZE  # more bytes in activations than in the optimizer's step
+    data = batches(WARM_UP + AFTER, size=size)
+    of_size = {"train_micro_batch_size_per_gpu": size}
+    engine, _, _ = start(specs, "madpipe", {**planned("madpipe", recompute="never"), **of_size})
     losses = train(engine, data)
     chain, platform = gather_objects((engine.chain, engine.plan.platform))[0]
     least = []
@@ -592,7 +594,7 @@ def recomputation_is_planned(_: Path) -> None:
     assert least[1] < least[0]
     for steps in (0, WARM_UP):  # a warm-up counts other bytes, which may fit without
         tight = planned("madpipe", memory=(least[0] + least[1]) // 2, warmup_steps=steps)
-        engine, _, _ = start(specs, "madpipe", tight)
+        engine, _, _ = start(specs, "madpipe", {**tight, **of_size})
         same(train(engine, data), losses)
         assert steps or any(stage.blocks for stage in engine.plan.stages)
 

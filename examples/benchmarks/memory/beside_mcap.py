@@ -1,6 +1,6 @@
 """mCAP's own predictor beside the planner's memory, on the ranks of the table.
 
-    python examples/benchmarks/memory/beside_mcap.py profile   its statistics of the VGG-like network, 34 runs each
+    python examples/benchmarks/memory/beside_mcap.py profile   its statistics of VGG, 34 runs each
     python examples/benchmarks/memory/beside_mcap.py report FILE ...    on ranks that main.py wrote
 
 mCAP knows contiguous cuts under 1F1B, so ranks with several stages or recomputation are passed over.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "madpipe_vs_pipedream"))
+sys.path.append(str(Path(__file__).parents[1] / "madpipe_vs_pipedream"))
 from vision_networks import Bottleneck, DenseLayer, _conv
 
 WORDS, TOKENS, WIDTH, HEADS, BLOCKS = 1500, 64, 192, 6, 6
