@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+KNOWS_COLUMNS = hasattr(CodeType, "co_positions")
+"""Whether Python knows where in its line an instruction stands, as from 3.11 on."""
 COUNTING = frozenset(("enumerate", "islice", "batched"))
 """Functions whose results go by the places of what they are given."""
 NUMBERS = frozenset(("range", "count"))
@@ -35,16 +36,17 @@ def _goes_by_place(code: CodeType, at: int, line: int) -> bool:
     tree = _tree_of(code.co_filename)
     if tree is None:
         return False
-    positions = list(code.co_positions())[at // 2] if sys.version_info >= (3, 11) else (line, None, None, None)
+    positions = list(code.co_positions())[at // 2] if KNOWS_COLUMNS else (line, None, None, None)
     return any(
-        _is_taken_apart(node) or any(_is_counted(source, tree) for source in _sources_of(node))
+        _is_taken_apart(node, tree) or any(_is_counted(source, tree) for source in _sources_of(node))
         for node in tree.at(positions)
     )
 
 
-def _is_taken_apart(node: ast.AST) -> bool:
-    """Whether this is the left side of ``first, *others = parameters``."""
-    return isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Store)
+def _is_taken_apart(node: ast.AST, tree: _Tree) -> bool:
+    """Whether this is the left side of ``first, *others = parameters``, and not what a loop names."""
+    is_target = isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Store)
+    return is_target and isinstance(tree.parents.get(node), ast.Assign)
 
 
 class _Tree:

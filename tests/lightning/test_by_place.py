@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_madpipe.compat import by_place as module
 from lightning_madpipe.compat.absent_parameters import Absent
 from lightning_madpipe.compat.by_place import goes_by_place
 from lightning_madpipe.compat.elsewhere import ElsewhereError
@@ -99,11 +100,33 @@ def loop() -> dict[int, int]:
         (lambda: list(Listed([1, 2])), False),
     ],
 )
-def test_code_that_takes_parameters_by_their_places_is_known(code: Callable[[], Any], by_place: bool) -> None:
+@pytest.mark.parametrize("knows_columns", [True, False])
+def test_code_that_takes_parameters_by_their_places_is_known(
+    code: Callable[[], Any], by_place: bool, knows_columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as in Python 3.10, which knows the line alone."""
+    monkeypatch.setattr(module, "KNOWS_COLUMNS", knows_columns and module.KNOWS_COLUMNS)
+    module._goes_by_place.cache_clear()
     FOUND.clear()
     code()
     [found] = FOUND
     assert found == by_place
+    module._goes_by_place.cache_clear()
+
+
+def two_in_a_line() -> tuple[int, list[Any]]:
+    return sum(weight for weight in parameters()), list(enumerate([]))
+
+
+def test_without_columns_what_counts_in_a_line_is_all_that_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that counts nothing has all parameters of the model, too, if another one beside it counts places."""
+    for knows_columns in {True, False} if module.KNOWS_COLUMNS else {False}:
+        monkeypatch.setattr(module, "KNOWS_COLUMNS", knows_columns)
+        module._goes_by_place.cache_clear()
+        FOUND.clear()
+        two_in_a_line()
+        assert [not knows_columns] == FOUND
+    module._goes_by_place.cache_clear()
 
 
 def test_code_without_its_source_is_not_known() -> None:
