@@ -231,6 +231,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._base_seed = 0
         self._batch_numbers = count(1)
         self._is_first_batch = False
+        self._number_of_batch: int | None = None
         self._all_are_here = False
         self._spread_before: SpreadModel | None = None
 
@@ -336,7 +337,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     # Building the pipeline and its engine
 
     def setup(self, trainer: Any) -> None:
-        module = self._module
+        module, self._number_of_batch = self._module, None
         # Anew each time: the Trainer may have other settings than in the fit before.
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
@@ -547,6 +548,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` with those of its optimizer step; return its loss, and other results if they are read."""
+        number = self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if number == self._number_of_batch:
+            raise self._lightning.refusal(
+                "optimizer_step evaluates its closure a second time for a batch, and in a pipeline the closure "
+                "has made the optimizer's step when it returns: what evaluates the loss twice, such as SAM, "
+                "cannot run in a pipeline"
+            )
+        self._number_of_batch = number
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
             return self._batches.train(batch, arguments)
 

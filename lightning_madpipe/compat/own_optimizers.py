@@ -93,14 +93,20 @@ def _tried(optimizer: torch.optim.Optimizer, *, beside: bool) -> list[Tensor]:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps can be made with a closure alone."""
+    """Whether steps are made with a closure alone."""
     try:
         _Trial(optimizer).run()
-    except TrialError:
+    except TrialError as error:
+        calls: list[Tensor] = []
+
+        def closure() -> Tensor:
+            calls.append(torch.zeros(()))
+            return calls[-1]
+
         try:
-            _Trial(optimizer).run(closure=lambda: torch.zeros(()))
-        except TrialError:
-            return False
+            _Trial(optimizer).run(closure=closure)
+        except TrialError:  # such as one that wants gradients which the closure has made
+            return bool(calls) and "'NoneType' object is not callable" in str(error)
         return True
     return False
 

@@ -642,8 +642,12 @@ def types_stay(host: cases.Host) -> dict[str, Any]:
 
 
 def types_that_are_flattened(host: cases.Host) -> dict[str, Any]:
-    run = lambda: cases.trained(host, cases.seeded(OfSeveralTypes), max_epochs=1, strategy={"stage": 1})  # noqa: E731
-    return {"refusal": refused(run)}
+    def end(**strategy: Any) -> str:
+        module = cases.seeded(OfSeveralTypes)
+        return refused(lambda: cases.trained(host, module, max_epochs=1, strategy=strategy))
+
+    beside = {"num_stages": 1, "algorithm": None}
+    return {"flat": end(stage=1), "two pipelines": end(**beside), "flat, two pipelines": end(stage=1, **beside)}
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {

@@ -241,6 +241,74 @@ def written_by_hooks(host: Host) -> dict[str, Any]:
     return records
 
 
+class SAM(torch.optim.SGD):
+    """Evaluates the loss a second time, near by."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        gradients = [weight.grad.clone() for weight in weights]
+        torch._foreach_add_(weights, gradients, alpha=0.05)
+        with torch.enable_grad():
+            loss = closure()
+        torch._foreach_sub_(weights, gradients, alpha=0.05)
+        super().step()
+        return loss
+
+
+class WithSAM(Module):
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters(), lr=0.1)
+
+
+class EvaluatedTwice(Module):
+    """Does the same in its own ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(0.01)
+        optimizer_closure()
+        optimizer.step()
+
+
+class WithLBFGS(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class LearnedWeights(Module):
+    """Weighs the terms of its loss by parameters that are no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch[0])
+        terms = torch.stack([F.cross_entropy(logits, batch[1]), logits.square().mean()])
+        return ((-self.weights).exp() * terms + self.weights).sum()
+
+
+class LearnedWeightsOfFound(cases.Steps):
+    """The same, where the layers are found."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.embed, self.head = (
+            nn.Linear(cases.NUM_FEATURES, cases.WIDTH),
+            nn.Linear(cases.WIDTH, cases.NUM_CLASSES),
+        )
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(x)))
+
+    training_step = LearnedWeights.training_step
+
+
 class RateOfWorld(Module):
     """Scales its rate as scripts for ddp do."""
 
@@ -736,9 +804,11 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
+        WithSAM, EvaluatedTwice, WithLBFGS, LearnedWeights,
         RateOfWorld, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
+    run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
     run("HeadClamped measured", HeadClamped, strategy={"algorithm": "madpipe"})

@@ -52,9 +52,19 @@ def test_what_a_later_trainer_asks_for_is_run(two: Records, fits: str, cuts: lis
     assert two.of("planned_again")[fits] == [[0, cut, 8] for cut in cuts]
 
 
-def test_types_that_an_optimizer_cannot_carry_are_refused_by_name(two: Records) -> None:
-    refusal = two.of("types_that_are_flattened")["refusal"]
-    assert "blocks.0.scale (float64), blocks.0.phase (complex64)" in refusal and "stage=0" in refusal
+@pytest.mark.parametrize(
+    "pipelines, ways_out",
+    [
+        ("flat", "stage=0"),
+        ("two pipelines", "with stage=0 and one pipeline"),
+        ("flat, two pipelines", "stage=0"),
+    ],
+)
+def test_types_that_an_optimizer_cannot_carry_are_refused_by_name(
+    two: Records, pipelines: str, ways_out: str
+) -> None:
+    refusal = two.of("types_that_are_flattened")[pipelines]
+    assert "blocks.0.scale (float64), blocks.0.phase (complex64)" in refusal and ways_out in refusal, refusal
 
 
 @pytest.mark.parametrize("precision", ["fp32 ZeRO-1", "bf16", "bf16 ZeRO-1", "true bf16"])
