@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
@@ -317,21 +318,41 @@ def recomputed_layers(_: Path) -> None:
                 assert all(count == 16 for count in counts), "as often as without recomputation"
 
 
+class OwnNoise(nn.Module):
+    """Draws from generators that it holds, and from those of Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python = random.Random(2)
+        self.of_numpy, self.old_of_numpy = np.random.default_rng(3), np.random.RandomState(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draws = (
+            self.of_python.random(), self.of_numpy.random(), self.old_of_numpy.rand(), random.random(),
+            np.random.rand(),
+        )  # fmt: skip
+        return x * torch.rand(x.shape, generator=self.of_torch) * (1 + sum(draws))
+
+
 def recomputed_dropout(_: Path) -> None:
     """The same masks in the forward and when it is run again, whether layers are seeded or not."""
     if not recomputes_on_a_cpu():
         return
-    specs = [*mlp()[:3], LayerSpec(nn.Dropout, 0.5), *mlp()[3:5], LayerSpec(nn.Dropout, 0.5), *mlp()[5:]]
+    specs = [*mlp()[:3], LayerSpec(nn.Dropout, 0.5), LayerSpec(OwnNoise), *mlp()[4:5], LayerSpec(nn.Dropout, 0.5)]
+    specs += mlp()[5:]
     data = batches(3)
     devices, cuts = (0, 1, 1, 0), [0, 3, 5, 8, 10]
     for seed_layers in (True, False):
         losses = []
-        for recomputed in ({}, dict.fromkeys(range(4), True), {1: [(3, 4)], 2: [(6, 8)]}):
+        for recomputed in ({}, dict.fromkeys(range(4), True), {1: [(3, 5)], 2: [(6, 8)]}):
             engine, _, _ = begin(specs, plan_for(devices, cuts, recomputed=recomputed), seed_layers=seed_layers)
             for number, weight in sorted(engine.module.named_parameters()):
                 torch.manual_seed(len(number))
                 weight.data.normal_(0.0, 0.3)
             torch.manual_seed(7)
+            random.seed(7)
+            np.random.seed(7)
             losses.append(train(engine, data))
         same(losses[1], losses[0], digits=1e-6)
         same(losses[2], losses[0], digits=1e-6)

@@ -21,6 +21,7 @@ from torch import nn
 
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
+from deepspeed_partition.engine.runtime.random_state import drawn_state
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
@@ -244,13 +245,13 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """What runs these layers of the active stage, now and again, with the same seeds."""
         functions = self.forward_funcs[first - self._local_start : last - self._local_start]
         seed = self.base_seed * (self.micro_offset + 1)
-        num_runs = 0
+        first_state: Callable[[], None] | None = None
 
         def run(*tensors: Any) -> Any:
-            nonlocal num_runs
-            num_runs += 1
+            nonlocal first_state
+            again, first_state = first_state, first_state or drawn_state(functions)
             passed = tensors[0] if len(tensors) == 1 else tensors
-            with _unchanged_buffers(functions) if num_runs > 1 else nullcontext():
+            with nullcontext() if again is None else _as_at_first(functions, again):
                 for self.curr_layer, function in enumerate(functions, first):
                     if self.seed_layers:
                         (self.seed_fn or set_random_seed)(seed + self.curr_layer)
@@ -350,6 +351,18 @@ def allocation_of(source: Plan | deepspeed.pipe.PipelineModule) -> Allocation:
     if isinstance(source, Plan):
         return Allocation(tuple(Stage(layers=stage.layers, device=stage.device) for stage in source.stages))
     return source.allocation if isinstance(source, StagesModule) else Allocation.contiguous(source.parts)
+
+
+@contextmanager
+def _as_at_first(functions: Sequence[Any], put_generators_back: Callable[[], None]) -> Iterator[None]:
+    """Let layers run again as they ran at first, and leave no trace of it in buffers and generators."""
+    present = drawn_state(functions)
+    put_generators_back()
+    try:
+        with _unchanged_buffers(functions):
+            yield
+    finally:
+        present()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy
 import torch
@@ -25,6 +26,46 @@ def random_state() -> Callable[[], None]:
             accelerator.set_rng_state(device)
 
     return restore
+
+
+def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
+    """Return a function that puts generators back to where they are now: those that a checkpoint leaves alone.
+
+    These are Python's, NumPy's, and what layers hold as attributes: of torch, of ``random`` and of NumPy. Torch's
+    own checkpoint restores torch's default generators alone.
+
+    Args:
+        layers: modules, with all modules in them; anything else has no generators.
+    """
+    python, numbers = random.getstate(), numpy.random.get_state()
+    own = [
+        _state_of(value)
+        for layer in layers
+        if isinstance(layer, torch.nn.Module)
+        for module in layer.modules()
+        for value in vars(module).values()
+    ]
+
+    def restore() -> None:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        for put_back in own:
+            put_back()
+
+    return restore
+
+
+def _state_of(value: object) -> Callable[[], None]:
+    """Return what puts a generator back to where it is now; nothing happens where it is none."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return lambda: None
 
 
 def torch_state() -> bytes:
