@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
+from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
 from deepspeed_partition.profiling.layer_memory import MemoryReading, measure_memory
 from deepspeed_partition.profiling.run import Conditions, LayerRun, gradients_for
@@ -65,6 +66,7 @@ def _ready(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> It
         with stand_ins(built.modules, conditions.device):
             yield built
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        forget_failed_backward()
         raise MemoryError(
             f"layer {layer.name!r} with its input {describe(boundary)} does not fit on {conditions.device}, "
             f"alone: {said(error)}"

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.layer_calls import needs_unpacking, unpacking
+from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.module import PipelineCall, TiedModule
@@ -150,6 +151,7 @@ class LayerCheck:
                     whole = False
                     self._notes.clear()
             if not whole:
+                forget_failed_backward()
                 gc.collect()
                 self._compare(whole=False)
                 self._notes.append(

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.profiling import LiveBytes
+from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.batches import join_pieces
@@ -68,10 +69,12 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
         finding = Finding() if not compares else _compared(steps, module, run, joined, is_tuple, tolerance)
         return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
     except OUT_OF_MEMORY as error:
+        forget_failed_backward()
         return _unknown(Unknown.NO_TRIAL, f"there is no memory for all outputs of a batch at once ({error})")
     except NoLossError:
         return _unknown(Unknown.MEETS_AGAIN, "it returns no loss")
     except Exception as error:
+        forget_failed_backward()
         return _unknown(Unknown.MEETS_AGAIN, f"it raises {type(error).__name__}: {error}")
 
 

@@ -54,6 +54,7 @@ from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, r
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import Shapes, Transfers
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
 _ANY = -1
@@ -237,7 +238,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             data.kept.clear()
 
     def let_batch_go(self) -> None:
-        """Free what a batch has kept for its backwards."""
+        """Free what a batch has kept for its backwards, and what one that failed left behind."""
+        forget_failed_backward()
         if self.runs_lists:
             self.batch_state.free_graphs()
             self._read_now = None
