@@ -55,7 +55,7 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
     return restore
 
 
-def _state_of(value: object) -> Callable[[], None]:
+def _state_of(value: object) -> Callable[[], object]:
     """Return what puts a generator back to where it is now; nothing happens where it is none."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
