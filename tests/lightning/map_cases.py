@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
+from deepspeed_partition import InfeasibleError, make_plan
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import plans
+from tests.engine.running import recomputes_on_a_cpu
 from tests.exhaustive import is_exhaustive
 from tests.lightning import lightning_cases as cases
 from tests.lightning.loop_cases import named_samples
@@ -77,6 +83,50 @@ class Predicting(cases.Classifier):
 
 def several_stages_resumed(host: cases.Host) -> dict[str, Any]:
     return {"records": [cases.resumed(host, strategy=strategy) for strategy in strategies(host)]}
+
+
+class Unlike(cases.Classifier):
+    """Layers that keep much more than they send, that draw numbers, and that count."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        wide = (nn.Linear(cases.WIDTH, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Dropout(0.5))
+        narrow = (nn.Sigmoid(), nn.Tanh(), nn.Linear(256, cases.WIDTH))
+        self.blocks = nn.ModuleList([*wide, *narrow, cases.Block()])
+
+
+class Chain(Callback):
+    """The chain and the platform of a run, and whether its plan recomputes."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        engine = trainer.strategy.deepspeed_engine
+        self.found = gather_objects((engine.chain, engine.plan.platform))[0]
+        self.recomputes = any(stage.blocks for stage in engine.plan.stages)
+
+
+def recomputed(host: cases.Host) -> dict[str, Any]:
+    """In less memory than any plan takes without recomputation: the same losses as without."""
+    if not host.pipelined or not recomputes_on_a_cpu():
+        return {}
+    plain, tight = Chain(), Chain()
+    options = {"warmup_steps": 0, "algorithm": "contiguous"}
+    record = cases.fit(
+        host, Unlike, cases.loader(48), callbacks=[plain], strategy={**options, "recompute": "never"}
+    )
+    chain, platform = plain.found
+    least = []
+    for mode in ("never", "auto"):
+        with pytest.raises(InfeasibleError) as error:
+            make_plan(
+                chain, replace(platform, memory_bytes=platform.fixed_bytes + 1), "contiguous", recompute=mode,
+                num_micro_batches=NUM_MICRO_BATCHES, every_device_trains=True,
+            )  # fmt: skip
+        least.append(error.value.smallest_memory_bytes or 0)
+    strategy = {**options, "memory": sum(least) // 2}
+    again = cases.fit(host, Unlike, cases.loader(48), callbacks=[tight], strategy=strategy)
+    assert least[1] < least[0] and tight.recomputes and not plain.recomputes
+    assert again["rows"] == record["rows"], (again["rows"], record["rows"])
+    return {}
 
 
 class Planned(Callback):
@@ -189,7 +239,7 @@ def recorded(host: cases.Host, data: Any, seed: int = 0, **arguments: Any) -> tu
 
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
-        several_stages, several_stages_in_all_forms, several_stages_resumed, warmed_up, given_up,
+        several_stages, several_stages_in_all_forms, several_stages_resumed, recomputed, warmed_up, given_up,
         warmed_up_and_resumed, every_cut,
     ],
     4: [every_cut],

@@ -166,6 +166,10 @@ def test_runs_that_move_are_those_that_never_do(two: Records, optimizer: str) ->
     assert_same({**moves, "cuts": None}, {**never, "cuts": None})
 
 
+def test_a_planned_recomputation_changes_no_loss(two: Records) -> None:
+    assert two.of("recomputed") == {}  # the case compares
+
+
 def test_a_step_that_ran_out_of_memory_and_runs_again_leaves_the_traces_of_one(two: Records) -> None:
     assert_same(two.of("given_up"), two.reference["given_up"])
 
