@@ -748,10 +748,12 @@ def planned(host: Host) -> dict[str, Any]:
 
     path = host.folder / "1f1b.json"
     fitted(host, Divided, labelled(16), max_epochs=1, strategy={"save_plan": str(path)})
-    plan = Plan.load(path)
     found = fitted(host, Contrastive, labelled(54), strategy={"plan": str(path)})
     alone = fitted(host, Contrastive, labelled(54))
-    tight = host.folder / f"tight-{torch.distributed.get_rank()}.json"
+    # In large batches activations are most of the memory, and not what the optimizer's step needs.
+    large, of_large = host.folder / "large.json", {"batch_size": 256, "max_epochs": 1}
+    fitted(host, Divided, labelled(256), strategy={"save_plan": str(large)}, **of_large)
+    plan, tight = Plan.load(large), host.folder / f"tight-{torch.distributed.get_rank()}.json"
     smaller = replace(plan.platform, memory_bytes=max(plan.peak_memory_bytes))
     replace(plan, platform=smaller).save(tight)
     return {
@@ -759,7 +761,7 @@ def planned(host: Host) -> dict[str, Any]:
         "alone": alone["record"],
         "said": [each for each in found["found"]["said"] if "plan's stages" in each],
         "tight": refused(
-            lambda: fitted(host, Contrastive, labelled(16), max_epochs=1, strategy={"plan": str(tight)})
+            lambda: fitted(host, Contrastive, labelled(256), strategy={"plan": str(tight)}, **of_large)
         ),
         "unknown": refused(lambda: host.trainer(strategy={"loss": "sum"})),
         "selected": refused(lambda: fitted(host, Selecting, later_chosen(32, 0), max_epochs=1)),
