@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from torch import nn
 
 import deepspeed_partition
 from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.runtime.autograd_boundary import Departed
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup.run_platform import num_states, training_bytes
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
@@ -648,6 +650,26 @@ def copies_of_gradients_are_let_go(_: Path) -> None:
     assert 3.25 * weights < peaks[0] < 3.75 * weights, peaks[0] / weights
 
 
+def a_gradient_goes_with_the_layer_that_needed_it(_: Path) -> None:
+    """The one that comes over a cut: nothing holds it while the layers before the last one of its stage run."""
+    engine, _, _ = start(mlp(), [0, 4, 8])
+    given: list[weakref.ref[torch.UntypedStorage]] = []
+    still_there: list[bool] = []
+    give = Departed.give
+
+    def noted(departed: Departed, gradients: Any, **how: Any) -> None:
+        given.append(weakref.ref(gradients[0].untyped_storage()))
+        give(departed, gradients, **how)
+
+    next(engine.module.parameters()).register_hook(
+        lambda _: still_there.append(bool(given) and given[-1]() is not None)
+    )
+    with patch.object(Departed, "give", noted):
+        train(engine, batches(1))
+    [of_first_stage, _] = gather_objects((len(given), still_there))
+    assert of_first_stage == (NUM_MICRO_BATCHES, [False] * NUM_MICRO_BATCHES), of_first_stage
+
+
 # Checkpoints
 
 
@@ -818,7 +840,7 @@ ONLY_TWO = [
     layers_changed_after_they_were_built, explicit_boundaries,
     the_configuration_alone, deepspeeds_methods_stay, planning_turned_off, plan_files, no_plan_fits,
     a_layer_that_fails, options_reach_the_platform, weight_copies_are_what_deepspeed_keeps,
-    gradients_are_reduced_in_one_buffer_at_most,
+    gradients_are_reduced_in_one_buffer_at_most, a_gradient_goes_with_the_layer_that_needed_it,
     checkpoints_of_boundaries_and_of_deepspeed, a_checkpoint_from_before_the_first_step,
 ]  # fmt: skip
 ONLY_FOUR = [

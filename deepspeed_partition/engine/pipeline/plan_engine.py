@@ -521,8 +521,11 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self.loss = state.losses.pop(slot)
         else:
             departed = state.departed.pop(slot)
-            gradients = tensors_of(state.between.pop(Message("B", stage, number)))
-            departed.give(gradients, may_be_missing=self.leaves_without_gradient)
+            # Nothing here holds the gradients: the first layer that needs them no more frees them.
+            departed.give(
+                tensors_of(state.between.pop(Message("B", stage, number))),
+                may_be_missing=self.leaves_without_gradient,
+            )
             self.pipe_buffers["outputs"][slot] = departed.root
             self.grad_layer = torch.ones_like(departed.root)
         self._exec_backward_pass(slot)
