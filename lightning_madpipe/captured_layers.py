@@ -6,9 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, raised_together
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.finding.captured_call import CapturedCall
@@ -17,7 +20,7 @@ from lightning_madpipe.finding.coarse_call import CoarseCall
 from lightning_madpipe.finding.example_batch import STEPS, example_batch
 from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
-from lightning_madpipe.steps.batches import split_batch
+from lightning_madpipe.steps.batches import batch_size_of, not_by_samples, split_batch
 from lightning_madpipe.steps.early_optimizers import optimizers_for_steps
 from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone
 
@@ -39,7 +42,8 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
 
 def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
     mine = example_batch(trainer, module)
-    batch = split_batch(from_rank_0(lambda: mine), num_micro_batches, ones_apart=True)[0]
+    whole = from_rank_0(lambda: mine)
+    batch = split_batch(whole, num_micro_batches, ones_apart=True)[0]
     step = STEPS[trainer.state.fn.value]
     before = _call_before(module)
     try:
@@ -56,14 +60,30 @@ def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: i
     try:
         found = _captured(module, call, lambda: undone(module, lightning))
     except Exception as error:  # also the model's own, where it runs with data
-        state = state_of_other_size(module, (call.args, call.kwargs))
-        if state is None:
+        reason = state_of_other_size(module, (call.args, call.kwargs))
+        reason = reason or _why_not_in_pieces(module, step, whole, batch, lightning)
+        if reason is None:
             raise
-        raise ValueError(f"{error}; {state}") from error
+        raise ValueError(f"{error}; {reason}") from error
     assert found.captured is not None
     found.captured.know(key_of(step, batch), found.captured)
     _say(found.captured, num_micro_batches)
     return found
+
+
+def _why_not_in_pieces(module: Any, step: str, whole: Any, piece: Any, lightning: Lightning) -> str | None:
+    """Say what to do where a model raises for a micro-batch, and not for the batch that it was cut from."""
+    size = batch_size_of(whole)
+    if batch_size_of(piece) == size:
+        return None
+    try:
+        call = find_call(module, step, whole, lambda: undone(module, lightning))
+        with preserved_random_state(), undone(module, lightning), torch.no_grad():
+            module.get_submodule(call.path)(*call.args, **call.kwargs)
+    except Exception:  # what it raises for the micro-batch says more
+        return None
+    few = batch_size_of(piece)
+    return f"it runs for a whole batch of {size}, and not for {few} of its samples: {not_by_samples(size)}"
 
 
 def _say(captured: CapturedCall | None, num_micro_batches: int) -> None:

@@ -10,10 +10,12 @@ before the first step: no documentation of it is needed, and none of the user's 
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +34,13 @@ TOLERANCE = 1e-3
 """A difference between two trials, relative to how far they went, that counts as one."""
 
 WAYS_OUT = "use an optimizer that updates each parameter by itself, such as those of torch.optim"
+
+DRAWN_BY_NAME = (
+    "draw in a hook, such as on_train_batch_end, for each parameter with a generator that is seeded by its name "
+    "and the step, `for name, p in self.named_parameters(): seed = zlib.crc32(f'{name} "
+    "{self.global_step}'.encode()); noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))`, "
+    "which is the same in one process and in a pipeline"
+)
 
 
 class TrialError(Exception):
@@ -58,7 +67,14 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> st
                 "pipeline, which has the gradients by then, gives none: write `if closure is not None: ...` "
                 "there; an optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"
             )
+        before = _drawn_so_far()
         alone = _tried(optimizer, beside=False)
+        if _drawn_so_far() != before:
+            return (
+                f"configure_optimizers returns {kind}, whose step draws from the common random generators, and in "
+                "a pipeline each rank draws for the parameters of its own layers, which are other numbers than in "
+                f"one process: {DRAWN_BY_NAME}"
+            )
         if not _is_same(alone, _tried(optimizer, beside=True)):
             return (
                 f"configure_optimizers returns {kind}, whose step of a parameter depends on the others (a norm or "
@@ -80,6 +96,12 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> st
                 "precision='32-true' and stage=0, or another optimizer"
             )
     return None
+
+
+def _drawn_so_far() -> tuple[Any, ...]:
+    """What changes when something is drawn from the common generators, on whose device parameters are tried."""
+    _, keys, position, *gauss = numpy.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), position, *gauss
 
 
 def _tried(optimizer: torch.optim.Optimizer, *, beside: bool) -> list[Tensor]:

@@ -46,7 +46,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ValueError: no tensor with a dimension 0, or no sample in it; a sparse or nested tensor.
     """
-    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_of(batch)):
+    if any(map(_is_sparse_or_nested, tensors_of(batch))):
         raise ValueError(
             "the batch holds a sparse or nested tensor, which cannot be cut into micro-batches: let the data "
             "loader return a padded or dense one (to_padded_tensor(), to_dense()), and change it back in a layer"
@@ -60,6 +60,16 @@ def batch_size_of(batch: Any) -> int:
     if size == 0:
         raise ValueError("the batch holds no samples: drop empty batches in the data loader")
     return size
+
+
+def not_by_samples(size: int) -> str:
+    """What to do about a batch of ``size`` samples that cannot be cut into micro-batches by its samples."""
+    return (
+        f"every tensor whose dimension 0 is {size} is cut, also one that has that length by chance, or that has "
+        "the samples in another dimension, too, such as the adjacency of a graph. "
+        "MadPipeStrategy(num_micro_batches=1) cuts nothing; of a tensor that does not go by samples make a buffer "
+        "of the module, or choose another batch_size"
+    )
 
 
 def split_batch(
@@ -196,8 +206,18 @@ def shapes_of(batch: Any) -> Shapes:
 
 
 def fingerprint_of(batch: Any) -> list[tuple[tuple[int, ...], int]]:
-    """The shape and a checksum of each tensor: what ranks compare to see that they read the same batch."""
-    return [(tuple(tensor.shape), _checksum(tensor)) for tensor in tensors_of(batch)]
+    """The shape and a checksum of each tensor: what ranks compare to see that they read the same batch.
+
+    Sparse and nested ones have none: where the batch is cut they are refused, on every rank.
+    """
+    return [
+        ((), 0) if _is_sparse_or_nested(tensor) else (tuple(tensor.shape), _checksum(tensor))
+        for tensor in tensors_of(batch)
+    ]
+
+
+def _is_sparse_or_nested(tensor: Tensor) -> bool:
+    return tensor.is_nested or tensor.layout is not torch.strided
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -16,13 +16,13 @@ that gives the loss of the batch. It is tried again
 A trial costs a forward of the batch, and the loss on it three times. What is looked at in every step are counts of
 the values of labels and masks, the operations of the loss, and numbers on the module. So a loss that turns out to
 be another one is trained as such from the very step on that shows it; where a regular trial shows what nothing
-else has, the sentence says since when it may have been wrong.
+else has, the sentence says that steps before may have been wrong, and which ones were tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -35,6 +35,7 @@ from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.batches import not_by_samples
 from lightning_madpipe.steps.loss_signs import STEPS_BEFORE_AN_EPOCH, Attributes
 from lightning_madpipe.steps.losses import (
     SAMPLES,
@@ -59,6 +60,8 @@ from lightning_madpipe.steps.what_steps_leave import said
 
 LOSSES = ("auto", "mean", "batch")
 MOST_STEPS_BETWEEN = 128
+MOST_NAMED = 6
+"""Steps that were tried that a sentence names."""
 DRAWS_BOTH = (
     "it draws from torch's generator for each sample and once for a batch, and micro-batches could not do both"
 )
@@ -98,6 +101,8 @@ class LossOfBatches:
     _tracked: Tracked = field(default_factory=Tracked)
     _num_steps: int = 0
     _last_trial: int = 0
+    _tried_steps: list[int] = field(default_factory=list)
+    """Those of the steps in which batches were tried; not more than are named."""
     _is_sure: bool = True
     """Whether no step before the trial can have had the loss that it finds."""
     _looked_at: tuple[BatchRun, list[View]] | None = None
@@ -179,6 +184,8 @@ class LossOfBatches:
             if wants and not self.once:
                 self._decide(flushes, self._try(run, compares=True), is_last=is_last)
                 self._last_trial = self._num_steps
+                if self._num_steps not in self._tried_steps[-1:]:
+                    self._tried_steps = [*self._tried_steps, self._num_steps][-MOST_NAMED - 1 :]
 
     def _is_due(self) -> bool:
         number = self._num_steps
@@ -250,18 +257,22 @@ class LossOfBatches:
         They take something for the samples' that is not, or the other way round, so that nothing is known of the
         loss. What fails for any sizes comes again where it is told.
         """
-        if trial.sizes == run.sizes or any(each in reason for each in FOR_MEMORY):
+        if len(run.micro_batches) == 1 or any(each in reason for each in FOR_MEMORY):
             return
-        same = self.again(run, False)
-        same.runs_once, same.asks = True, lambda *_: None
-        if self.forward(same) is not None:
+        same, whole = self.again(run, False), BatchRun([replace(run.whole)], run.whole)
+        for other in (same, whole):
+            other.runs_once, other.asks = True, lambda *_: None
+        if self.forward(same) is None:
+            can = f"micro-batches of {_sizes(run)} of a batch of {run.whole.size} can be run, and those of"
+            cannot = f"{_sizes(trial)} cannot"
+        elif self.forward(whole) is None:
+            can = f"a batch of {run.whole.size} can be run, and its micro-batches of"
+            cannot = f"{_sizes(run)} cannot"
+        else:
             return
         raise self.refusal(
-            f"micro-batches of {_sizes(run)} of a batch of {run.whole.size} can be run, and those of "
-            f"{_sizes(trial)} cannot ({reason}), so something that {run.whole.step} or a layer is given does not "
-            f"go by samples: every tensor whose dimension 0 is {run.whole.size} is cut, also one that has that "
-            "length by chance. Make such a tensor a buffer of the module, or choose another batch_size; "
-            "MadPipeStrategy(num_micro_batches=1) cuts nothing"
+            f"{can} {cannot} ({reason}), so something that {run.whole.step} or a layer is given does not go by "
+            f"samples: {not_by_samples(run.whole.size)}"
         )
 
     def _keep(self, trial: BatchRun, finding: Finding) -> None:
@@ -371,10 +382,7 @@ class LossOfBatches:
     def _switch(self, flushes: tuple[int, ...], why: str) -> None:
         """Run the step once per batch from now on."""
         self.once = True
-        since = ""
-        if why and self._num_steps > 1:
-            before = "" if self._is_sure else f"; steps since {self._last_trial} may have had another loss"
-            since = f" from step {self._num_steps} on{before}"
+        since = self._since() if why and self._num_steps > 1 else ""
         try:
             self.engine.take_losses_of_batches(flushes)
         except ValueError as error:
@@ -385,6 +393,16 @@ class LossOfBatches:
                 f"outputs of each batch{since}: the {counted(self.num_micro_batches, 'forward')} of a batch come "
                 "before its first backward, and plans count on that; loss='mean' takes the mean instead"
             )
+
+    def _since(self) -> str:
+        """Since when a batch has the loss that was found, in words, and what is not known of those before."""
+        since = f" from step {self._num_steps} on"
+        if self._is_sure:
+            return since
+        # A loss that comes and goes, as by a threshold, may have been another one before a trial that fitted, too.
+        tried = [str(step) for step in self._tried_steps if step < self._num_steps]
+        named = ", ".join(["..."] * (len(tried) > MOST_NAMED) + tried[-MOST_NAMED:])
+        return f"{since}; steps before that were not tried may have had another loss (tried: {named})"
 
     def _tell(self, sentence: str, key: str | None = None) -> None:
         if (key or sentence) not in self._told:

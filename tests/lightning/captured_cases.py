@@ -638,6 +638,50 @@ class ByChance(ByChanceFound):
         return [self.encoder, self.decoder]
 
 
+class Adjacent(Sgd):
+    """A graph as one batch, with its dense adjacency."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, adjacency: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return adjacency @ self.second(torch.relu(adjacency @ self.first(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        adjacency, x, label = batch
+        return F.cross_entropy(self(adjacency, x), label)
+
+
+class Joined(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, passed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        adjacency, x = passed
+        return adjacency, adjacency @ self.layer(x)
+
+
+class AdjacentInLayers(Adjacent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Joined(self.first), Joined(self.second)
+
+    def forward(self, adjacency: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first((adjacency, x)))[1]
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.first, self.second, lambda passed: passed[1]]
+
+
+class SparseRows(ByChance):
+    """Is given sparse samples, and names its layers: to find them a batch would be cut."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0].to_dense()).square().mean()
+
+
 class Branching(Sgd):
     """Decides between its blocks, where what one of them returns goes to the next one alone."""
 
@@ -924,7 +968,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
-        MixedWindow, ByChance, ByChanceFound,
+        MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -939,6 +983,11 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
             data = DataLoader(
                 [(*each, torch.linspace(0.1, 2.0, 8)) for each in cases.loader(16, 8)], batch_size=None
             )  # type: ignore[arg-type]
+        if issubclass(build, Adjacent):
+            graph = (torch.eye(16), torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
+            data = DataLoader([graph], batch_size=None)  # type: ignore[arg-type]
+        if build is SparseRows:
+            data = DataLoader([(each[0].to_sparse(),) for each in cases.loader(16, 8)], batch_size=None)  # type: ignore[arg-type]
         validates = data if build in (OtherOrder, Generating) else None
         try:
             host.trainer(accumulate_grad_batches=accumulate, strategy=strategy).fit(build(), data, validates)

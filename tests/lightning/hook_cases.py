@@ -550,6 +550,23 @@ class StepsByPlace(Module):
         return ByPlace(self.parameters(), lr=0.1)
 
 
+class Langevin(torch.optim.SGD):
+    """Adds noise to each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.add_(torch.randn_like(weight), alpha=1e-5)
+        return loss
+
+
+class StepsWithNoise(Module):
+    def configure_optimizers(self) -> Any:
+        return Langevin(self.parameters(), lr=0.1)
+
+
 class AsksForClosure(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
@@ -798,8 +815,8 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, ScaledAtRandom, DrawnOnce, NormsLogged, NormsOfLightning,
-        ZeroingGradients, ListsOfOne,
-        OnRankZero, ClippedInClosure, StepsByPlace, StepsWithClosure, RateInStep, RateBeforeForward,
+        ZeroingGradients, ListsOfOne, OnRankZero,
+        ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,

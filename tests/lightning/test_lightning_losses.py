@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
-from lightning_madpipe.steps.batches import split_batch
+from lightning_madpipe.steps.batches import fingerprint_of, split_batch
 from lightning_madpipe.steps.loss_signs import Attributes, Operations, operations_of
 from lightning_madpipe.steps.losses import (
     MOST_EXTREMES,
@@ -104,7 +104,10 @@ def test_what_is_found_late_is_said(two: Records) -> None:
     """A plan is made anew where the loss becomes another one; draws for each sample are no reason."""
     found = two.of("turned")
     for case, since in (
-        ("rising", "from step 8 on; steps since 5 may have had another loss:"),  # a new epoch, and a regular trial
+        (
+            "rising",
+            "from step 8 on; steps before that were not tried may have had another loss (tried: 1, 2, 4, 5):",
+        ),
         ("changing", "from step 6 on:"),
     ):
         assert found[case]["once"] and found[case]["flushed"]
@@ -191,6 +194,7 @@ def test_sparse_and_nested_tensors_are_refused_in_words() -> None:
     for tensor in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), nested):
         with pytest.raises(ValueError, match="a sparse or nested tensor, which cannot be cut"):
             split_batch({"x": torch.zeros(4, 2), "y": tensor}, 2)
+        assert fingerprint_of({"y": tensor}) == [((), 0)], "ranks compare batches before they cut them"
 
 
 def test_a_batch_that_could_tell_weights_apart_is_new() -> None:

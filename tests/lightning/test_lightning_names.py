@@ -266,6 +266,7 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
             "configure_optimizers returns GlobalNorm, whose step of a parameter depends on the others",
         ),
         ("StepsByPlace", "whose step of a parameter depends on which others it is given (by their places in"),
+        ("StepsWithNoise", "returns Langevin, whose step draws from the common random generators"),
         ("StepsWithClosure", "the step of AsksForClosure calls its closure without asking whether there is one"),
         ("WithSAM", "the step of SAM calls its closure without asking whether there is one"),
         ("WithSAM", "an optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"),
