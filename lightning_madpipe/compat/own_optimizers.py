@@ -100,8 +100,8 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> st
 
 def _drawn_so_far() -> tuple[Any, ...]:
     """What changes when something is drawn from the common generators, on whose device parameters are tried."""
-    _, keys, position, *gauss = numpy.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), position, *gauss
+    numbers = numpy.random.get_state(legacy=False)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(numbers)
 
 
 def _tried(optimizer: torch.optim.Optimizer, *, beside: bool) -> list[Tensor]:
