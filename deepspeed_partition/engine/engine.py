@@ -43,6 +43,7 @@ from deepspeed_partition.engine.repairs import (
     tell_how_gradients_are_clipped,
     viewed_as_bytes,
 )
+from deepspeed_partition.engine.repartition.part_descriptions import remember_attributes
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off
@@ -107,6 +108,7 @@ class MadPipeEngine(ResumingEngine):
         if of_types and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_types)
         super().__init__(**kwargs)
+        remember_attributes(self.module._layer_specs)
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         watch.start(self.options.patience_seconds)
         self._cut_as_configured()

@@ -757,6 +757,41 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
     same(losses + train(engine, data[1:]), expected)
 
 
+class Keeping(nn.Module):
+    """Counts its calls, in several ways, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.listed, self.named, self.total = 0, [], {"calls": 0}, torch.zeros(())
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.listed.append(1)
+        self.named["calls"] += 1
+        self.total += 1
+        count = self.calls + len(self.listed) + self.named["calls"] + self.total
+        return x * (1 + 0.01 * count + 0.1 * torch.rand((), generator=self.generator))
+
+
+def what_layers_count_goes_with_them(_: Path) -> None:
+    """Of layers that a program has built on every rank, too: the new rank went on from what it had at first."""
+    data = batches(4)
+
+    def layers() -> list[Any]:
+        found = mlp()
+        found[3], found[6] = Keeping(), Keeping()
+        return found
+
+    expected = train_alone(layers(), data, two_groups)
+    engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
+    losses = train(engine, data[:1])
+    for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
+        engine.recut(place)
+        losses += train(engine, more)
+    same(losses, expected)
+
+
 def note(*_: Any) -> None:
     """A hook."""
 
@@ -977,7 +1012,7 @@ def a_schedule_and_an_optimizer_that_are_set_later(_: Path) -> None:
 CASES = [
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
-    attributes_and_hooks_of_layers_that_move, averages_of_weights,
+    attributes_and_hooks_of_layers_that_move, what_layers_count_goes_with_them, averages_of_weights,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import pickle
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -104,8 +107,8 @@ def _sendable(value: Any) -> Any:
 
 def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = None) -> PartInfo:
     """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
-    if isinstance(part.spec, nn.Module):  # a program sets what it sets on every rank; one of them runs the loss
-        return there if part.name == LOSS else replace(there, attributes={})
+    if isinstance(part.spec, nn.Module):  # a program sets what it sets on every rank; one of them runs the layer
+        return there if part.name == LOSS else replace(there, attributes=_changed_since(part.spec, there))
     built = part.spec.build() if built is None else built
     own = {name: _module_attributes(module) for name, module in built.named_modules()}
     changed = {
@@ -113,6 +116,41 @@ def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = Non
         for path, found in there.attributes.items()
     }
     return replace(there, attributes=changed)
+
+
+_FIRST: WeakKeyDictionary[nn.Module, dict[str, bytes]] = WeakKeyDictionary()
+"""What modules that a program has built had before they first ran here: their attributes, by fingerprints."""
+
+
+def remember_attributes(layers: Iterable[Any]) -> None:
+    """Remember what layers have that a program has built on every rank, so that what they change can be told."""
+    for layer in layers:
+        for module in layer.modules() if isinstance(layer, nn.Module) else ():
+            if module not in _FIRST:
+                found = _module_attributes(module)
+                _FIRST[module] = {name: _fingerprint(value) for name, value in found.items()}
+
+
+def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any]]:
+    """What a layer has changed since it was remembered, such as a counter: only the rank that ran it has that."""
+    changed = {}
+    for path, found in there.attributes.items():
+        first = _FIRST.get(layer.get_submodule(path))
+        changed[path] = {
+            name: value
+            for name, value in found.items()
+            if first is not None and first.get(name) != _fingerprint(value) and not isinstance(value, Unsendable)
+        }
+    return changed
+
+
+def _fingerprint(value: Any) -> bytes:
+    if isinstance(value, GeneratorState):
+        return value.state.numpy().tobytes()
+    if isinstance(value, torch.Tensor):
+        numbers = value.contiguous().view(-1).view(torch.uint8) if value.numel() else value
+        return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(numbers.numpy().tobytes())}".encode()
+    return pickle.dumps(value) if not isinstance(value, Unsendable) else b""
 
 
 def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
@@ -135,6 +173,11 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
                 here.setdefault(name, torch.Generator()).set_state(value.state)
             elif isinstance(value, torch.Tensor):
                 here[name] = value.to(get_accelerator().current_device_name())
+            elif isinstance(value, list) and isinstance(here.get(name), list):
+                here[name][:] = value  # which others may have, too
+            elif isinstance(value, dict) and isinstance(here.get(name), dict):
+                here[name].clear()
+                here[name].update(value)
             elif not isinstance(value, Unsendable):
                 here[name] = value
 
