@@ -91,7 +91,7 @@ class Unlike(cases.Classifier):
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
         wide = (nn.Linear(cases.WIDTH, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Dropout(0.5))
-        narrow = (nn.Sigmoid(), nn.Tanh(), nn.Linear(256, cases.WIDTH))
+        narrow = (*(nn.Tanh() for _ in range(8)), nn.Linear(256, cases.WIDTH))
         self.blocks = nn.ModuleList([*wide, *narrow, cases.Block()])
 
 
@@ -124,7 +124,7 @@ def recomputed(host: cases.Host) -> dict[str, Any]:
         least.append(error.value.smallest_memory_bytes or 0)
     strategy = {**options, "memory": sum(least) // 2}
     again = cases.fit(host, Unlike, cases.loader(48), callbacks=[tight], strategy=strategy)
-    assert least[1] < least[0] and tight.recomputes and not plain.recomputes
+    assert least[1] < 0.95 * least[0] and tight.recomputes and not plain.recomputes
     assert again["rows"] == record["rows"], (again["rows"], record["rows"])
     return {}
 
