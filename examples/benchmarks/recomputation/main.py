@@ -1,12 +1,13 @@
 """What recomputation is worth: the least memory of models with and without it, and steps in tight memory.
 
-    python examples/benchmarks/recomputation/main.py
+    python examples/benchmarks/recomputation/main.py [--times 1]
 
 Layers are measured here, on this machine; then everything is planned, and nothing trained.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -40,12 +41,15 @@ def least_memory(chain: Chain, mode: str) -> int:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=1, help="of the 4 samples of a micro-batch: how many times")
+    times = parser.parse_args().times
     print("| model | least memory, never | stage | block | at | step, never | stage | block | auto |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in NAMES:
         torch.manual_seed(0)
         model = MODELS[name]
-        inputs, _ = model.micro_batch(torch.float32)
+        inputs = torch.cat([model.micro_batch(torch.float32)[0] for _ in range(times)])
         layers = [spec.build() if isinstance(spec, LayerSpec) else spec for spec in model.layers()]
         chain = profile_chain(layers, inputs)
         least = {mode: least_memory(chain, mode) for mode in ("never", "stage", "block")}
