@@ -38,8 +38,8 @@ WAYS_OUT = "use an optimizer that updates each parameter by itself, such as thos
 DRAWN_BY_NAME = (
     "draw in a hook, such as on_train_batch_end, for each parameter with a generator that is seeded by its name "
     "and the step, `for name, p in self.named_parameters(): seed = zlib.crc32(f'{name} "
-    "{self.global_step}'.encode()); noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))`, "
-    "which is the same in one process and in a pipeline"
+    "{self.global_step}'.encode()); noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))"
+    ".to(p)`, which is the same in one process and in a pipeline"
 )
 
 
