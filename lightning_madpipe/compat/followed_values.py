@@ -65,6 +65,7 @@ class FollowedValues(TorchFunctionMode):
         sources: What values that live on after a hook come from, by tensor.
         tell: Called with a kind of sentence and the names of parameters.
         states: Gives numbers that tell whether generators of Python's and NumPy's were drawn from.
+        tell_of_write: Called with the names of the parameters that are written, and of those by which they are.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class FollowedValues(TorchFunctionMode):
         sources: WeakIdKeyDictionary,
         tell: Callable[[str, Iterable[str]], None],
         states: Callable[[], list[int]],
+        tell_of_write: Callable[[frozenset[str], frozenset[str]], None] = lambda written, by: None,
     ) -> None:
         super().__init__()
+        self._tell_of_write = tell_of_write
         self._read_states = states
         self._written: dict[str, list[int]] = {}
         """Parameters that were written, and where generators were then."""
@@ -114,10 +117,13 @@ class FollowedValues(TorchFunctionMode):
             return
         if weights and (is_drawn or NOISE in sources):
             self._tell(RANDOM, weights)
-        if len(weights) > 1 or (weights and self._is_all_of_a_rank(weights) and _is_one_of_many(given, result)):
-            self._tell(SEVERAL, weights)
         written = name.endswith("_") and not name.endswith("__")
         written = written or name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__index__")
+        if written and given and len(weights) > 1:
+            target = self._sources_of(given[0]) - {NOISE}
+            self._tell_of_write(target, weights - target)
+        if len(weights) > 1 or (weights and self._is_all_of_a_rank(weights) and _is_one_of_many(given, result)):
+            self._tell(SEVERAL, weights)
         if name in NUMBERS:
             self._note_number(weights)
         elif name == "clone" and weights and is_logged(sys._getframe()):

@@ -65,6 +65,13 @@ IN_BUFFERS = (
     "buffers of DeepSpeed's: what is there is None or a part. Trainer(gradient_clip_val=...) clips them; "
     "precision='32-true' and stage=0 show them"
 )
+COPY_OF_A_PART = (
+    "{place} changes {target}, which is in no layer of the pipeline, by {source}, and a rank has the layers of "
+    "its own stages only: each rank would change another part, and lists that are gone through together, as by "
+    "zip, are not of the same layers. Average by hand in a dict by the names of self.named_parameters(), which "
+    "follows the layers and is whole after fit; a teacher that the step runs needs a strategy that has the whole "
+    "model on each device, such as 'ddp'"
+)
 AFTER_THE_CLOSURE = (
     "{place} looks at gradients after the closure ({names}, ...), which has made the optimizer's step already, "
     "so that nothing that is done to them counts: clip by Trainer(gradient_clip_val=...), and do what else is to "

@@ -23,6 +23,7 @@ from lightning_madpipe.compat.gradient_norms import GradientNorms
 from lightning_madpipe.compat.hook_sentences import (
     AFTER_THE_CLOSURE,
     CLEARED,
+    COPY_OF_A_PART,
     ELEMENTS_OF_SEVERAL,
     IN_BUFFERS,
     NUMBERS_OF_SEVERAL,
@@ -32,6 +33,7 @@ from lightning_madpipe.compat.hook_sentences import (
 from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
 from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, is_of_the_user
 from lightning_madpipe.compat.written_weights import written_into_masters
+from lightning_madpipe.module import pipeline_of
 
 WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 """Hooks in which the gradients of a step are there."""
@@ -115,6 +117,7 @@ class HookWatch:
                 self._values,
                 lambda *found: self._tell(owner, hook, *found),
                 lambda: self._states_of(action, hook)(),
+                lambda *found: self._refuse_write(f"{hook} of {owner}", *found),
             )
             norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
@@ -185,6 +188,22 @@ class HookWatch:
         if kind == AFTER_THE_CLOSURE:
             raise self._refusal(sentence)
         self._tell_once(f"{place}: {(SEVERAL if kind == NUMBERS_OF_SEVERAL else kind)[:30]}", sentence)
+
+    def _refuse_write(self, place: str, written: frozenset[str], by: frozenset[str]) -> None:
+        """Refuse what would make a teacher, or another copy of the model, of a part of the model on each rank.
+
+        Raises:
+            Exception: a weight beside the layers is changed by a weight of the layers.
+        """
+        pipeline = pipeline_of(self._module)
+        if pipeline is None or not self._is_cut or not is_of_the_user(sys._getframe()):
+            return
+        of_layers = {id(weight) for weight in pipeline.parameters()}
+        named = dict(self._module.named_parameters())
+        target = sorted(name for name in written if name in named and id(named[name]) not in of_layers)
+        source = sorted(name for name in by if name in named and id(named[name]) in of_layers)
+        if target and source:
+            raise self._refusal(COPY_OF_A_PART.format(place=place, target=target[0], source=source[0]))
 
     def _tell_of_count(self, owner: str, hook: str, kind: str, number: int) -> None:
         place = f"{hook} of {owner}"

@@ -468,6 +468,19 @@ class ZeroingGradients(Module):
         self.trainer.optimizers[0].zero_grad()
 
 
+class Averaged(Module):
+    """Moves a teacher towards the layers, as BYOL and mean teachers do: each rank would do so with a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        for average, weight in zip(self.teacher.parameters(), self.blocks.parameters(), strict=False):
+            average.mul_(0.9).add_(weight, alpha=0.1)
+
+
 class ListsOfOne(Module):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for weight in self.parameters():
@@ -815,7 +828,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, ScaledAtRandom, DrawnOnce, NormsLogged, NormsOfLightning,
-        ZeroingGradients, ListsOfOne, OnRankZero,
+        ZeroingGradients, Averaged, ListsOfOne, OnRankZero,
         ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,

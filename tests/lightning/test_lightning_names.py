@@ -260,6 +260,8 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
             "OnRankZero",
             "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each",
         ),
+        ("Averaged", "on_train_batch_end of Averaged changes teacher.0."),
+        ("Averaged", "Average by hand in a dict by the names of self.named_parameters()"),
         ("ClippedInClosure", "optimizer_step of ClippedInClosure looks at gradients after the closure"),
         (
             "OwnOptimizer",
