@@ -37,6 +37,7 @@ def recursion(problem, options, target, *, exact=False):
     """
     made, platform, times = problem.chain, problem.platform, problem.times
     num_layers, longest, total = made.num_layers, problem.longest_period, int(times.compute[-1])
+    room = max(1, platform.memory_bytes - platform.fixed_bytes)
 
     def on_grid(value, largest, steps):
         """None: above the grid, where only larger values are safe."""
@@ -71,9 +72,7 @@ def recursion(problem, options, target, *, exact=False):
             return max(1, math.ceil((v + load(k, l)) / Fraction(target)))
 
         if p == 0:
-            return (
-                load(1, l) + t if m + special_bytes(1, l, in_flight(1) - 1) <= platform.memory_bytes else math.inf
-            )
+            return load(1, l) + t if m + special_bytes(1, l, in_flight(1) - 1) <= room else math.inf
         best = math.inf
         for k in range(1, l + 1):
             g = in_flight(k)
@@ -85,16 +84,19 @@ def recursion(problem, options, target, *, exact=False):
                 rest = period(k - 1, p - 1, t, m, above)
                 best = min(best, max(load(k, l), transfers(k - 1), rest))
             more = special_bytes(k, l, g - 1)
-            if m + more <= platform.memory_bytes:
+            if m + more <= room:
                 loaded = on_grid(t + load(k, l), total, options.load_steps)
                 loaded = Fraction(total) if loaded is None else loaded  # no device ever has more
-                kept = on_grid(m + more, platform.memory_bytes, options.memory_steps)
+                kept = on_grid(m + more, room, options.memory_steps)
                 best = min(best, max(loaded, transfers(k - 1), period(k - 1, p, loaded, kept, above)))
         return best
 
     def special_bytes(k, l, g):
-        layers = made.layers[k - 1 : l]
-        return math.ceil(bytes_of(k, l, g)) - max(layer.transient_bytes for layer in layers)
+        """Of a stage on the special device, without what only a moment needs and what any device keeps."""
+        before = made.layers[k - 2].output_bytes if k > 1 else 0
+        after = made.layers[l - 1].output_bytes if l < num_layers else 0
+        weights = math.ceil(oracles.training_bytes(made, platform, [(k - 1, l)]))
+        return weights + platform.comm_buffers * (before + after) + g * oracles.stash(made, k - 1, l)
 
     return period(num_layers, min(platform.num_devices - 1, num_layers), 0, 0, 0)
 
