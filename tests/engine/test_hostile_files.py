@@ -109,7 +109,7 @@ def test_whatever_is_changed_is_read_or_refused(tmp_path, name):
 
     change()
     damage()
-    assert seen[False] > 50, seen
+    assert seen[False] > some(150), seen  # half of both, at the least
 
 
 @pytest.mark.parametrize("bit", range(8))

@@ -242,6 +242,7 @@ def test_a_terminal_shows_how_far_the_search_is_and_standard_output_the_plan(tmp
     finally:
         os.close(its_end)
         os.close(terminal)
+    assert done.returncode == 0, shown
     assert not Plan.from_dict(json.loads(done.stdout)).is_contiguous
     assert "planning: period" in shown and "allocations scheduled" in shown
 

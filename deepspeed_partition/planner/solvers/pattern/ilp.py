@@ -26,7 +26,10 @@ the worst case.
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -134,6 +137,8 @@ def _solver(pulp: Any, deadline: Deadline) -> Any:
         )
     import highspy
 
+    _let_highs_start(highspy)
+
     def interrupt(kind: Any, message: str, found: Any, answer: Any, data: Any) -> None:
         # Running Python now and then also lets signal handlers run, such as one that stops the deadline.
         answer.user_interrupt = deadline.passed()
@@ -142,6 +147,26 @@ def _solver(pulp: Any, deadline: Deadline) -> Any:
     highs.callbackTuple = (interrupt, None)
     highs.callbacksToActivate = [kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt]
     return highs
+
+
+@functools.cache
+def _let_highs_start(highspy: Any) -> None:
+    """Make a first solver of HiGHS where nobody reads what it prints: its version (1.16), to standard output.
+
+    There the plan belongs, which a program may read.
+    """
+    sys.stdout.flush()
+    try:
+        output = os.dup(1)
+    except OSError:  # there is none
+        return
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            highspy.Highs()
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 class _Model:
