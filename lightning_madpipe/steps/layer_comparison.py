@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce
+from lightning_madpipe.compat.collective_calls import IN_A_LAYER, collectives_refused
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import (
     layers_of_statistics,
@@ -186,7 +187,7 @@ class LayerComparison:
         if not self._is_wanted or (call.attribute != "forward" and call.captured is None):
             return Verdict()  # one nn.Sequential is called as it is
         check = LayerCheck if call.captured is None else CapturedCheck
-        with self._pipeline.elsewhere.lifted():
+        with self._pipeline.elsewhere.lifted(), self._alone():
             return check(
                 self._module,
                 call,
@@ -220,10 +221,26 @@ class LayerComparison:
             return OnParts()
         engine = self._engine
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        with self._pipeline.elsewhere.lifted():
+        with self._pipeline.elsewhere.lifted(), self._alone():
             return layers_on_parts(
                 self._module, self._pipeline.call_of_module, few, device=engine.device, dtype=half
             )
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse collectives of layers, which one rank runs here, also where a layer catches the error."""
+        found: list[str] = []
+
+        def refuse(name: str, line: str, ranks: str) -> None:
+            found.append(IN_A_LAYER.format(name=name, line=line, ranks=ranks))
+            raise RuntimeError(found[-1])
+
+        try:
+            with collectives_refused(refuse, lambda: [dist.get_rank()]):
+                yield
+        finally:
+            if found:
+                raise self._lightning.refusal(found[0]) from None
 
     def _layers_of_statistics(self) -> list[str]:
         elsewhere = self._pipeline.elsewhere

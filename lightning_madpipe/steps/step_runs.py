@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from lightning_madpipe.compat.collective_calls import IN_A_STEP, collectives_refused
 from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
@@ -98,7 +100,7 @@ class StepRuns:
             ),
             _recorded(self._module, record),
             nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
-            self._on_a_stage(micro_batch.step) if self._is_cut else nullcontext(),
+            self._on_a_stage(micro_batch.step, rehearsing) if self._is_cut else nullcontext(),
         ):
             try:
                 return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
@@ -109,7 +111,7 @@ class StepRuns:
                 ) from error
 
     @contextmanager
-    def _on_a_stage(self, step: str) -> Iterator[None]:
+    def _on_a_stage(self, step: str, rehearsing: bool) -> Iterator[None]:
         """What a step may not touch, or what is said of it, where other ranks have some of the layers."""
 
         def tell_of_count(kind: str, number: int) -> None:
@@ -117,7 +119,17 @@ class StepRuns:
                 self._counts_told.add(kind)
                 warn_once(f"{step}/{kind[:60]}", kind.format(place=step, number=number))
 
+        def refuse(name: str, line: str, ranks: str) -> None:
+            raise self._error(IN_A_STEP.format(step=step, name=name, line=line, ranks=ranks))
+
+        def peers() -> list[int]:
+            """The ranks that run this step now: not all pipelines are tried."""
+            if rehearsing:
+                return [dist.get_rank()]
+            return dist.get_process_group_ranks(pipeline_of(self._module).mpu().get_data_parallel_group())
+
         with (
+            collectives_refused(refuse, peers),
             counts_told(self._module.trainer.optimizers, tell_of_count),
             left_untouched(self._module, step, self._error),
             pipeline_of(self._module).elsewhere.listed(),

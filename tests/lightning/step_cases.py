@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import numpy
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCallback
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
+from torch import nn
+from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker
@@ -28,10 +31,11 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
+from tests.choice import run_chosen
 from tests.lightning import drawing_cases, loop_cases
 from tests.lightning import lightning_cases as cases
-from tests.lightning.lightning_cases import Host
-from tests.lightning.loop_cases import pipeline_index, plain, refused, seeded
+from tests.lightning.lightning_cases import Host, seeded, trained
+from tests.lightning.loop_cases import pipeline_index, plain, refused
 
 # Predictions
 
@@ -651,6 +655,65 @@ def gathers(host: Host) -> dict[str, Any]:
     return {"values": module.values, "metrics": plain(dict(trainer.callback_metrics))}
 
 
+class ReducesLoss(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+class GathersInputs(cases.Classifier):
+    """As CLIP gathers the features of all ranks, by a name of its own and with gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = torch.cat(gather_with_gradients(batch[0]))
+        return F.cross_entropy(self(batch[0] + 0 * inputs.mean()), batch[1])
+
+
+class Waits(cases.Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        dist.barrier()
+
+
+class ReducingLayer(nn.Linear):
+    """As the code book of a vector quantizer, which is averaged over all ranks while it trains."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and dist.is_initialized():
+            dist.all_reduce(x.detach().mean(0))
+        return super().forward(x)
+
+
+class LayerReduces(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = ReducingLayer(cases.NUM_FEATURES, cases.WIDTH)
+
+
+class AsksOnly(cases.Classifier):
+    """Questions, and collectives of this rank alone, go on."""
+
+    own: Any = None
+
+    def setup(self, stage: str) -> None:
+        self.own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        dist.all_reduce(torch.ones(dist.get_world_size()), group=self.own)
+        return super().training_step(batch, batch_idx) + 0.0 * dist.get_rank()
+
+
+def collectives(host: Host) -> dict[str, Any]:
+    """They hung, which was told after 20 s, and on most machines only by a watchdog after minutes."""
+
+    def fit(build: Callable[[], Any]) -> str:
+        return refused(lambda: trained(host, seeded(build), validation=cases.loader(37), max_epochs=1))
+
+    kinds = (ReducesLoss, GathersInputs, Waits, LayerReduces, AsksOnly)
+    return run_chosen({kind.__name__: lambda kind=kind: fit(kind) for kind in kinds})
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
@@ -661,7 +724,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        refused_predictions, unread, counted, unsendable, drawing_cases.alike, drawing_cases.unlike,
+        refused_predictions, unread, counted, collectives, unsendable, drawing_cases.alike, drawing_cases.unlike,
         *loop_cases.ONLY_PIPELINE[2],
     ],
     4: [gathers, *loop_cases.ONLY_PIPELINE[4]],

@@ -169,6 +169,22 @@ def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     assert errors["works"] == "not refused"
 
 
+@pytest.mark.parametrize(
+    "build, sentence",
+    [
+        ("ReducesLoss", "training_step calls torch.distributed.all_reduce at step_cases.py:"),
+        ("GathersInputs", "training_step calls torch.distributed.all_gather at step_cases.py:"),
+        ("Waits", "validation_step calls torch.distributed.barrier at step_cases.py:"),
+        ("LayerReduces", "forward() or a layer calls torch.distributed.all_reduce at step_cases.py:"),
+        ("AsksOnly", "not refused"),
+    ],
+)
+def test_collectives_that_no_other_stage_comes_to_are_refused(two: Records, build: str, sentence: str) -> None:
+    """They hung."""
+    [found] = (value for name, value in two.of("collectives").items() if name == build)
+    assert sentence in found and ("in a hook" in found or build == "AsksOnly")
+
+
 def test_ranks_draw_the_same_data_whatever_their_layers_draw(two: Records) -> None:
     found = two.of("alike")  # the same on every rank
     assert {name: len(batches) for name, batches in found.items()} == {"workers": 6, "shuffled": 6}
