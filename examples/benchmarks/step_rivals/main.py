@@ -1,0 +1,139 @@
+"""Is a published schedule ever faster than the step that the planner finds? 200 settings, judged by the replay.
+
+    python examples/benchmarks/step_rivals/main.py rivals [--numbers 0 1 2 ...] [--jobs 1]
+    python examples/benchmarks/step_rivals/main.py plans [--algorithms madpipe contiguous] [--time-limit 20]
+        [--numbers ...] [--jobs 1] [--label NAME]
+    python examples/benchmarks/step_rivals/main.py report [--label NAME]
+
+``rivals`` finds the best of each published schedule (``rivals.py``). ``plans`` asks the planner, in a new process
+for each plan. ``report`` writes ``results/report_NAME.md``. A line is written as soon as it is known, and what
+``results/`` has is not done again: a run may be stopped, continued and split. To plan again, give another label.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from judge import check
+from rivals import FAMILIES, best_of
+from rows import read_rows, run_jobs
+from settings import Setting, chain_of, read_settings
+from step_report import report
+
+from deepspeed_partition import InfeasibleError, make_plan
+
+RESULTS = HERE / "results"
+ALGORITHMS = ("madpipe", "contiguous")
+
+
+def rivals_row(setting: Setting) -> dict[str, Any]:
+    """Return the best of each family in a setting."""
+    chain, found = chain_of(setting.network), {}
+    started = time.process_time()
+    for family in FAMILIES:
+        winner = best_of(chain, setting.platform, setting.num_micro_batches, family)
+        if winner is not None:
+            rival = winner.rival
+            found[family] = {
+                "step_seconds": winner.step_seconds,
+                "peak_bytes": winner.peak_bytes,
+                "chunks": rival.chunks,
+                "cuts": list(rival.cuts),
+                "recomputes": rival.recomputes,
+                "most_alive": rival.most_alive,
+            }
+    return {"number": setting.number, "rivals": found, "processor_seconds": time.process_time() - started}
+
+
+def plan_row(setting: Setting, algorithm: str, time_limit: float) -> dict[str, Any]:
+    """Plan once, in a process that did nothing before; return what the replay finds, and what planning took."""
+    chain = chain_of(setting.network)
+    if chain.digest() != setting.digest:
+        raise ValueError(f"setting {setting.number} was drawn for another {setting.network}: run settings.py")
+    row: dict[str, Any] = {"number": setting.number, "algorithm": algorithm, "time_limit_seconds": time_limit}
+    started = time.process_time()
+    try:
+        plan = make_plan(
+            chain,
+            setting.platform,
+            algorithm,
+            num_micro_batches=setting.num_micro_batches,
+            time_limit_seconds=time_limit,
+        )
+    except InfeasibleError as refusal:
+        row["refusal"] = str(refusal)
+        plan = None
+    row["processor_seconds"] = time.process_time() - started
+    row["most_bytes"] = _most_bytes()
+    if plan is not None:
+        assert plan.step is not None
+        found = check(plan, chain)
+        row |= {
+            "step_seconds": found.step_seconds,
+            "peak_bytes": found.peak_bytes,
+            "cuts": plan.boundaries,
+            "devices": [stage.device for stage in plan.stages],
+            "in_flight": [stage.in_flight for stage in plan.stages],
+            "recomputes": any(stage.blocks for stage in plan.stages),
+        }
+        for key in ("step_lower_bound_seconds", "step_proved"):
+            value = getattr(plan, key, None)
+            if value is None:
+                value = getattr(plan.step, key.removeprefix("step_"), None)
+            if value is not None:
+                row[key] = value
+    return row
+
+
+def _most_bytes() -> int | None:
+    """Return the most memory that this process had; None where the system does not say (Linux does)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("rivals", "plans", "report"))
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
+    parser.add_argument("--time-limit", type=float, default=20.0, help="processor seconds of each plan")
+    parser.add_argument("--numbers", nargs="+", type=int, help="of the settings; left out: all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--label", default="202611", help="name of the plans in results/")
+    arguments = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    settings = [each for each in read_settings() if arguments.numbers is None or each.number in arguments.numbers]
+    rivals_path, plans_path = RESULTS / "rivals.jsonl", RESULTS / f"plans_{arguments.label}.jsonl"
+    if arguments.what == "rivals":
+        done = {row["number"] for row in read_rows(rivals_path)}
+        run_jobs(rivals_path, [(rivals_row, each) for each in settings if each.number not in done], arguments.jobs)
+    elif arguments.what == "plans":
+        known = {(row["number"], row["algorithm"]) for row in read_rows(plans_path)}
+        run_jobs(
+            plans_path,
+            [
+                (plan_row, each, algorithm, arguments.time_limit)
+                for algorithm in arguments.algorithms
+                for each in settings
+                if (each.number, algorithm) not in known
+            ],
+            arguments.jobs,
+        )
+    else:
+        text = report([asdict(each) for each in settings], read_rows(rivals_path), read_rows(plans_path))
+        (RESULTS / f"report_{arguments.label}.md").write_text(text, encoding="utf-8")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
