@@ -2,9 +2,10 @@
 
     python examples/profiles/vision/vision.py
 
-writes a file for each beside this one. Nothing was measured. The networks, their sources and the device (12 TFLOP/s,
-900 GB/s) are those of ``examples/benchmarks/madpipe_vs_pipedream`` (``vision_networks.py``, ``computed.py``). Images
-have 1000 x 1000 pixels, micro-batches 8 of them. A layer keeps what autograd keeps. It needs torch.
+writes a file for each beside this one. Nothing was measured. The networks, their sources and the device (12
+TFLOP/s, 900 GB/s) are those of ``examples/benchmarks/madpipe_vs_pipedream``, in ``vision_networks.py`` and
+``computed.py``. Images have 1000 x 1000 pixels, micro-batches 8 of them. A layer keeps what autograd keeps. It
+needs torch.
 """
 
 from __future__ import annotations
