@@ -54,8 +54,9 @@ def engine_for_plan(
     transfers_class: type[Transfers] = Transfers,
     *,
     told_each_time: bool = False,
+    micro_batch_size: int = 1,
 ) -> deepspeed.PipelineEngine:
-    """Our engine on any plan, with micro-batches of one sample.
+    """Our engine on any plan.
 
     Args:
         told_each_time: shapes come with every activation, which a CPU has, and a GPU if its user asks for it.
@@ -64,7 +65,10 @@ def engine_for_plan(
     module = PipelineModule(layers, num_stages=plan.platform.num_devices, plan=plan, loss_fn=loss_fn)
     parameters = list(module.parameters())
     engine = initialize_with(
-        engine_class, model=module, config=_config(micro_batches, 1), model_parameters=parameters
+        engine_class,
+        model=module,
+        config=_config(micro_batches, micro_batch_size),
+        model_parameters=parameters,
     )[0]
     engine.dynamic_shape = told_each_time
     return engine
