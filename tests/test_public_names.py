@@ -74,6 +74,10 @@ ADDED = {
     "schemas/plan.schema.json/properties/platform/properties/optimizer_step/enum/1",
     "schemas/plan.schema.json/properties/proved_of/enum/0",
     "schemas/plan.schema.json/properties/proved_of/enum/1",
+    "schemas/plan.schema.json/properties/step_gap/minimum",
+    "schemas/plan.schema.json/properties/step_gap/type",
+    "schemas/plan.schema.json/properties/step_lower_bound_seconds/$ref",
+    "schemas/plan.schema.json/properties/step_proved/type",
     "schemas/plan.schema.json/properties/zero_stage/enum/0",
     "schemas/plan.schema.json/properties/zero_stage/enum/1",
 }

@@ -21,7 +21,11 @@ from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step, fits
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
+
+PARTS = 10**6
+"""Proofs hold to one part in so many."""
 
 
 def assemble(
@@ -47,7 +51,7 @@ def assemble(
     steady = _steady_state(problem, found, chosen_period, None if step is None else step.recomputed)
     seconds, period_seconds = problem.times.clock.seconds, steady.schedule.period_seconds
     bound_seconds = seconds(lower_bound(problem))
-    # Nothing is proved about a step.
+    # A plan with a step is made for that one: what is proved of it is a part of it.
     proved_class = None if step is not None else _proved_class(problem, answer, steady.period)
     cuts = steady.placement.cuts
     plan = Plan(
@@ -65,7 +69,7 @@ def assemble(
         operations=steady.schedule.operations,
         memory=steady.memory,
         peak_memory_bytes=tuple(use.total for use in steady.memory),
-        step=None if step is None else _step_plan(problem, steady.placement, step),
+        step=None if step is None else _step_plan(problem, answer, steady.placement, step),
         data_parallel=problem.num_pipelines,
         zero_stage=problem.zero_stage if problem.num_pipelines else None,
         allreduce_seconds=tuple(problem.allreduce_seconds(cuts)) if problem.num_pipelines else (),
@@ -161,7 +165,7 @@ def _planned_stages(problem: Problem, steady: _SteadyState) -> tuple[PlannedStag
     return tuple(stages)
 
 
-def _step_plan(problem: Problem, placement: Placement, step: Step) -> StepPlan:
+def _step_plan(problem: Problem, answer: Answer, placement: Placement, step: Step) -> StepPlan:
     assert problem.num_micro_batches is not None
     seconds = problem.times.clock.seconds
     blocking = None
@@ -169,12 +173,23 @@ def _step_plan(problem: Problem, placement: Placement, step: Step) -> StepPlan:
     if placement.is_contiguous and not placement.recomputed and fits(in_deepspeed, placement.cuts):
         blocking = seconds(problem.blocking_step(placement.cuts, problem.num_micro_batches))
     idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - len(step.orders))
+    bound = max(step.bound, step_lower_bound(problem, contiguous=_makes_contiguous_alone(problem, answer)))
+    step_seconds, bound_seconds = seconds(step.ticks), seconds(bound)
     return StepPlan(
         num_micro_batches=problem.num_micro_batches,
-        step_seconds=seconds(step.ticks),
+        step_seconds=step_seconds,
         blocking_step_seconds=blocking,
         order=step.orders + idle,
+        lower_bound_seconds=bound_seconds,
+        gap=step_seconds / bound_seconds - 1,
+        proved=(step.ticks - bound) * PARTS <= step.ticks,
     )
+
+
+def _makes_contiguous_alone(problem: Problem, answer: Answer) -> bool:
+    """Return whether the algorithm chooses among contiguous partitions, and among no others."""
+    constraints = problem.constraints
+    return constraints.exactly or constraints.every_stage_trains or answer.step_search == "contiguous"
 
 
 def _as_replayed(plan: Plan, found: Replay) -> Plan:

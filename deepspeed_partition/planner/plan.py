@@ -14,6 +14,8 @@ from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation
 
 PLAN_FORMAT = "madpipe-plan/1"
+STEP_BOUNDS = ("step_lower_bound_seconds", "step_gap", "step_proved")
+"""Keys of a plan file that say how near a step is to the shortest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,14 @@ class StepPlan:
     """Seconds of the step in DeepSpeed's own engine; None where it cannot run the allocation."""
     order: tuple[Order, ...]
     """Forwards and backwards of each device, in order."""
+    lower_bound_seconds: float | None = None
+    """Seconds; no order of these micro-batches is shorter if transfers overlap, of any allocation that the
+    algorithm may choose: of contiguous partitions where it makes no others. None: a plan from before there were
+    bounds, or one that is made by hand."""
+    gap: float | None = None
+    """Relative distance to the lower bound: ``step_seconds / lower_bound_seconds - 1``."""
+    proved: bool | None = None
+    """True: no such order has a shorter step, to one part in a million."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +113,8 @@ class Plan:
     gap: float
     """Relative distance to the lower bound: ``period_seconds / lower_bound_seconds - 1``."""
     proved: bool
-    """True: nothing better exists in ``proved_class``, no shorter period, or as ``proved_of`` says. Nothing is
-    proved about a step, so a plan with one is not proved."""
+    """True: nothing better exists in ``proved_class``, no shorter period, or as ``proved_of`` says. A plan with a
+    step is not proved, for its period is not what was searched; ``step_proved`` is what is proved of the step."""
     proved_class: str | None = None
     """Allocations among which the plan is proved best: ``"contiguous"``, ``"one special device"`` (only one has
     several stages), or ``"any allocation"``. Layers that follow one another on a device count as one stage in all
@@ -171,6 +181,21 @@ class Plan:
         """Seconds of the step in DeepSpeed's own engine; None without a step, or where it cannot run it."""
         return self.step.blocking_step_seconds if self.step else None
 
+    @property
+    def step_lower_bound_seconds(self) -> float | None:
+        """Seconds that no order of any allocation that the algorithm may choose beats; None where not known."""
+        return self.step.lower_bound_seconds if self.step else None
+
+    @property
+    def step_gap(self) -> float | None:
+        """Relative distance of the step to its lower bound; None without one."""
+        return self.step.gap if self.step else None
+
+    @property
+    def step_proved(self) -> bool | None:
+        """Whether the step is proved to be the shortest; None without a step, or where it is not known."""
+        return self.step.proved if self.step else None
+
     def check_chain(self, chain: Chain) -> None:
         """Refuse a chain that the plan was not made for.
 
@@ -227,6 +252,10 @@ class Plan:
             data["step_seconds"] = self.step.step_seconds
             if self.step.blocking_step_seconds is not None:
                 data["blocking_step_seconds"] = self.step.blocking_step_seconds
+            for key in STEP_BOUNDS:
+                value = getattr(self.step, key.removeprefix("step_"))
+                if value is not None:
+                    data[key] = value
             data["order"] = [[list(entry) for entry in order] for order in self.step.order]
         return data
 
@@ -354,5 +383,8 @@ def _step_from_dict(mapping: Mapping[str, Any], where: str) -> StepPlan | None:
         num_micro_batches=int(mapping["num_micro_batches"]),
         step_seconds=float(mapping["step_seconds"]),
         blocking_step_seconds=None if blocking is None else float(blocking),
+        lower_bound_seconds=_optional_float(mapping.get("step_lower_bound_seconds")),
+        gap=_optional_float(mapping.get("step_gap")),
+        proved=mapping.get("step_proved"),
         order=tuple(tuple((name, int(number)) for name, number in order) for order in mapping["order"]),
     )

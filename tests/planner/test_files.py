@@ -252,7 +252,8 @@ def test_the_plan_file_has_the_documented_fields():
     assert list(plan) == [
         "format", "chain", "platform", "algorithm", "period_seconds", "lower_bound_seconds", "gap", "proved",
         "class_lower_bound_seconds", "stages", "operations", "peak_memory_bytes", "memory",
-        "planning_seconds", "num_micro_batches", "step_seconds", "blocking_step_seconds", "order",
+        "planning_seconds", "num_micro_batches", "step_seconds", "blocking_step_seconds",
+        "step_lower_bound_seconds", "step_gap", "step_proved", "order",
     ]  # fmt: skip
     assert plan["format"] == "madpipe-plan/1"
     assert plan["stages"][0].keys() == {

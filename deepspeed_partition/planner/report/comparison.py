@@ -28,6 +28,7 @@ from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.replication import Replicated, partition_replicated
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS
+from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
@@ -66,6 +67,9 @@ class Comparison:
     replicated: Replicated | None
     """Result of PipeDream's partitioner where it may replicate stages. None: there are more than
     ``MOST_REPLICAS`` devices, or the time was up."""
+    step_lower_bound_seconds: float | None = None
+    """Seconds; no order of any allocation has a shorter step. None: no step was asked for, or several
+    pipelines share it, and each number of them has a bound of its own."""
 
     @property
     def fitting(self) -> list[Contender]:
@@ -106,12 +110,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data, in seconds and bytes."""
+        of_step = self.step_lower_bound_seconds
         return {
             "chain": {
                 "name": self.chain.name, "num_layers": self.chain.num_layers, "digest": self.chain.digest(),
             },
             "platform": self.platform.to_dict(),
             "lower_bound_seconds": self.lower_bound_seconds,
+            **({} if of_step is None else {"step_lower_bound_seconds": of_step}),
             "pipedream_replicated": None if self.replicated is None else self.replicated.to_dict(),
             "algorithms": [self._row(contender) for contender in self.contenders],
         }  # fmt: skip
@@ -147,6 +153,9 @@ class Comparison:
             row["num_micro_batches"] = plan.step.num_micro_batches
             row["step_seconds"] = plan.step.step_seconds
             row["blocking_step_seconds"] = plan.step.blocking_step_seconds
+            row["step_lower_bound_seconds"] = plan.step.lower_bound_seconds
+            row["step_gap"] = plan.step.gap
+            row["step_proved"] = plan.step.proved
         return row
 
 
@@ -204,6 +213,9 @@ def compare(
         contenders=tuple(contenders[name] for name in names),
         replicated=replicated,
         lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
+        step_lower_bound_seconds=None
+        if num_micro_batches is None or data_parallel is not None
+        else problem.times.clock.seconds(step_lower_bound(problem, contiguous=False)),
     )
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed_partition.planner.data_parallel import bytes_sent_without_pipeline, seconds_of
-from deepspeed_partition.planner.plan import Plan, PlannedStage
+from deepspeed_partition.planner.plan import Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS, REPLICATED, ReplicatedStage
@@ -70,7 +70,7 @@ def promises(plan: Plan) -> Iterator[str]:
         in_deepspeed = "" if blocking is None else f"{format_seconds(blocking)} in DeepSpeed's engine, "
         yield (
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
-            f"{format_seconds(plan.step.step_seconds)} if transfers overlap, the best found and not proved"
+            f"{format_seconds(plan.step.step_seconds)} if transfers overlap, {_step_proof(plan.step)}"
         )
     if plan.data_parallel is not None:
         longest = format_seconds(max(plan.allreduce_seconds))
@@ -83,6 +83,14 @@ def promises(plan: Plan) -> Iterator[str]:
                 else ""
             )
         )
+
+
+def _step_proof(step: StepPlan) -> str:
+    """Say how near a step is to the shortest one."""
+    if step.lower_bound_seconds is None or step.gap is None:
+        return "the best found and not proved"
+    proof = "proved best" if step.proved else "the best found and not proved"
+    return f"lower bound {format_seconds(step.lower_bound_seconds)} (gap {step.gap:.1%}, {proof})"
 
 
 def stage_table(plan: Plan) -> Table:
@@ -117,13 +125,15 @@ def comparison_table(comparison: Comparison) -> Table:
     chain, platform = comparison.chain, comparison.platform
     title = (
         f"{printable(chain.name)}: {chain.num_layers} layers on {platform.num_devices} devices of "
-        f"{format_bytes(platform.memory_bytes)}, lower bound {format_seconds(comparison.lower_bound_seconds)}; "
+        f"{format_bytes(platform.memory_bytes)}, {_lower_bounds(comparison)}; "
         "sent: in all, and as part of what plain data parallelism would send"
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("algorithm", overflow="fold", min_width=len("pipedream-blind"))
     steps = any(each.plan is not None and each.plan.step is not None for each in comparison.contenders)
-    for name in ("period", *(("step",) if steps else ()), "x best", "gap", "proved"):
+    with_step = ("period", "gap", "step", "step gap", "x best", "step proved")
+    times = with_step if steps else ("period", "x best", "gap", "proved")
+    for name in times:
         table.add_column(
             name, justify="right", no_wrap=True, min_width=len("1.234 s") if name == "step" else len(name)
         )
@@ -133,21 +143,34 @@ def comparison_table(comparison: Comparison) -> Table:
     for contender in comparison.contenders:
         name, plan = printable(contender.algorithm), contender.plan
         if plan is None:
-            table.add_row(name, *["-"] * (6 if steps else 5), *_refusal(contender))
+            table.add_row(name, *["-"] * (len(times) + 1), *_refusal(contender))
             continue
         table.add_row(
             name,
-            format_seconds(plan.period_seconds),
-            *([format_seconds(contender.seconds)] if steps else []),
-            f"{comparison.ratio_to_best(contender):.3f}",
-            f"{plan.gap:.1%}",
-            "-" if steps else "yes" if plan.proved else "no",  # nothing is proved about a step
+            *_times(comparison, contender, plan),
             _sent(comparison, contender),
             ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
             allocation_text(plan),
         )
     table.add_row(*_replicated_row(comparison, steps=steps))
     return table
+
+
+def _lower_bounds(comparison: Comparison) -> str:
+    """Say below what no period, and no step, of any allocation can be."""
+    text = f"lower bound {format_seconds(comparison.lower_bound_seconds)}"
+    of_step = comparison.step_lower_bound_seconds
+    return text if of_step is None else f"{text} (period), {format_seconds(of_step)} (step)"
+
+
+def _times(comparison: Comparison, contender: Contender, plan: Plan) -> list[str]:
+    """Cells of a row: the period, and the step where there is one, each with its own gap."""
+    period, gap = format_seconds(plan.period_seconds), f"{plan.gap:.1%}"
+    ratio = f"{comparison.ratio_to_best(contender):.3f}"
+    if plan.step is None:
+        return [period, ratio, gap, "yes" if plan.proved else "no"]
+    step_gap = "-" if plan.step.gap is None else f"{plan.step.gap:.1%}"
+    return [period, gap, format_seconds(contender.seconds), step_gap, ratio, "yes" if plan.step.proved else "no"]
 
 
 def replicated_note() -> str:
@@ -161,17 +184,14 @@ def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
     if found is None:
         too_many = comparison.platform.num_devices > MOST_REPLICAS
         why = f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
-        return [REPLICATED_ROW, *["-"] * (6 if steps else 5), "refused", why]
+        return [REPLICATED_ROW, *["-"] * (7 if steps else 5), "refused", why]
     period, most = found.pipeline.period_seconds, max(found.fewest_bytes)
     best = min((each.seconds for each in comparison.fitting), default=period)
     over = most > comparison.platform.memory_bytes
     return [
         REPLICATED_ROW,
         format_seconds(period),
-        *(["-"] if steps else []),
-        "-" if steps else f"{period / best:.3f}",
-        "-",
-        "-" if steps else "no",
+        *(["-"] * 5 if steps else [f"{period / best:.3f}", "-", "no"]),
         "-"
         if steps
         else _share(
@@ -244,7 +264,7 @@ def frontier_table(frontier: Frontier) -> Table:
             format_bytes(most - memory),
             format_seconds(seconds_of(plan)),
             f"{frontier.slowdown(plan):.1%}",
-            "-" if plan.step is not None else "yes" if plan.proved else "no",  # nothing is proved about a step
+            "yes" if (plan.proved if plan.step is None else plan.step.proved) else "no",
             allocation_text(plan),
         )
     return table

@@ -2,8 +2,9 @@
 
 It shares only the data types (and the clock) with the planner: durations, dependencies, overlaps and bytes are
 derived here a second time, from the chain and from the operations alone. Two instants are compared in ticks of
-the clock, since counts depend on them; a rule counts as broken beyond a tolerance. The lower bound and
-DeepSpeed's own step (``blocking_step_seconds``) are no property of the operations and are not checked.
+the clock, since counts depend on them; a rule counts as broken beyond a tolerance. Lower bounds and DeepSpeed's
+own step (``blocking_step_seconds``) are no property of the operations: it is checked only that no lower bound is
+above what runs, and that gaps and proofs say the same as the bounds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from deepspeed_partition.planner.clock import Clock
-from deepspeed_partition.planner.plan import MemoryUse, Plan
+from deepspeed_partition.planner.plan import MemoryUse, Plan, StepPlan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, costs_of, peaks_of
@@ -24,6 +25,8 @@ from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step,
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
+LARGEST_PROVED_GAP = 2e-6
+"""Largest gap of a step that is proved: proofs hold to one part in a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,3 +225,17 @@ def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[Dev
         gap = plan.period_seconds / plan.lower_bound_seconds - 1 if plan.lower_bound_seconds else math.inf
         if not abs(gap - plan.gap) <= 1e-3:
             yield f"the gap to the lower bound is {gap:.4f} and the plan says {plan.gap:.4f}"
+    if plan.step is not None and plan.step.lower_bound_seconds is not None:
+        yield from _step_bound_violations(plan.step, plan.step.lower_bound_seconds)
+
+
+def _step_bound_violations(step: StepPlan, bound: float) -> Iterator[str]:
+    """Yield a sentence where a step, its lower bound, its gap and its proof contradict one another."""
+    if bound > step.step_seconds * (1 + TOLERANCE):
+        yield f"the step of {step.step_seconds:.9g} s is below its lower bound of {bound:.9g} s"
+        return
+    gap = step.step_seconds / bound - 1 if bound else math.inf
+    if step.gap is not None and not abs(gap - step.gap) <= 1e-3:
+        yield f"the gap of the step to its lower bound is {gap:.4f} and the plan says {step.gap:.4f}"
+    if step.proved and gap > LARGEST_PROVED_GAP:
+        yield f"the step is {gap:.2g} above its lower bound and the plan says that it is proved"

@@ -34,7 +34,7 @@ def lower_bound(problem: Problem) -> Fraction:
     """
     chain, platform, times = problem.chain, problem.platform, problem.times
     total = int(times.compute[-1])
-    bound = max(Fraction(total, platform.num_devices), Fraction(_blocks(times, platform.num_devices)))
+    bound = max(Fraction(total, platform.num_devices), Fraction(blocks_bound(times, platform.num_devices)))
     stashed, memory_bytes = 0, platform.memory_bytes - platform.fixed_bytes
     savings: list[tuple[int, int]] = []
     for index, layer in enumerate(chain.layers):
@@ -53,10 +53,10 @@ def lower_bound(problem: Problem) -> Fraction:
         return bound
     if not savings:
         return max(bound, Fraction(stashed, room))
-    return max(bound, _with_savings(total, stashed, savings, room, platform.num_devices))
+    return max(bound, with_savings(total, stashed, savings, room, platform.num_devices))
 
 
-def _with_savings(
+def with_savings(
     total: int, stashed: int, savings: list[tuple[int, int]], room: int, num_devices: int
 ) -> Fraction:
     """Return the least period for which there is room for what is kept, and time for what is recomputed.
@@ -81,7 +81,7 @@ def _with_savings(
     return max(Fraction(total, num_devices), Fraction(stashed, room))
 
 
-def _blocks(times: TimedChain, num_devices: int) -> int:
+def blocks_bound(times: TimedChain, num_devices: int) -> int:
     """Return the least period, in ticks, at which the blocks fit onto the devices."""
     least, most = 0, int(times.compute[-1])
     while least < most:

@@ -177,6 +177,8 @@ class Step:
     ticks: int
     recomputed: tuple[Blocks, ...] = ()
     """Layers that are recomputed, for each stage of a contiguous partition; empty where none is."""
+    bound: int = 0
+    """Ticks; a search that proves something has found that no step is shorter."""
 
 
 @dataclass(frozen=True, slots=True)

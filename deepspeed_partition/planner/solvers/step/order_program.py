@@ -1,7 +1,7 @@
 """The shortest order of one step of one allocation, by a constraint program: exact, for small steps.
 
-Each forward, backward and transfer of each micro-batch is an interval. Intervals of a device, and of a link, do not
-overlap; a micro-batch follows its path; a receiver has ``slots`` places for tensors that wait. The memory of a
+Each forward, backward and transfer of each micro-batch is an interval. Intervals of a device, and of a link, do
+not overlap; a micro-batch follows its path; a receiver has ``slots`` places for tensors that wait. The memory of a
 device is a cumulative resource: a micro-batch holds its stash from the begin of the forward to the end of the
 backward, what runs has its transient bytes, and gradients come with the first backward.
 
@@ -11,10 +11,10 @@ behind the k-th end of the one before it, for the number of begins never exceeds
 device depend on these numbers alone.
 
 The program is a relaxation of the simulated step (``step_simulator.py``) in three places: operations and
-transfers may begin later than they could, unless ``greedy`` forbids that with many more constraints; tensors that wait beyond the
-reserved buffers take no bytes; and times and bytes that need more digits than ``TIME_STEPS`` and ``BYTE_STEPS`` are
-rounded down. So its optimum is a lower bound of the step of the allocation, and an order that it finds counts only as
-it is simulated.
+transfers may begin later than they could, unless ``greedy`` forbids that with many more constraints; tensors that
+wait beyond the reserved buffers take no bytes; and times and bytes that need more digits than ``TIME_STEPS`` and
+``BYTE_STEPS`` are rounded down. So its optimum is a lower bound of the step of the allocation, and an order that
+it finds counts only as it is simulated.
 
 Method: constraint programming with clause learning (CP-SAT of OR-tools); not in the papers. Cost: exponential.
 OR-tools is an extra (``madpipe[exact]``) and imported where it is used.
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any
 
@@ -97,7 +97,7 @@ class OrderProgram:
         self.model.minimize(self.step)
 
     def solve(self, shorter_than: int, deadline: Deadline, at_most_seconds: float) -> Solved:
-        """Return the shortest step, where it is shorter than ``shorter_than`` ticks; and a lower bound in any case.
+        """Return the shortest step, if it is shorter than ``shorter_than`` ticks, and a lower bound in any case.
 
         Args:
             at_most_seconds: seconds of the processor after which the bound counts that is known by then.
@@ -143,7 +143,7 @@ class OrderProgram:
             model.add_no_overlap([span for position in mine for span in spans[position]])
         for position, begins in enumerate(self.begins):
             size = engine.ticks[position] // self.unit
-            for before, after in zip(begins, begins[1:], strict=False):
+            for before, after in pairwise(begins):
                 model.add(after >= before + size)
             model.add(self.step >= begins[-1] + size + engine.allreduce[position] // self.unit)
             if position + 1 < len(self.begins) and engine.send[position] is None:

@@ -1,0 +1,423 @@
+"""Lower bounds of a step: no order of its micro-batches is shorter, of any allocation that may be chosen.
+
+A device whose first layer is l is idle while the first micro-batch comes to it, at least ``F(l)``, the forwards of
+the layers before, and a transfer; and behind its last backward for ``B(l)``. Devices have distinct first layers,
+the first of all is 0, and a device has only layers behind its first one. So within T ticks a device with first
+layer l has at most
+
+    (T - head(l) - tail(l)) / m       ticks of layers, for m micro-batches,
+
+and the layers up to any one must have room on the devices whose first layers are among them (``_fits``). The same
+holds for forwards alone (behind the last one, a micro-batch goes to the end and all the way back), for backwards
+alone, and for bytes times ticks: by Little's law a micro-batch holds ``stash(l)`` while l and all layers behind it
+compute, and weights stay all the time. What a device can have is less than its room where layers do not fill it:
+
+- where the layers are of few kinds, the largest sum of layers that fits, in its time and its memory;
+- for any superadditive function u, ``sum u(layer) <= u(room)``: ``u(x) = floor(x / t)`` for times t of layers
+  counts layers (dual feasible functions; S. Fekete and J. Schepers, "New classes of fast lower bounds for bin
+  packing problems", 2001).
+
+Besides there are the path of a micro-batch, each layer alone with its memory, and links. All times are least ones:
+without recomputation, without transfers that an allocation might avoid. Memory counts what any order holds:
+gradients come in the middle of a step, and layers that may be recomputed may keep nothing.
+
+Contiguous partitions have a tighter bound. In a partition whose cuts before layer k take S ticks for a tensor one
+way, the stage of layers k to l needs ``2 S + X(k, l)`` ticks for its work, its link, its turn (the way to the end
+and back), and its memory. The least maximum over all partitions is found by bisection: the least S for each layer
+and number of stages at which every stage so far needs at most T.
+
+Method: own; not in the papers. Cost for L layers and P devices: O(L log P) for each of some hundred decisions, and
+for contiguous partitions O(P L^2) for each of at most 50 decisions, fewer where ``MOST_WORK`` says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from heapq import heappush, heappushpop
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
+from deepspeed_partition.planner.solvers.interface import Problem
+
+MOST_SUMS = 20_000
+"""Most sums of layers of a device that are listed."""
+MOST_COUNTED = 12
+"""Most times t for which layers are counted by ``floor(x / t)``."""
+MOST_WORK = 3 * 10**8
+"""Most numbers that the bound of contiguous partitions looks at."""
+ROUNDING = 1e-9
+"""Relative error that products of bytes and ticks may have."""
+Integers = NDArray[np.int64]
+
+
+def step_lower_bound(problem: Problem, *, contiguous: bool) -> int:
+    """Return ticks than which no step is shorter.
+
+    Args:
+        contiguous: bound the steps of contiguous partitions alone.
+    """
+    bounds = StepBounds(problem)
+    bound = bounds.of_any_allocation()
+    return bounds.unit * (bounds.of_contiguous(bound) if contiguous else bound)
+
+
+class StepBounds:
+    """Lower bounds of the step of a problem; ticks and bytes are those of the chain, per micro-batch."""
+
+    def __init__(self, problem: Problem) -> None:
+        assert problem.num_micro_batches is not None
+        self.problem, self.m = problem, problem.num_micro_batches
+        chain, times, platform = problem.chain, problem.times, problem.platform
+        self.size = chain.num_layers
+        self.num_devices = min(platform.num_devices, self.size)
+        allreduce = [times.clock.ticks(each) for each in problem.allreduce_seconds(tuple(range(self.size + 1)))]
+        longest = 4 * self.m * (int(times.compute[-1]) + int(times.round_trip.sum())) + max(allreduce)
+        self.unit = 1 + longest // 2**62
+        """Ticks in which everything here is counted, rounded down, so that sums have 64 bits."""
+        self.f, self.b = np.diff(times.forward) // self.unit, np.diff(times.backward) // self.unit
+        self.F, self.B, self.send = _prefix(self.f), _prefix(self.b), times.one_way[:-1] // self.unit
+        self.c, self.C = self.f + self.b, self.F + self.B
+        reduce = np.array(allreduce, dtype=np.int64) // self.unit
+        # From the backward of a layer to the end of the step: through each layer before, and its all-reduce.
+        latest = np.maximum.accumulate(reduce - self.B[:-1])
+        self.after: Integers = self.B[:-1] + latest
+        """Ticks from the end of the backward of each layer to the end of the step, shape (L,)."""
+        self.head: Integers = self.F[:-1] + self.send
+        """Ticks before the first forward of a device, by its first layer, shape (L,)."""
+        behind = np.concatenate([[0], self.B[1:-1] + latest[:-1]])
+        self.tail: Integers = np.maximum(reduce, self.send + behind)
+        """Ticks behind the last backward of a device, by its first layer, shape (L,)."""
+        first, last = (problem.flushes[0], problem.flushes[-1]) if problem.flushes else (1, 1)
+        self.first_backward = int(self.F[-1]) + (first - 1) * int(self.f.max())
+        """Ticks before the first backward of all."""
+        self.last_forward = int(self.B[-1] + max(latest[-1], ((last - 1) * self.b + latest).max()))
+        """Ticks behind the last forward of the last layer."""
+        self.flushes_once = problem.flushes is not None and len(problem.flushes) == 1
+        self._describe_memory()
+
+    def _describe_memory(self) -> None:
+        problem = self.problem
+        chain, platform = problem.chain, problem.platform
+        self.room = platform.memory_bytes - platform.fixed_bytes
+        may_run_twice = [problem.recomputation is not None and layer.recomputable for layer in chain.layers]
+        self.stash = [
+            0 if twice else chain.stash(layer) for layer, twice in zip(chain.layers, may_run_twice, strict=True)
+        ]
+        """Bytes that each micro-batch holds for each layer, at least."""
+        self.savings = [
+            (chain.stash(layer) * int(self.C[-1] - self.C[index]), int(self.f[index]))
+            for index, layer in enumerate(chain.layers)
+            if may_run_twice[index]
+        ]
+        copies, seen = Fraction(str(platform.weight_copies)), set[str]()
+        self.weights: list[int] = []
+        """Bytes for the weights of each layer before their gradients come, at least."""
+        for layer in chain.layers:
+            shared = sum(size for name, size in layer.shared_weights if name in seen)
+            seen |= {name for name, _ in layer.shared_weights}
+            own, kept = layer.weight_bytes - shared, layer.training_bytes
+            if kept is None:
+                self.weights.append(int(copies * own))
+            else:
+                kept -= layer.gradient_bytes
+                self.weights.append(
+                    max(0, kept - (layer.training_bytes or 0) * shared // max(1, layer.weight_bytes) - 1)
+                )
+
+    # Any allocation
+
+    def of_any_allocation(self) -> int:
+        """Return ticks than which no step of any allocation is shorter."""
+        blocks = blocks_bound(self.problem.times, self.num_devices) // self.unit
+        bound = max(int(self._of_layers().max()), self.m * blocks)
+        bound = max(bound, self._of_mean_memory())
+        for decision in self._decisions():
+            bound = _least(decision, bound, self._longest())
+        return bound
+
+    def _longest(self) -> int:
+        """Return ticks in which everything may run, one after the other, on one device."""
+        return int(
+            self.m * self.C[-1] + self.head.max() + self.tail.max() + self.last_forward + self.first_backward
+        )
+
+    def _of_layers(self) -> Integers:
+        """Return the ticks that the step needs for each layer, shape (L,)."""
+        m, F, B = self.m, self.F, self.B
+        work = F[:-1] + m * self.c + self.after
+        backwards = self.first_backward + B[-1] - B[1:] + m * self.b + self.after
+        forwards = F[:-1] + m * self.f + F[-1] - F[1:] + self.last_forward
+        result: Integers = np.maximum(np.maximum(work, backwards), forwards)
+        if self.flushes_once:
+            result = np.maximum(result, work + self.C[-1] - self.C[1:])
+        for index, (stash, weights) in enumerate(zip(self.stash, self.weights, strict=True)):
+            if stash:
+                most = max(1, (self.room - weights) // stash)
+                turns = -(-m // most)
+                through = int(self.C[-1] - self.C[index])
+                result[index] = max(int(result[index]), int(F[index] + self.after[index]) + turns * through)
+        return result
+
+    def _of_mean_memory(self) -> int:
+        """Return the ticks in which all devices have room for all stashes, with savings where layers run twice."""
+        room = self.num_devices * self.room - sum(self.weights)
+        stashed = sum(
+            self.problem.chain.stash(layer) * int(self.C[-1] - self.C[index])
+            for index, layer in enumerate(self.problem.chain.layers)
+        )
+        if room <= 0:
+            return 0
+        total = int(self.C[-1])
+        if not self.savings:
+            return -(-self.m * stashed // room)
+        return int(self.m * with_savings(total, stashed, self.savings, room, self.num_devices))
+
+    def _decisions(self) -> list[Callable[[int], bool]]:
+        """Return questions whether a step may take T ticks; a no holds for smaller T, too."""
+        kinds = (
+            (_Layers(self.c, self._sums(self.c), self._most_compute()), self.head + self.tail),
+            (_Layers(self.f, self._sums(self.f)), self.head + self.last_forward),
+            (_Layers(self.b, self._sums(self.b)), self.first_backward + self.tail),
+        )
+        result = [self._by_numbers(layers, idle, 1) for layers, idle in kinds]
+        result += [
+            self._by_numbers(layers, idle, ticks) for layers, idle in kinds for ticks in _typical(layers.ticks)
+        ]
+        if self.flushes_once:
+            result.append(self._has_room_with_flush)
+        if any(self.stash):
+            result.append(self._has_memory)
+        return result
+
+    def _sums(self, ticks: Integers) -> Integers | None:
+        """Return the sums of layers that a device has memory for, sorted; None where there are too many."""
+        kinds = Counter((int(each), self.stash[index] + self.weights[index]) for index, each in enumerate(ticks))
+        number = 1
+        for count in kinds.values():
+            number *= count + 1
+            if number > MOST_SUMS:
+                return None
+        sums, sizes = np.zeros(1, dtype=np.int64), np.zeros(1)
+        for (each, size), count in kinds.items():
+            counts = np.arange(count + 1)
+            sums = (sums[:, None] + counts * each).ravel()
+            sizes = (sizes[:, None] + counts * float(size)).ravel()
+        result: Integers = np.unique(sums[sizes <= max(0, self.room) * (1 + ROUNDING)])
+        return result
+
+    def _most_compute(self) -> int:
+        """Return the most ticks of layers, of parts of layers too, that a device has memory for."""
+        sizes = [stash + weights for stash, weights in zip(self.stash, self.weights, strict=True)]
+        left, most = self.room, Fraction(0)
+        order = sorted(range(self.size), key=lambda index: sizes[index] / max(1, int(self.c[index])))
+        for index in order:
+            part = Fraction(1) if sizes[index] <= left else Fraction(max(0, left), sizes[index])
+            most += part * int(self.c[index])
+            left -= sizes[index]
+            if part < 1:
+                break
+        return int(most)
+
+    def _by_numbers(self, layers: _Layers, idle: Integers, ticks: int) -> Callable[[int], bool]:
+        """Return the question whether devices have time for all layers, each counted as ``floor(x / ticks)``."""
+        items = layers.ticks // ticks
+
+        def decide(T: int) -> bool:
+            rooms = layers.filled((T - idle) // self.m)
+            counts = np.where(rooms < 0, -1, rooms // ticks)
+            return _fits(items, counts, self._may_begin(T), self.num_devices)
+
+        return decide
+
+    def _may_begin(self, T: int) -> NDArray[np.bool_]:
+        """Return whether a device may begin with each layer: its link has time for all tensors, both ways."""
+        result: NDArray[np.bool_] = self.C[:-1] + 2 * self.m * self.send <= T
+        return result
+
+    def _has_room_with_flush(self, T: int) -> bool:
+        """Return whether devices have time where every forward comes before any backward.
+
+        Between the last forward and the first backward of a device, whose last layer is k, a micro-batch goes from
+        k to the end and back. Last layers are distinct, too.
+        """
+        rooms = np.sort(T - self.head - self.tail)[::-1][: self.num_devices]
+        turns = (self.C[-1] - self.C[1:])[::-1][: self.num_devices]
+        most = max(accumulate(int(room) - int(turn) for room, turn in zip(rooms, turns, strict=True)))
+        return most >= self.m * int(self.C[-1])
+
+    def _has_memory(self, T: int) -> bool:
+        """Return whether the devices have bytes times ticks for all stashes and weights."""
+        idle = self.head + self.tail
+        below = (self.C[-1] - self.C[:-1]).astype(float)
+        held = np.maximum(0, T - np.maximum.accumulate(idle)).astype(float)
+        items = self.m * np.array(self.stash, dtype=float) * below + np.array(self.weights, dtype=float) * held
+        rooms = self.room * np.maximum(0, T - idle).astype(float) * (1 + ROUNDING)
+        every = np.ones(self.size, dtype=np.bool_)
+        return _fits(items, rooms, every, self.num_devices, at_once=False)
+
+    # Contiguous partitions
+
+    def of_contiguous(self, at_least: int) -> int:
+        """Return ticks than which no step of a contiguous partition is shorter; never less than ``at_least``."""
+        constraints = self.problem.constraints
+        most = min(constraints.max_stages, self.size)
+        decisions = min(50, MOST_WORK // (most * self.size**2 + 1))
+        if decisions < 3:
+            return at_least
+        needed = self._needed()
+        low, high = at_least - 1, self._longest() + 2 * int(self.send.sum()) * self.m
+        if not self._has_partition(needed, high, most):
+            return at_least
+        for _ in range(decisions):
+            if high - low <= 1:
+                break
+            middle = (low + high) // 2
+            if self._has_partition(needed, middle, most):
+                high = middle
+            else:
+                low = middle
+        return low + 1
+
+    def _needed(self) -> Integers:
+        """Return X: the ticks of a step for the stage of layers k to l, without transfers before k; [k, l]."""
+        m, problem = self.m, self.problem
+        before = self.C[:, None]
+        sends = np.array([*self.send, 0], dtype=np.int64)
+        f, b = self.F[None, :] - self.F[:, None], self.B[None, :] - self.B[:, None]
+        behind = (self.C[-1] - self.C + 2 * sends)[None, :]
+        work = before + m * (f + b) + (behind if self.flushes_once else 0)
+        turn = before + np.maximum(m * f + b, f + m * b) + behind
+        link = (self.C + 2 * m * sends)[None, :]
+        result: Integers = np.maximum(np.maximum(work, turn), link)
+        most = self._most_in_flight()
+        turns = -(-m // np.clip(most, 1, m))
+        result = np.maximum(result, before + turns * (f + b + behind))
+        allowed = problem.constraints.allowed(problem.table) & (most >= 1)
+        nothing = np.iinfo(np.int64).max // 4
+        result[~allowed] = nothing
+        return result
+
+    def _most_in_flight(self) -> Integers:
+        """Return the most micro-batches that layers k to l may have in flight in any order of a step, [k, l]."""
+        problem = self.problem
+        chain, table, slots = problem.chain, problem.table, problem.platform.comm_buffers
+        sizes = [0, *(chain.boundary_bytes(boundary) for boundary in range(1, self.size)), 0]
+        ends = np.array([min(slots * size, 2**58) for size in sizes], dtype=np.int64)
+        gradients = _prefix([layer.gradient_bytes for layer in chain.layers])
+        base = table.weights - (gradients[None, :] - gradients[:, None]) + ends[:, None] + ends[None, :]
+        base += problem.platform.fixed_bytes
+        if problem.recomputation is None:
+            base, stash = base + table.forward_transient, table.stash
+        else:
+            kept = _prefix(self.stash)
+            stash = kept[None, :] - kept[:, None]
+            # A stage keeps its first layer's input or stash, whatever it recomputes.
+            least = [min(chain.boundary_bytes(k), chain.stash(layer)) for k, layer in enumerate(chain.layers)]
+            stash = np.maximum(stash, np.array([*least, 0], dtype=np.int64)[:, None])
+        room = problem.platform.memory_bytes - base
+        most = np.full(room.shape, self.m, dtype=np.int64)
+        np.floor_divide(room, stash, out=most, where=stash > 0)
+        most[room < 0] = 0
+        return most
+
+    def _has_partition(self, needed: Integers, T: int, most: int) -> bool:
+        """Return whether some partition has stages that all need at most T ticks."""
+        size, far = self.size, np.iinfo(np.int64).max // 4
+        sends = np.array([*self.send, 0], dtype=np.int64)
+        least = np.full((most + 1, size + 1), far, dtype=np.int64)
+        """Least ticks, one way, over the cuts before and at layer l, by the number of stages; [q, l]."""
+        least[0, 0] = 0
+        for start in range(size):
+            so_far = least[:-1, start, None]
+            reached = np.where(2 * so_far + needed[start, None, start + 1 :] <= T, so_far, far)
+            reached = np.minimum(reached + sends[None, start + 1 :], far)
+            np.minimum(least[1:, start + 1 :], reached, out=least[1:, start + 1 :])
+        counts = self.problem.constraints.counts(size)
+        return bool((least[counts.start : counts.stop, size] < far).any())
+
+
+class _Layers:
+    """Ticks of layers, and how far a device can be filled with them.
+
+    Args:
+        sums: ticks that some layers take together, sorted; None: any may be.
+        most: most ticks for which a device has memory.
+    """
+
+    def __init__(self, ticks: Integers, sums: Integers | None, most: int | None = None) -> None:
+        self.ticks, self.sums = ticks, sums
+        self.most = int(ticks.sum()) if most is None else min(most, int(ticks.sum()))
+
+    def filled(self, rooms: Integers) -> Integers:
+        """Return the ticks that layers can take of each room; negative where there is none."""
+        rooms = np.minimum(rooms, self.most)
+        if self.sums is None:
+            return rooms
+        places = self.sums.searchsorted(rooms, "right") - 1
+        result: Integers = np.where(rooms < 0, rooms, self.sums[places])
+        return result
+
+
+def _fits(
+    items: NDArray[np.generic],
+    rooms: NDArray[np.generic],
+    may_begin: NDArray[np.bool_],
+    num_devices: int,
+    *,
+    at_once: bool = True,
+) -> bool:
+    """Return whether the layers up to each one have room on the devices that begin among them.
+
+    Args:
+        items: what each layer takes.
+        rooms: what a device has that begins with each layer; the first begins with layer 0.
+        at_once: a device begins only with a layer that it has room for.
+    """
+    largest: list[float] = []
+    taken: float = 0
+    have: float = 0  # whole numbers stay whole
+    first = rooms[0].item()
+    for index, (item, room, may) in enumerate(
+        zip(items.tolist(), rooms.tolist(), may_begin.tolist(), strict=True)
+    ):
+        if index and may and room > 0 and (room >= item or not at_once) and num_devices > 1:
+            if len(largest) < num_devices - 1:
+                heappush(largest, room)
+                have += room
+            else:
+                have += room - heappushpop(largest, room)
+        taken += item
+        if taken > first + have:
+            return False
+    return True
+
+
+def _least(decide: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the least T from ``low`` on at which a question has the answer yes, ``high`` at most."""
+    if low >= high or decide(low):
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if decide(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _typical(ticks: Integers) -> list[int]:
+    """Return times by which layers are counted."""
+    every = sorted({int(each) for each in ticks if each > 0})
+    if len(every) <= MOST_COUNTED:
+        return every
+    return [every[place * (len(every) - 1) // (MOST_COUNTED - 1)] for place in range(MOST_COUNTED)]
+
+
+def _prefix(values: Integers | list[int]) -> Integers:
+    result: Integers = np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
+    return result
