@@ -1,4 +1,4 @@
-"""What is proved, and of what: a period, the memory of a period, and never a step."""
+"""What is proved, and of what: a period, the memory of a period, or a step; one is never taken for another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.planner.instances import chain
 LAYERS = chain([3, 1, 4, 1, 5], [2, 7, 1, 8, 2], outputs=[1] * 5, stash=[4, 2, 6, 1, 3])
 PLATFORM = Platform(num_devices=3, memory_bytes=40, bandwidth=4.0)
 ARGUMENTS = ["--devices", "3", "--memory", "40", "--bandwidth", "4"]
-PROOF = "proved best"
+PROOF, STEP_PROOF = "proved best", "proved shortest"
 
 
 @pytest.fixture
@@ -27,13 +27,15 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["madpipe", "contiguous", [0, 2, 5]])
-def test_of_a_step_nothing_is_proved(algorithm, path, tmp_path, capsys):
-    """It once said "proved best: one special device" beside a step that nothing proves."""
+def test_what_is_proved_of_a_step_is_not_proved_of_its_period(algorithm, path, tmp_path, capsys):
+    """It once said "proved best: one special device" beside a step that nothing proved."""
     assert make_plan(LAYERS, PLATFORM).proved
     plan = make_plan(LAYERS, PLATFORM, algorithm, num_micro_batches=4)
     assert (plan.proved, plan.proved_class, plan.proved_of) == (False, None, None)
     text = draw.summary(plan)
-    assert "the best found and not proved" in text and PROOF not in text
+    assert (STEP_PROOF in text) == plan.step_proved == (algorithm == "contiguous")
+    assert ("the best found and not proved" in text) == (not plan.step_proved)
+    assert PROOF not in text
     name = algorithm if isinstance(algorithm, str) else ",".join(map(str, algorithm))
     saved = tmp_path / "plan.json"
     steps = ["--micro-batches", "4", "--algorithm", name]
@@ -41,7 +43,8 @@ def test_of_a_step_nothing_is_proved(algorithm, path, tmp_path, capsys):
     assert run(["show", str(saved)]) == 0
     assert PROOF not in capsys.readouterr().out
     data = json.loads(saved.read_text())
-    assert data["proved"] is False and not data.keys() & {"proved_class", "proved_of", "step_proved"}
+    assert data["proved"] is False and not data.keys() & {"proved_class", "proved_of"}
+    assert data["step_proved"] == plan.step_proved
 
 
 def test_a_plan_of_others_that_marks_a_step_is_not_believed():
@@ -62,11 +65,21 @@ def test_a_period_and_its_memory_are_told_apart():
     assert Plan.from_dict(old).proved
 
 
-def test_tables_claim_nothing_of_steps():
-    steps = compare(LAYERS, PLATFORM, ("madpipe", "contiguous"), num_micro_batches=4)
-    assert not any(row["proved"] for row in steps.to_dict()["algorithms"])
-    assert "yes" not in draw.as_text([draw.comparison_table(steps)])
+def test_tables_say_of_steps_what_is_proved_of_steps():
+    steps = compare(LAYERS, PLATFORM, ("madpipe", "contiguous", "uniform"), num_micro_batches=4)
+    rows = steps.to_dict()["algorithms"]
+    assert not any(row["proved"] for row in rows)
+    assert [row["step_proved"] for row in rows] == [False, True, False]
+    assert steps.to_dict()["step_lower_bound_seconds"] == rows[0]["step_lower_bound_seconds"]
+    text = draw.as_text([draw.comparison_table(steps)], width=200)
+    assert text.count("yes") == 1 and "step gap" in text and "(step)" in text
+    for row in rows:
+        line = next(line for line in text.splitlines() if row["algorithm"] in line)
+        # period, its unit, its gap, the step, its unit, its gap
+        assert line.split()[3:7:3] == [f"{row['gap']:.1%}", f"{row['step_gap']:.1%}"]
     assert "yes" not in draw.as_text([draw.frontier_table(frontier(LAYERS, PLATFORM, num_micro_batches=4))])
+    split = compare(LAYERS, PLATFORM, ("uniform",), num_micro_batches=4, data_parallel=1)
+    assert split.step_lower_bound_seconds is None
     periods = compare(LAYERS, PLATFORM, ("madpipe", "contiguous"))
     assert {row["proved_of"] for row in periods.to_dict()["algorithms"] if row["proved"]} == {"period"}
     assert "yes" in draw.as_text([draw.frontier_table(frontier(LAYERS, PLATFORM))])

@@ -89,7 +89,7 @@ def _step_proof(step: StepPlan) -> str:
     """Say how near a step is to the shortest one."""
     if step.lower_bound_seconds is None or step.gap is None:
         return "the best found and not proved"
-    proof = "proved best" if step.proved else "the best found and not proved"
+    proof = "proved shortest" if step.proved else "the best found and not proved"
     return f"lower bound {format_seconds(step.lower_bound_seconds)} (gap {step.gap:.1%}, {proof})"
 
 
