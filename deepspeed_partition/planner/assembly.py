@@ -15,7 +15,7 @@ from deepspeed_partition.planner.memory import reserves_all_slots, stage_memory
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.recomputation import rematerialized
 from deepspeed_partition.planner.schedule import Order, PeriodicSchedule
-from deepspeed_partition.planner.simulate.replay import Replay, replay
+from deepspeed_partition.planner.simulate.replay import Replay, replay, replay_and_count
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step, fits
@@ -74,16 +74,16 @@ def assemble(
         zero_stage=problem.zero_stage if problem.num_pipelines else None,
         allreduce_seconds=tuple(problem.allreduce_seconds(cuts)) if problem.num_pipelines else (),
     )
-    replayed = replay(plan, problem.chain)
     is_counted = not isinstance(found, Pattern) and step is None and reserves_all_slots(problem.platform)
     # A recomputing backward that takes no time needs its transient bytes when its micro-batch is gone.
     is_counted = is_counted and not any(stage.blocks for stage in plan.stages)
-    if replayed.memory and not is_counted:
+    if is_counted:
+        replayed = replay(plan, problem.chain)
+    else:
         # Only the timeline shows how many tensors wait at a boundary (more than its buffers before a slow link in
         # a step that fills and drains, fewer than two where less than two are reserved), and that a stage which
         # takes no time lets a micro-batch go the moment the next one comes, and how stages share a device.
-        plan = _as_replayed(plan, replayed)
-        replayed = replay(plan, problem.chain)
+        plan, replayed = replay_and_count(plan, problem.chain)
     _check_replay(plan, replayed)
     return plan, replayed
 
@@ -190,14 +190,6 @@ def _makes_contiguous_alone(problem: Problem, answer: Answer) -> bool:
     """Return whether the algorithm chooses among contiguous partitions, and among no others."""
     constraints = problem.constraints
     return constraints.exactly or constraints.every_stage_trains or answer.step_search == "contiguous"
-
-
-def _as_replayed(plan: Plan, found: Replay) -> Plan:
-    stages = tuple(
-        replace(stage, in_flight=count) for stage, count in zip(plan.stages, found.in_flight, strict=True)
-    )
-    peaks = tuple(use.total for use in found.memory)
-    return replace(plan, stages=stages, memory=found.memory, peak_memory_bytes=peaks)
 
 
 def _check_replay(plan: Plan, replayed: Replay) -> None:

@@ -10,6 +10,7 @@ import pytest
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, PlannedStage
 from deepspeed_partition.planner.schedule import PlacedOperation
+from deepspeed_partition.planner.simulate.replay import replay_and_count
 from tests.planner.instances import chain
 
 MB = 10**6
@@ -224,3 +225,31 @@ def test_a_wrong_promise_of_a_step_is_found():
     plan = make_plan(two_layers(), documented_plan().platform, [0, 1, 2], num_micro_batches=4)
     wrong = replace(plan, step=replace(plan.step, step_seconds=0.1))
     assert any("one step takes" in violation for violation in replay(wrong, two_layers()).violations)
+
+
+def without_counts(plan: Plan) -> Plan:
+    """The plan with memory and micro-batches in flight left open."""
+    nothing = (MemoryUse(weights=0, stash=0, buffers=0, transient=0),) * len(plan.memory)
+    stages = tuple(replace(stage, in_flight=1) for stage in plan.stages)
+    return replace(plan, stages=stages, memory=nothing, peak_memory_bytes=(0,) * len(nothing))
+
+
+@pytest.mark.parametrize("num_micro_batches", [None, 4])
+def test_what_is_counted_in_one_run_is_what_a_replay_finds(num_micro_batches):
+    layers = two_layers()
+    plan = make_plan(layers, documented_plan().platform, [0, 1, 2], num_micro_batches=num_micro_batches)
+    counted, found = replay_and_count(without_counts(plan), layers)
+    assert replace(counted, planning_seconds=plan.planning_seconds) == plan
+    assert found == replay(plan, layers)
+    assert found.violations == ()
+    assert replay(without_counts(plan), layers).violations
+
+
+def test_a_plan_that_cannot_run_is_not_counted():
+    layers = two_layers()
+    plan = make_plan(layers, documented_plan().platform, [0, 1, 2], num_micro_batches=4)
+    order = plan.step.order
+    stuck = without_counts(replace(plan, step=replace(plan.step, order=(order[0], order[1][::-1]))))
+    same, found = replay_and_count(stuck, layers)
+    assert same == stuck
+    assert any("waits forever for" in violation for violation in found.violations)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -46,6 +46,27 @@ class Replay:
     """Seconds of the step in this run; None without a step, or where it cannot run."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a plan does, whatever it promises of memory and micro-batches in flight."""
+
+    violations: tuple[str, ...]
+    in_flight: tuple[int, ...] = ()
+    peaks: tuple[DevicePeaks, ...] = ()
+    step_seconds: float | None = None
+    is_whole: bool = False
+    """False: it cannot run to its end."""
+
+    @property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        return tuple(each[0] for each in self.peaks)
+
+    def beside(self, plan: Plan) -> Replay:
+        """Return the run with the promises that the plan breaks."""
+        broken = _promise_violations(plan, self.in_flight, self.peaks) if self.is_whole else ()
+        return Replay((*self.violations, *broken), self.in_flight, self.memory, self.step_seconds)
+
+
 def replay(plan: Plan, chain: Chain) -> Replay:
     """Run ``plan`` on ``chain`` and compare it with what it promises.
 
@@ -54,11 +75,33 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     Raises:
         PlanMismatchError: the plan is for another chain.
     """
+    return _run(plan, chain).beside(plan)
+
+
+def replay_and_count(plan: Plan, chain: Chain) -> tuple[Plan, Replay]:
+    """Return the plan with the memory and the micro-batches in flight that its run has, and its replay.
+
+    The run is one: nothing that a plan does depends on what it promises. A plan that cannot run stays as it is.
+
+    Raises:
+        PlanMismatchError: the plan is for another chain.
+    """
+    run = _run(plan, chain)
+    if run.is_whole:
+        stages = tuple(
+            replace(stage, in_flight=count) for stage, count in zip(plan.stages, run.in_flight, strict=True)
+        )
+        peaks = tuple(use.total for use in run.memory)
+        plan = replace(plan, stages=stages, memory=run.memory, peak_memory_bytes=peaks)
+    return plan, run.beside(plan)
+
+
+def _run(plan: Plan, chain: Chain) -> _Run:
     plan.check_chain(chain)
     costs = costs_of(plan, chain, in_step=False)
     violations = list(_structure_violations(plan, chain, costs))
     if violations:  # a pattern that lacks operations cannot be unrolled
-        return Replay(tuple(violations), (), ())
+        return _Run(tuple(violations))
     placed = {operation.operation: operation for operation in plan.operations}
     violations += _dependency_violations(plan, placed)
     violations += _overlap_violations(plan)
@@ -70,7 +113,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
     if plan.step is not None:
         step = run_step(plan, chain)
         if isinstance(step, str):
-            return Replay((*violations, step), in_flight, tuple(each[0] for each in peaks))
+            return _Run((*violations, step), in_flight, peaks)
         step_seconds = Clock.of(chain, plan.platform).seconds(step_ticks(plan, chain, step))
         if abs(step_seconds - plan.step.step_seconds) > TOLERANCE * step_seconds:
             violations.append(
@@ -79,8 +122,7 @@ def replay(plan: Plan, chain: Chain) -> Replay:
         costs = costs_of(plan, chain, in_step=True)
         in_flight, peaks = peaks_of(plan, chain, costs, step)
         violations += _memory_violations(plan, peaks, "step")
-    violations += _promise_violations(plan, in_flight, peaks)
-    return Replay(tuple(violations), in_flight, tuple(each[0] for each in peaks), step_seconds)
+    return _Run(tuple(violations), in_flight, peaks, step_seconds, is_whole=True)
 
 
 def timeline_of(plan: Plan, chain: Chain) -> Timeline | str:

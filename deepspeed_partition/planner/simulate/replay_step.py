@@ -6,6 +6,7 @@ program.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ from functools import cached_property
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
+
+_Place = int | tuple[int, int]
+"""A device, or the two devices of a link."""
+_Candidate = tuple[int, int, str, int]
+"""Start in ticks, 0 for an operation and 1 for a transfer, its name, its micro-batch."""
 
 
 @dataclass
@@ -111,28 +117,39 @@ class _StepRun:
         self.position = [0] * len(self.orders)
         self.to_send: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
         self.received: dict[str, list[int]] = defaultdict(list)
+        self.candidates: dict[_Place, _Candidate | None] = {}
+        self.heap: list[tuple[_Candidate, _Place]] = []
+        """Candidates of all places, also former ones."""
 
     def run(self) -> Timeline | str:
         # Candidates are what could start first on each device and link. Only the operation that was just
         # committed can change them, and only on the devices and links next to it.
-        operations = {device: self._operation(device) for device in range(len(self.orders))}
-        transfers: dict[tuple[int, int], tuple[int, int, str, int] | None] = {}
-        while True:
-            candidates = [each for each in (*operations.values(), *transfers.values()) if each is not None]
-            if not candidates:
-                break
-            start, _, name, micro_batch = min(candidates)
+        for device in range(len(self.orders)):
+            self._look_at(device)
+        while self.heap:
+            candidate, place = heapq.heappop(self.heap)
+            if self.candidates[place] != candidate:
+                continue  # something else could start there since
+            start, _, name, micro_batch = candidate
             self._commit(start, name, micro_batch)
             stages, boundaries = self.near[name]
-            for stage in stages:
-                operations[self.plan.stages[stage].device] = self._operation(self.plan.stages[stage].device)
-            for boundary in boundaries:
-                transfers[self._link(boundary)] = self._transfer(self._link(boundary))
+            for place in dict.fromkeys(self.plan.stages[stage].device for stage in stages):
+                self._look_at(place)
+            for place in dict.fromkeys(self._link(boundary) for boundary in boundaries):
+                self._look_at(place)
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
                 return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
         return Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
+
+    def _look_at(self, place: _Place) -> None:
+        """Find out what could start first on a device or link."""
+        candidate = self._operation(place) if isinstance(place, int) else self._transfer(place)
+        self.candidates[place] = candidate
+        if candidate is not None:
+            # Two that are equal are of one place: the places themselves are never compared.
+            heapq.heappush(self.heap, (candidate, place))
 
     def _near(self, name: str) -> tuple[list[int], list[int]]:
         """Return the stages and the boundaries that the end of an operation or transfer may unblock."""
@@ -160,7 +177,7 @@ class _StepRun:
             return own
         return [*own, send if send in self.durations else before]
 
-    def _operation(self, device: int) -> tuple[int, int, str, int] | None:
+    def _operation(self, device: int) -> _Candidate | None:
         """Return the next operation of the device's order and when it can start; None where that is not known."""
         order = self.orders[device]
         if self.position[device] == len(order):
@@ -172,7 +189,7 @@ class _StepRun:
             (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
         )
 
-    def _transfer(self, link: tuple[int, int]) -> tuple[int, int, str, int] | None:
+    def _transfer(self, link: tuple[int, int]) -> _Candidate | None:
         """Return the first transfer over the link and when it can start; None where none is ready and has room."""
         first: dict[str, tuple[int, int, str]] = {}
         for entry in sorted(self.to_send[link]):
