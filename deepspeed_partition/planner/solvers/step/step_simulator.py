@@ -16,10 +16,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from math import inf
 
 from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.clock import TimedChain
@@ -27,6 +24,7 @@ from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Platform
 from deepspeed_partition.planner.recomputation import first_backward, stage_cost
 from deepspeed_partition.planner.schedule import Order
+from deepspeed_partition.planner.solvers.step import step_memory
 
 Positions = tuple[int, ...]
 """Operations of a device in a step, in order, as positions: the k-th time that a position stands there is
@@ -149,54 +147,7 @@ class StepEngine:
 
     def peaks(self, run: StepRun) -> list[int]:
         """Return the peak bytes of each device, exactly as the file formats define them."""
-        # Ticks of a long step may need more than 64 bits.
-        kind: type = np.int64 if run.ticks < 2**62 else object
-        peaks = []
-        for place in range(self.num_devices):
-            mine = [position for position, device in enumerate(self.device) if device == place]
-            # The bytes of a device grow only when an operation of its own, or a transfer to it, begins or ends.
-            moments = np.unique(np.concatenate([
-                *(np.array(run.begins[position], dtype=kind) for position in mine),
-                *(np.array(run.ends[position], dtype=kind) for position in mine),
-                *(np.array(run.sends[position - 1], dtype=kind) for position in mine if position),
-            ]))  # fmt: skip
-            total = np.full(len(moments), self.kept[place], dtype=np.int64)
-            transient = np.zeros(len(moments), dtype=np.int64)
-            for position in mine:
-                stage = self._stage(position)
-                running = _alive(run.begins[position], run.ends[position], moments, instants=True)
-                needs: Any = self.transient[position]
-                if position >= self.num_stages:
-                    is_first = moments < run.ends[position][0]
-                    needs = np.where(is_first, self.first_backward[stage], needs)
-                    total -= is_first * self.late_gradients[stage]
-                transient = np.maximum(transient, (running > 0) * needs)
-                if position < self.num_stages:
-                    back = len(self.ticks) - 1 - position
-                    kept = _alive(run.begins[position], run.ends[back], moments, instants=True)
-                    total += kept * self.stash[stage]
-            for boundary, num_bytes in enumerate(self.crossing_bytes):
-                total += self._buffers(run, boundary, place, moments) * num_bytes
-            peaks.append(max(int((total + transient).max()), self.floor[place]))
-        return peaks
-
-    def _buffers(self, run: StepRun, boundary: int, place: int, moments: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tensors of a boundary that are kept on a device, at each of ``moments``."""
-        # The positions before the activation and before the gradient.
-        down, up = boundary, len(self.ticks) - 2 - boundary
-        count = np.zeros(len(moments), dtype=np.int64)
-        if self.link[down] < 0:
-            if self.device[down] == place:
-                for before in (down, up):
-                    count += _alive(run.ends[before], run.begins[before + 1], moments)
-            return count
-        for sender, receiver in ((down, up), (up, down)):
-            if self.device[sender] == place:
-                arrivals = [begin + (self.send[sender] or 0) for begin in run.sends[sender]]
-                waiting = _alive(run.ends[sender], arrivals, moments)
-                waiting += _alive(run.sends[receiver], run.begins[receiver + 1], moments)
-                count += np.maximum(self.platform.comm_buffers, waiting)
-        return count
+        return step_memory.peaks(self, run)
 
     def _describe_links(self, one_way: Sequence[int]) -> None:
         """Set the transfers of the path, from the ticks of one tensor over each boundary."""
@@ -213,6 +164,7 @@ class StepEngine:
         for position, ticks in enumerate(self.send):
             ends = frozenset(self.device[position : position + 2])
             self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
+        self.all_transfers_take_time = all(ticks != 0 for ticks in self.send)
         self.users = [[p for p in range(last) if self.link[p] == link] for link in range(len(links))]
         crossing = [position for position in range(last) if self.send[position] is not None]
         # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
@@ -254,9 +206,6 @@ class StepEngine:
             self.kept.append(table.training.of(mine) + table.fixed_bytes)
             self.floor.append(self.kept[-1] + table.training.after_backwards(mine))
 
-    def _stage(self, position: int) -> int:
-        return min(position, len(self.ticks) - 1 - position)
-
     def _ticks_on(self, place: int) -> list[int]:
         return [ticks for ticks, device in zip(self.ticks, self.device, strict=True) if device == place]
 
@@ -279,111 +228,119 @@ class _Simulation:
         size = len(engine.ticks)
         self.engine, self.num_micro_batches, self.choose = engine, num_micro_batches, choose
         self.arrived = [num_micro_batches] + [0] * (size - 1)
-        self.begun, self.sent = [0] * size, [0] * size
+        self.begun = [0] * size
         self.begins: list[list[int]] = [[] for _ in range(size)]
         self.ends: list[list[int]] = [[] for _ in range(size)]
         self.sends: list[list[int]] = [[] for _ in range(size)]
-        # The last operation of a device is the backward of its first stage.
-        self.left = [
-            num_micro_batches * load + engine.tail[size - 1 - engine.device.index(place)]
-            for place, load in enumerate(engine.load)
-        ]
-        """Ticks from now to the end of the step, for each device, if nothing waits any more."""
         self.orders: list[list[int]] = [[] for _ in range(engine.num_devices)]
-        self.busy, self.link_busy = [False] * engine.num_devices, [False] * len(engine.users)
-        self.idle, self.links = list(range(engine.num_devices)), set[int]()
-        """Devices and links that may start something."""
+        self.link_busy = [False] * len(engine.users)
         self.events: list[tuple[int, int]] = []
         """Heap of ends: ticks and position, and beyond the last position the transfer after it."""
-        self.now = 0
 
     def run(self, at_most: int | None) -> StepRun | None:
-        events, idle, links = self.events, self.idle, self.links
+        # This loop is where a search for a step spends its time, so it is one function with local names.
+        engine, choose, arrived, begun = self.engine, self.choose, self.arrived, self.begun
+        ticks, device, link = engine.ticks, engine.device, engine.link
+        begins, ends, orders, events, link_busy = self.begins, self.ends, self.orders, self.events, self.link_busy
+        size, now = len(ticks), 0
+        # The last operation of a device is the backward of its first stage.
+        last_of = [size - 1 - device.index(place) for place in range(engine.num_devices)]
+        latest = inf if at_most is None else at_most
+        slack = [
+            latest - self.num_micro_batches * load - engine.tail[last]
+            for load, last in zip(engine.load, last_of, strict=True)
+        ]
+        """Ticks that each device may still be idle, if the step is not to take too long."""
+        idle_since = [0] * engine.num_devices
+        busy = [False] * engine.num_devices
+        idle, links = list(range(engine.num_devices)), set[int]()
+        """Devices and links that may start something."""
+        flushes = engine.flush_ends
+        turn = engine.num_stages if flushes is not None else -1
+        push, pop = heapq.heappush, heapq.heappop
         while True:
-            if idle and not self._begin_computations(at_most):
-                return None
+            while idle:
+                place = idle.pop()
+                if busy[place]:
+                    continue
+                position = choose(place, arrived, begun)
+                if position < 0:
+                    continue
+                slack[place] -= now - idle_since[place]
+                if slack[place] < 0:
+                    return None
+                idle_since[place] = now + ticks[position]
+                busy[place] = True
+                orders[place].append(position)
+                begun[position] += 1
+                begins[position].append(now)
+                push(events, (now + ticks[position], position))
+                if position and link[position - 1] >= 0:
+                    links.add(link[position - 1])  # the receiver has a free slot
             # An operation that takes no time has ended before a transfer begins at the same instant.
-            if links and not (events and events[0][0] == self.now) and self._begin_transfer():
+            if links and not (events and events[0][0] == now):
+                self._begin_transfers(links, now)
                 continue
             if not events:
                 break
-            self.now = events[0][0]
-            self._end_what_is_due()
-        if any(count < self.num_micro_batches for count in self.begun):
+            now = events[0][0]
+            while events and events[0][0] == now:
+                position = pop(events)[1]
+                if position >= size:
+                    position -= size
+                    link_busy[link[position]] = False
+                    links.add(link[position])
+                    position += 1
+                    arrived[position] += 1
+                    idle.append(device[position])
+                    continue
+                ends[position].append(now)
+                place = device[position]
+                busy[place] = False
+                idle.append(place)
+                after = link[position]
+                if after >= 0:
+                    if not link_busy[after]:
+                        links.add(after)
+                elif position + 1 == turn:
+                    assert flushes is not None
+                    if len(ends[position]) in flushes:
+                        arrived[turn] = len(ends[position])
+                elif position + 1 < size:
+                    arrived[position + 1] += 1
+        if any(count < self.num_micro_batches for count in begun):
             raise ValueError("the orders of the devices wait for each other in a circle")
-        step = max(each[-1] + tail for each, tail in zip(self.ends, self.engine.allreduce, strict=True))
-        return StepRun(step, self.begins, self.ends, self.sends, self.orders)
+        step = max(each[-1] + tail for each, tail in zip(ends, engine.allreduce, strict=True))
+        return StepRun(step, begins, ends, self.sends, orders)
 
-    def _begin_computations(self, at_most: int | None) -> bool:
-        """Let idle devices begin what they choose; return False where the step is sure to take too long."""
-        ticks, link, idle, left, now = self.engine.ticks, self.engine.link, self.idle, self.left, self.now
-        while idle:
-            place = idle.pop()
-            position = -1 if self.busy[place] else self.choose(place, self.arrived, self.begun)
-            if position < 0:
-                continue
-            if at_most is not None and now + left[place] > at_most:
-                return False
-            left[place] -= ticks[position]
-            self.busy[place] = True
-            self.orders[place].append(position)
-            self.begun[position] += 1
-            self.begins[position].append(now)
-            heapq.heappush(self.events, (now + ticks[position], position))
-            if position and link[position - 1] >= 0:
-                self.links.add(link[position - 1])  # the receiver has a free slot
-        return True
-
-    def _begin_transfer(self) -> bool:
-        """Begin the first of the transfers that may begin now; return False where there is none."""
-        ready = [found for each in self.links if not self.link_busy[each] and (found := self._next_transfer(each))]
-        if not ready:
-            self.links.clear()
-            return False
-        engine, position = self.engine, min(ready)[2]
-        link = engine.link[position]
-        self.links.discard(link)
-        self.link_busy[link] = True
-        self.sent[position] += 1
-        self.sends[position].append(self.now)
-        heapq.heappush(self.events, (self.now + (engine.send[position] or 0), len(engine.ticks) + position))
-        return True
+    def _begin_transfers(self, links: set[int], now: int) -> None:
+        """Begin what free links may send now; links that may not are taken out."""
+        engine, events, size = self.engine, self.events, len(self.engine.ticks)
+        ready = [
+            (found, each) for each in links if not self.link_busy[each] and (found := self._next_transfer(each))
+        ]
+        links.clear()
+        if not engine.all_transfers_take_time and len(ready) > 1:
+            # A transfer that takes no time may let another link choose otherwise at the same instant.
+            ready.sort()
+            links.update(each for _, each in ready[1:])
+            del ready[1:]
+        for (_, _, position), link in ready:
+            self.link_busy[link] = True
+            self.sends[position].append(now)
+            heapq.heappush(events, (now + (engine.send[position] or 0), size + position))
 
     def _next_transfer(self, link: int) -> tuple[int, int, int] | None:
         """Return rank, micro-batch and position of what a free link sends next; None where nothing is ready."""
-        engine, ends, sent, begun = self.engine, self.ends, self.sent, self.begun
+        engine, ends, sends, begun = self.engine, self.ends, self.sends, self.begun
         best: tuple[int, int, int, int] | None = None
         for position in engine.users[link]:
-            number = sent[position]
+            number = len(sends[position])
             if number < len(ends[position]) and number - begun[position + 1] < engine.slots:
                 found = (ends[position][number], number, engine.rank[position], position)
                 if best is None or found < best:
                     best = found
         return None if best is None else (best[2], best[1], best[3])
-
-    def _end_what_is_due(self) -> None:
-        """End the computations and transfers that end now."""
-        events, now, size = self.events, self.now, len(self.engine.ticks)
-        device, link = self.engine.device, self.engine.link
-        while events and events[0][0] == now:
-            position = heapq.heappop(events)[1]
-            if position >= size:
-                position -= size
-                self.link_busy[link[position]] = False
-                self.links.add(link[position])
-                self.arrived[position + 1] += 1
-                self.idle.append(device[position + 1])
-                continue
-            self.ends[position].append(now)
-            self.busy[device[position]] = False
-            self.idle.append(device[position])
-            if link[position] >= 0:
-                self.links.add(link[position])
-            elif position + 1 == self.engine.num_stages and self.engine.flush_ends is not None:
-                if len(self.ends[position]) in self.engine.flush_ends:
-                    self.arrived[position + 1] = len(self.ends[position])
-            elif position + 1 < size:
-                self.arrived[position + 1] += 1
 
 
 def in_order(orders: Sequence[Positions]) -> Choice:
@@ -440,19 +397,3 @@ def eager(engine: StepEngine, most_in_flight: Sequence[int], *, oldest_first: bo
         return best
 
     return choose
-
-
-def _alive(
-    begins: Sequence[int], ends: Sequence[int], moments: NDArray[np.int64], *, instants: bool = False
-) -> NDArray[np.int64]:
-    """Return how many spans are open at each moment: begun and not ended; what ends at a moment has ended.
-
-    Beginnings and ends rise with the micro-batch. ``instants``: a span that takes no time is open at its instant.
-    """
-    begun, ended = np.array(begins, dtype=moments.dtype), np.array(ends, dtype=moments.dtype)
-    alive: NDArray[np.int64] = begun.searchsorted(moments, "right") - ended.searchsorted(moments, "right")
-    if instants:
-        flashes = begun[begun == ended]
-        if len(flashes):
-            alive += flashes.searchsorted(moments, "right") - flashes.searchsorted(moments, "left")
-    return alive
