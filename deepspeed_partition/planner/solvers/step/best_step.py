@@ -20,11 +20,13 @@ from deepspeed_partition.planner.solvers.contiguous.partition_search import best
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_for
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch
+from deepspeed_partition.planner.solvers.step.orders import DepthRule
 from deepspeed_partition.planner.solvers.step.recomputing_step import (
     MixedChoices,
     lacks_room,
 )
-from deepspeed_partition.planner.solvers.step.step_search import DepthRule, StepSearch, step_engine
+from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
 
 CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
@@ -69,6 +71,10 @@ def searched(
     if shared:
         search.deadline = problem.deadline.part(share)
         search.search_shared(patterns)
+        if not problem.flushes:
+            search.start_again()
+            InterleavedSearch(search).search_all()
+            search.polish()
     return search
 
 

@@ -26,9 +26,9 @@ from deepspeed_partition.planner.recomputation import SMALL, Ways, rooms
 from deepspeed_partition.planner.solvers.contiguous.partition_search import best_partition
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_for, useful
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
+from deepspeed_partition.planner.solvers.step.orders import DepthRule
 from deepspeed_partition.planner.solvers.step.step_search import (
     FEW,
-    DepthRule,
     StepSearch,
     moved_boundaries,
     step_engine,

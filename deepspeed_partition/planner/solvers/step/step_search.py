@@ -44,15 +44,11 @@ from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import neighbours
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b as steady_1f1b
+from deepspeed_partition.planner.solvers.pattern.modulo_scheduling import early_pattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
-from deepspeed_partition.planner.solvers.step.step_simulator import (
-    Choice,
-    StepEngine,
-    StepRun,
-    eager,
-    in_order,
-    one_f_one_b,
-)
+from deepspeed_partition.planner.solvers.step.order_search import better_orders
+from deepspeed_partition.planner.solvers.step.orders import DepthRule, FixedRule, PatternRule, Rule
+from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, StepRun, WaitInCircleError
 from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
 MOST_OPERATIONS = 500_000
@@ -68,14 +64,20 @@ NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 simulated."""
 NUM_CENTRES = 3
 """Number of partitions whose neighbours are looked at."""
+NUM_POLISHED, MOST_OPERATIONS_POLISHED = 8, 200_000
+"""Number of allocations whose orders are changed operation by operation, and of operations simulated for that."""
+MOST_STAGES_OF_PROGRAM = 10
+"""Most stages for whose steady state the integer program is asked: beyond, it seldom ends within seconds."""
 NEAR = 1.05
 """Factor of the best within which an allocation is remembered: with other depths it may become the best."""
 
 
 def step_engine(problem: Problem, placement: Placement) -> StepEngine:
     """Return the simulator of an allocation, all-reduces included."""
-    ticks = problem.times.clock.ticks
-    allreduce = [ticks(seconds) for seconds in problem.allreduce_seconds(placement.cuts)]
+    allreduce: list[int] = []
+    if (problem.num_pipelines or 1) > 1:
+        ticks = problem.times.clock.ticks
+        allreduce = [ticks(seconds) for seconds in problem.allreduce_seconds(placement.cuts)]
     return StepEngine(
         problem.times,
         problem.table,
@@ -87,48 +89,9 @@ def step_engine(problem: Problem, placement: Placement) -> StepEngine:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DepthRule:
-    """Rule by which the devices of an allocation take turns."""
+class Outcome(Enum):
+    """Result of a simulation: shorter than asked for, not so, or in need of more memory than there is."""
 
-    name: str
-    """Name of the rule: ``"1F1B"``, or ``"furthest"`` or ``"oldest"`` first (``step_simulator.eager``)."""
-    depths: tuple[int, ...]
-    """Most micro-batches in flight of each stage."""
-
-    def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
-        depths = [min(depth, num_micro_batches) for depth in self.depths]
-        if self.name == "1F1B":
-            return in_order(one_f_one_b(engine, depths, num_micro_batches))
-        return eager(engine, depths, oldest_first=self.name == "oldest")
-
-
-@dataclass(frozen=True, slots=True)
-class _PatternRule:
-    """Rule that follows the order of a periodic pattern."""
-
-    pattern: Pattern
-
-    def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
-        pattern = self.pattern
-        position = {name: index for index, name in enumerate(engine.names)}
-        moments = [
-            (begin + number * pattern.period, begin + number * pattern.period + each.ticks, number, each.name)
-            for each, begin in zip(pattern.operations, pattern.begins, strict=True)
-            if each.name in position
-            for number in range(num_micro_batches)
-        ]
-        orders: list[list[int]] = [[] for _ in range(engine.num_devices)]
-        # An operation without time comes before others at the same instant; then the path's order decides.
-        for _, _, _, index in sorted((begin, end, number, position[name]) for begin, end, number, name in moments):
-            orders[engine.device[index]].append(index)
-        return in_order([tuple(order) for order in orders])
-
-
-Rule = DepthRule | _PatternRule
-
-
-class _Outcome(Enum):
     FITS = auto()
     TOO_SLOW = auto()
     TOO_LARGE = auto()
@@ -212,7 +175,7 @@ class StepSearch:
         """Search allocations in which a device may have several stages, beginning with those of ``patterns``."""
         self.operations_left = MOST_OPERATIONS
         for pattern in patterns if not self.problem.flushes else ():  # they mix forwards and backwards
-            rule = _PatternRule(pattern)
+            rule = PatternRule(pattern)
             self.certain.append((pattern.placement, rule))
             self.run(pattern.placement, rule, inf)
         for pattern in patterns:
@@ -233,21 +196,27 @@ class StepSearch:
     def steps(self, patterns: Iterable[Pattern] = ()) -> Iterator[Step]:
         """Yield the steps that were found and fit, simulated in full, the shortest first."""
         known = {pattern.placement: pattern for pattern in patterns}
-        memory, deadline = self.problem.platform.memory_bytes, self.problem.deadline
+        memory = self.problem.platform.memory_bytes
         pairs = [(placement, self.found[placement].rule) for placement in self.leaders()]
         if self.simulated < self.num_micro_batches:
             pairs = self._in_full(list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain])))
         for placement, rule in pairs:
             steady = known.get(placement)
-            if steady is None and not placement.is_contiguous and deadline.passed():
-                continue
             if max(self.engine(placement).peaks(self._complete(placement, rule))) > memory:
                 continue  # tensors piled up only after the part that was simulated
             if steady is None and not placement.is_contiguous:
-                steady = ilp.schedule(Road(self.problem, placement), None, deadline).pattern
+                steady = self._steady(placement)
                 if steady is None:
                     continue
             yield self.step(placement, rule, steady)
+
+    def _steady(self, placement: Placement) -> Pattern | None:
+        """Return a pattern of the steady state; None where there is no room for one."""
+        road = Road(self.problem, placement)
+        steady = None
+        if len(placement.devices) <= MOST_STAGES_OF_PROGRAM:
+            steady = ilp.schedule(road, None, self.problem.deadline).pattern
+        return early_pattern(road, self.problem.deadline) if steady is None else steady
 
     def _in_full(self, pairs: list[tuple[Placement, Rule]]) -> list[tuple[Placement, Rule]]:
         """Return the pairs by their full steps, the shortest first; those not run for lack of time come last."""
@@ -330,12 +299,15 @@ class StepSearch:
                     placement, better = neighbour, True
                     break
 
-    def promising(self, placements: Iterable[Placement]) -> list[Placement]:
-        """Return the allocations not tried yet that may be better than the best, the most promising first.
+    def promising(self, placements: Iterable[Placement], shorter_than: float | None = None) -> list[Placement]:
+        """Return the allocations not tried yet that may be better, the most promising first.
 
         Where the time is up, only those are returned that were looked at by then.
+
+        Args:
+            shorter_than: ticks of a step; left out, those of the best.
         """
-        bounds = []
+        bounds, limit = [], self.best if shorter_than is None else shorter_than
         for placement in placements:
             if self.ended():
                 break
@@ -343,10 +315,10 @@ class StepSearch:
                 # Most allocations are never run, so their engines are not kept.
                 engine = self.engines.get(placement) or step_engine(self.problem, placement)
                 bound = engine.bound(self.num_micro_batches)
-                if bound < self.best:
+                if bound < limit:
                     bounds.append((bound, placement))
         bounds.sort(key=lambda each: (each[0], each[1].cuts, each[1].devices, each[1].recomputed))
-        return [placement for bound, placement in bounds if bound < self.best]
+        return [placement for bound, placement in bounds if bound < limit]
 
     # Orders
 
@@ -368,54 +340,91 @@ class StepSearch:
             while (placement, name) in self.by_name and self._improve(placement, name):
                 pass
 
+    def polish(self) -> None:
+        """Change the orders of the best allocations operation by operation, if the step is simulated in full."""
+        if self.simulated < self.num_micro_batches or self.problem.flushes:
+            return
+        memory = self.problem.platform.memory_bytes
+        self.operations_left = MOST_OPERATIONS_POLISHED
+        for placement in self.leaders()[:NUM_POLISHED]:
+            engine, rule = self.engine(placement), self.found[placement].rule
+            run = engine.run(self.simulated, rule.choice(engine, self.simulated))
+            assert run is not None
+            share, least = self.operations_left // 2, engine.bound(self.num_micro_batches)
+            if least >= self.best:
+                continue
+
+            def may_run(stop: int = share, cost: int = len(engine.ticks) * self.simulated) -> bool:
+                self.operations_left -= cost
+                return self.operations_left > stop and not self.out_of_time()
+
+            def fits(run: StepRun, engine: StepEngine = engine) -> bool:
+                return max(engine.peaks(run)) <= memory
+
+            orders, ticks = better_orders(engine, run, fits, least, may_run)
+            if ticks < run.ticks:
+                self.run(placement, FixedRule(orders), inf)
+
     def _improve(self, placement: Placement, name: str) -> bool:
         """Take the first change of depths that shortens the step; return False where there is none."""
         estimate, rule = self.by_name[placement, name]
         for depths in dict.fromkeys(self.within_room(placement, each) for each in _changed(rule.depths)):
             if self.ended():
                 return False
-            if self.run(placement, DepthRule(name, depths), estimate) is _Outcome.FITS:
+            if self.run(placement, DepthRule(name, depths), estimate) is Outcome.FITS:
                 return True
         return False
 
     def attempt(self, placement: Placement, name: str, depths: tuple[int, ...]) -> None:
         """Try a rule, at smaller depths where it does not fit at these."""
         depths = self.within_room(placement, depths)
-        if self.run(placement, DepthRule(name, depths), self.best * NEAR) is not _Outcome.TOO_LARGE:
+        if self.run(placement, DepthRule(name, depths), self.near()) is not Outcome.TOO_LARGE:
             return
         enough, too_many = self.problem.fewest_in_flight - 1, max(depths)
         while too_many - enough > 1 and not self.out_of_time():
             cap = (enough + too_many) // 2
             capped = tuple(min(depth, cap) for depth in depths)
-            if self.run(placement, DepthRule(name, capped), self.best * NEAR) is _Outcome.TOO_LARGE:
+            if self.run(placement, DepthRule(name, capped), self.near()) is Outcome.TOO_LARGE:
                 too_many = cap
             else:
                 enough = cap
 
-    def run(self, placement: Placement, rule: Rule, shorter_than: float) -> _Outcome:
+    def run(self, placement: Placement, rule: Rule, shorter_than: float) -> Outcome:
         """Simulate a rule and keep it where it is the best of its allocation."""
         self.tried.add(placement)
         if not self.problem.allows(placement):
-            return _Outcome.TOO_SLOW
+            return Outcome.TOO_SLOW
         if isinstance(rule, DepthRule) and min(rule.depths) < self.problem.fewest_in_flight:
-            return _Outcome.TOO_LARGE  # there is no room for a batch
+            return Outcome.TOO_LARGE  # there is no room for a batch
         engine, rest = self.engine(placement), self.num_micro_batches - self.simulated
         at_most = None if shorter_than == inf else ceil(shorter_than) - 1 - max(engine.load) * rest
         self.operations_left -= len(engine.ticks) * self.simulated
-        run = engine.run(self.simulated, rule.choice(engine, self.simulated), at_most)
+        try:
+            run = engine.run(self.simulated, rule.choice(engine, self.simulated), at_most)
+        except WaitInCircleError:
+            run = None  # a limit below what the order needs
         if run is None:
-            return _Outcome.TOO_SLOW
+            return Outcome.TOO_SLOW
         if max(engine.peaks(run)) > self.problem.platform.memory_bytes:
-            return _Outcome.TOO_LARGE
+            return Outcome.TOO_LARGE
         estimate = run.ticks + rest * _rhythm(run) if rest else run.ticks
         if placement not in self.found or estimate < self.found[placement].estimate:
             self.found[placement] = _Found(estimate, rule)
             self.best = min(self.best, estimate)
         if isinstance(rule, DepthRule) and estimate < self.by_name.get((placement, rule.name), (inf, rule))[0]:
             self.by_name[placement, rule.name] = estimate, rule
-        return _Outcome.FITS if estimate < shorter_than else _Outcome.TOO_SLOW
+        return Outcome.FITS if estimate < shorter_than else Outcome.TOO_SLOW
 
     # State
+
+    def near(self) -> float:
+        """Return the ticks within which an allocation is remembered."""
+        return self.best * NEAR
+
+    def may_be_better(self, placement: Placement) -> bool:
+        """Return whether an allocation has room, and no bound says that it is no better than the best."""
+        engine = self.engine(placement)
+        return min(engine.most_in_flight) >= 1 and engine.bound(self.num_micro_batches) < self.best
 
     def engine(self, placement: Placement) -> StepEngine:
         if placement not in self.engines:

@@ -22,7 +22,7 @@ from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import Platform
-from deepspeed_partition.planner.recomputation import first_backward, stage_cost
+from deepspeed_partition.planner.recomputation import StageCost, first_backward, stage_cost
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.step import step_memory
 
@@ -32,6 +32,10 @@ micro-batch k."""
 Choice = Callable[[int, list[int], list[int]], int]
 """Function that chooses what a free device runs next. It gets the device and, for each position, how many
 micro-batches have come to it and how many it has begun; a negative answer means that the device waits."""
+
+
+class WaitInCircleError(ValueError):
+    """Orders of devices that wait for each other in a circle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class StepEngine:
         """Ticks from the end of each position to the end of the step, if nothing waits."""
         self.load = [sum(self._ticks_on(device)) for device in range(self.num_devices)]
         """Ticks that each device computes for one micro-batch."""
-        self._describe_memory(times, table, stages, chosen)
+        self._describe_memory(times, table, stages, chosen, costs)
 
     def run(self, num_micro_batches: int, choose: Choice, at_most: int | None = None) -> StepRun | None:
         """Simulate one step; return None where it is sure to take longer than ``at_most`` ticks.
@@ -103,7 +107,7 @@ class StepEngine:
         waiting; of several transfers, the one that became ready first.
 
         Raises:
-            ValueError: the orders wait for each other in a circle.
+            WaitInCircleError: the orders wait for each other in a circle.
         """
         return _Simulation(self, num_micro_batches, choose).run(at_most)
 
@@ -177,8 +181,8 @@ class StepEngine:
         table: StageTable,
         stages: list[tuple[int, int]],
         recomputed: Sequence[Blocks],
+        costs: Sequence[StageCost],
     ) -> None:
-        costs = [stage_cost(times, table, *each) for each in zip(stages, recomputed, strict=True)]
         self.stash = [cost.stash for cost in costs]
         down = [cost.forward_transient for cost in costs]
         up = [cost.transient for cost in costs]
@@ -234,6 +238,8 @@ class _Simulation:
         self.sends: list[list[int]] = [[] for _ in range(size)]
         self.orders: list[list[int]] = [[] for _ in range(engine.num_devices)]
         self.link_busy = [False] * len(engine.users)
+        self.pending: list[list[tuple[int, int, int, int]]] = [[] for _ in engine.users]
+        """Tensors that wait for each link: when they were ready, micro-batch, rank, and position before it."""
         self.events: list[tuple[int, int]] = []
         """Heap of ends: ticks and position, and beyond the last position the transfer after it."""
 
@@ -241,7 +247,8 @@ class _Simulation:
         # This loop is where a search for a step spends its time, so it is one function with local names.
         engine, choose, arrived, begun = self.engine, self.choose, self.arrived, self.begun
         ticks, device, link = engine.ticks, engine.device, engine.link
-        begins, ends, orders, events, link_busy = self.begins, self.ends, self.orders, self.events, self.link_busy
+        begins, ends, orders, events = self.begins, self.ends, self.orders, self.events
+        link_busy, pending, rank = self.link_busy, self.pending, engine.rank
         size, now = len(ticks), 0
         # The last operation of a device is the backward of its first stage.
         last_of = [size - 1 - device.index(place) for place in range(engine.num_devices)]
@@ -300,6 +307,7 @@ class _Simulation:
                 idle.append(place)
                 after = link[position]
                 if after >= 0:
+                    pending[after].append((now, len(ends[position]) - 1, rank[position], position))
                     if not link_busy[after]:
                         links.add(after)
                 elif position + 1 == turn:
@@ -309,7 +317,7 @@ class _Simulation:
                 elif position + 1 < size:
                     arrived[position + 1] += 1
         if any(count < self.num_micro_batches for count in begun):
-            raise ValueError("the orders of the devices wait for each other in a circle")
+            raise WaitInCircleError("the orders of the devices wait for each other in a circle")
         step = max(each[-1] + tail for each, tail in zip(ends, engine.allreduce, strict=True))
         return StepRun(step, begins, ends, self.sends, orders)
 
@@ -322,25 +330,26 @@ class _Simulation:
         links.clear()
         if not engine.all_transfers_take_time and len(ready) > 1:
             # A transfer that takes no time may let another link choose otherwise at the same instant.
-            ready.sort()
+            ready.sort(key=lambda each: (each[0][2], each[0][1]))
             links.update(each for _, each in ready[1:])
             del ready[1:]
-        for (_, _, position), link in ready:
+        for found, link in ready:
+            position = found[3]
+            self.pending[link].remove(found)
             self.link_busy[link] = True
             self.sends[position].append(now)
             heapq.heappush(events, (now + (engine.send[position] or 0), size + position))
 
-    def _next_transfer(self, link: int) -> tuple[int, int, int] | None:
-        """Return rank, micro-batch and position of what a free link sends next; None where nothing is ready."""
-        engine, ends, sends, begun = self.engine, self.ends, self.sends, self.begun
+    def _next_transfer(self, link: int) -> tuple[int, int, int, int] | None:
+        """Return what a free link sends next, one of ``pending``; None where nothing is ready or has room."""
+        sends, begun, slots = self.sends, self.begun, self.engine.slots
         best: tuple[int, int, int, int] | None = None
-        for position in engine.users[link]:
-            number = len(sends[position])
-            if number < len(ends[position]) and number - begun[position + 1] < engine.slots:
-                found = (ends[position][number], number, engine.rank[position], position)
-                if best is None or found < best:
-                    best = found
-        return None if best is None else (best[2], best[1], best[3])
+        for found in self.pending[link]:
+            _, number, _, position = found
+            may_go = number == len(sends[position]) and number - begun[position + 1] < slots
+            if may_go and (best is None or found < best):
+                best = found
+        return best
 
 
 def in_order(orders: Sequence[Positions]) -> Choice:

@@ -1,0 +1,169 @@
+"""Search for a step with interleaved stages: regular allocations, the orders known for them, and what lies around.
+
+1. Every allocation of ``interleaving.py`` whose bound is below the best step so far is tried under a few orders:
+   Megatron-LM's, the same with a backward whenever it can begin, breadth first, and whatever is furthest.
+2. The best of them are tried under more: groups of one to all micro-batches, other limits on what is in flight.
+3. Layers are moved between the stages of the best, as long as that shortens their step under the order that suits
+   them best.
+
+An order that needs too much memory is tried with fewer micro-batches in flight, by bisection.
+
+Method: local search with a simulation (``step_search.py``); the orders are those of Megatron-LM (D. Narayanan et
+al., 2021), breadth-first (J. Lamy-Poirier, 2022) and depth-first pipelines. Cost: its simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.solvers.step.interleaving import interleaved, moved_layers
+from deepspeed_partition.planner.solvers.step.orders import (
+    GroupRule,
+    Rule,
+    in_flight,
+    megatron_limits,
+    natural_limits,
+)
+from deepspeed_partition.planner.solvers.step.step_search import MOST_NEIGHBOURS, Outcome, StepSearch
+
+NUM_TRIED_MORE, NUM_CENTRES = 6, 3
+"""Numbers of allocations that are tried under more orders, and between whose stages layers are moved."""
+NUM_STEPS = 8
+"""Number of limits between the least and the wanted one among which bisection looks for what has room."""
+
+
+class InterleavedSearch:
+    """Search among interleaved allocations; what it finds is remembered by ``search``."""
+
+    def __init__(self, search: StepSearch) -> None:
+        assert not search.problem.flushes
+        self.search, self.problem = search, search.problem
+        self.m = search.simulated
+
+    def search_all(self) -> None:
+        """Try all interleaved allocations, then more orders and other cuts for the best."""
+        search = self.search
+        for placement in search.promising(interleaved(self.problem)):
+            if search.ended():
+                return
+            if search.may_be_better(placement):
+                self.try_usual(placement)
+        for placement in self._leaders(NUM_TRIED_MORE):
+            self.try_more(placement)
+        for placement in self._leaders(NUM_CENTRES):
+            self.descend(placement)
+
+    def try_usual(self, placement: Placement) -> None:
+        """Try the orders that are most often the best."""
+        num_devices = self.problem.platform.num_devices
+        self.attempt(placement, min(num_devices, self.m), alternates=True, known=True)
+        self.attempt(placement, min(num_devices, self.m), alternates=False)
+        self.attempt(placement, self.m, alternates=False)
+        search = self.search
+        search.attempt(placement, "furthest", search.engine(placement).most_in_flight)
+
+    def try_more(self, placement: Placement) -> None:
+        """Try groups of all sizes, and depths that the best order so far has."""
+        search, num_devices = self.search, self.problem.platform.num_devices
+        for group in dict.fromkeys((num_devices, 2 * num_devices, num_devices // 2, 2, 1, self.m)):
+            if 1 <= group <= self.m:
+                for alternates, known in ((True, True), (True, False), (False, False)):
+                    if search.ended():
+                        return
+                    self.attempt(placement, group, alternates=alternates, known=known)
+        rule = search.found[placement].rule if placement in search.found else None
+        if rule is not None:
+            engine = search.engine(placement)
+            run = engine.run(self.m, rule.choice(engine, self.m))
+            assert run is not None
+            for extra in (0, 1):
+                depths = tuple(count + extra for count in in_flight(engine, run.orders))
+                for name in ("furthest", "oldest"):
+                    search.attempt(placement, name, depths)
+        if isinstance(rule, GroupRule):
+            self._change_limits(placement)
+
+    def _change_limits(self, placement: Placement) -> None:
+        """Change the limits of all devices, or of one, as long as that shortens the step."""
+        search, better = self.search, True
+        while better:
+            better = False
+            rule = search.found[placement].rule
+            if not isinstance(rule, GroupRule):
+                return
+            for limits in _changed(rule.limits):
+                if search.ended():
+                    return
+                shortest = search.found[placement].estimate
+                changed = GroupRule(rule.group, limits, rule.alternates)
+                if search.run(placement, changed, shortest) is Outcome.FITS:
+                    better = True
+                    break
+
+    def attempt(self, placement: Placement, group: int, *, alternates: bool, known: bool = False) -> None:
+        """Try groups of a size, with fewer micro-batches in flight where there is no room for as many.
+
+        Args:
+            known: limit what is in flight as Megatron-LM does; False: as far as devices would wait.
+        """
+        search = self.search
+        least = tuple(
+            (placement.devices.count(place) - 1) * group + 1 for place in range(max(placement.devices) + 1)
+        )
+        if known:
+            limits = megatron_limits(placement.devices, group)
+        else:
+            engine = search.engine(placement)
+            every = GroupRule(group, (len(engine.ticks) * self.m,) * len(least), alternates=False)
+            search.operations_left -= len(engine.ticks) * self.m
+            run = engine.run(self.m, every.choice(engine, self.m))
+            assert run is not None
+            limits = natural_limits(engine, run.orders)
+        if self._run(placement, GroupRule(group, limits, alternates)) is not Outcome.TOO_LARGE:
+            return
+        fits, too_large = -1, NUM_STEPS
+        while too_large - fits > 1 and not search.ended():
+            part = (fits + too_large) // 2
+            some = tuple(
+                low + max(0, high - low) * part // NUM_STEPS for low, high in zip(least, limits, strict=True)
+            )
+            if self._run(placement, GroupRule(group, some, alternates)) is Outcome.TOO_LARGE:
+                too_large = part
+            else:
+                fits = part
+
+    def _run(self, placement: Placement, rule: Rule) -> Outcome:
+        return self.search.run(placement, rule, self.search.near())
+
+    def descend(self, placement: Placement) -> None:
+        """Move layers between stages as long as that shortens the step under the rule that suits them best."""
+        search = self.search
+        while not search.ended():
+            found = search.found[placement]
+            for neighbour in self._around(placement):
+                if search.ended():
+                    return
+                if search.run(neighbour, found.rule, found.estimate) is Outcome.FITS:
+                    placement = neighbour
+                    break
+            else:
+                return
+
+    def _around(self, placement: Placement) -> list[Placement]:
+        every = (Placement(cuts, placement.devices) for cuts in moved_layers(placement.cuts))
+        bound = self.search.found[placement].estimate
+        return list(islice(self.search.promising(every, bound), MOST_NEIGHBOURS))
+
+    def _leaders(self, most: int) -> list[Placement]:
+        """Return the best allocations that were found with several stages on a device."""
+        return [each for each in self.search.leaders() if not each.is_contiguous][:most]
+
+
+def _changed(limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for change in (1, -1, 2, -2):
+        yield tuple(max(1, limit + change) for limit in limits)
+    for change in (1, -1):
+        for place, limit in enumerate(limits):
+            yield (*limits[:place], max(1, limit + change), *limits[place + 1 :])

@@ -1,0 +1,121 @@
+"""Interleaved allocations: several stages per device in a regular pattern, and the layers balanced over them.
+
+Patterns of devices, for v stages per device:
+
+    round robin       0 1 2 3 0 1 2 3        Megatron-LM (D. Narayanan et al., 2021, section 2.2)
+    there and back    0 1 2 3 3 2 1 0        zero-bubble's V (P. Qi et al., 2023); repeated, the waves of Hanayo
+                                             (Z. Liu et al., 2023)
+
+Cuts give each stage as many layers, or time in the proportions of a few sequences of rounds, with or without a
+balance of the devices' times, for which layers are moved between stages.
+
+Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^3) for
+each move of a layer between two of S stages, and at most ``MOST_MOVES`` moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.solvers.interface import Problem
+
+MOST_STAGES_PER_DEVICE = 8
+MOST_MOVES = 64
+"""Most moves of a layer with which an allocation is balanced."""
+MOST_STAGES_BALANCED = 160
+"""Number of stages up to which cuts are balanced by moves."""
+Ticks = NDArray[np.int64]
+
+
+def interleaved(problem: Problem) -> Iterator[Placement]:
+    """Yield interleaved allocations of all devices, each once."""
+    size, num_devices = problem.chain.num_layers, problem.platform.num_devices
+    seen: set[Placement] = set()
+    for per_device in range(2, MOST_STAGES_PER_DEVICE + 1):
+        if num_devices == 1 or per_device * num_devices > size:
+            return
+        there = list(range(num_devices))
+        for devices in (there * per_device, [*there, *there[::-1]] * (per_device // 2) + there * (per_device % 2)):
+            for cuts in _cuts(problem, per_device):
+                for placement in (Placement.of(cuts, devices), balanced(problem, Placement.of(cuts, devices))):
+                    if placement not in seen:
+                        seen.add(placement)
+                        yield placement
+
+
+def balanced(problem: Problem, placement: Placement) -> Placement:
+    """Return an allocation with layers moved between stages, as long as that balances the devices' times."""
+    if len(placement.devices) > MOST_STAGES_BALANCED:
+        return placement
+    for _ in range(MOST_MOVES):
+        best = min(
+            ((_imbalance(problem, cuts, placement.devices), cuts) for cuts in moved_layers(placement.cuts)),
+            default=None,
+        )
+        if best is None or best[0] >= _imbalance(problem, placement.cuts, placement.devices):
+            break
+        placement = Placement(best[1], placement.devices)
+    return placement
+
+
+def moved_layers(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with one layer less in one stage and one more in another: those between move by a layer."""
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    for giver, layers in enumerate(sizes):
+        for taker in range(len(sizes)) if layers > 1 else ():
+            if giver < taker:
+                yield (*cuts[: giver + 1], *(cut - 1 for cut in cuts[giver + 1 : taker + 1]), *cuts[taker + 1 :])
+            elif taker < giver:
+                yield (*cuts[: taker + 1], *(cut + 1 for cut in cuts[taker + 1 : giver + 1]), *cuts[giver + 1 :])
+
+
+def _cuts(problem: Problem, per_device: int) -> Iterator[tuple[int, ...]]:
+    """Yield cuts into ``per_device`` rounds over all devices.
+
+    Stages have as many layers each, or, for each way to share the layers of a device among the rounds, times in
+    that proportion: small stages in the first rounds fill the pipeline sooner.
+    """
+    size, num_devices = problem.chain.num_layers, problem.platform.num_devices
+    num_stages = per_device * num_devices
+    yield tuple(size * stage // num_stages for stage in range(num_stages + 1))
+    for rounds in dict.fromkeys(_rounds(size // num_devices, per_device)):
+        yield _cuts_by_time(problem, [share for share in rounds for _ in range(num_devices)])
+
+
+def _rounds(layers: int, per_device: int) -> Iterator[tuple[int, ...]]:
+    """Yield how many of its layers a device has in each round."""
+    yield (1,) * per_device
+    for first in range(min(per_device, 4)):
+        for last in (0, 1):
+            middle, rest = per_device - first - last, layers - first - last
+            if 0 < middle <= rest:
+                share, more = divmod(rest, middle)
+                yield (*(1,) * first, *[share] * (middle - more), *[share + 1] * more, *(1,) * last)
+                yield (*(1,) * first, *[share + 1] * more, *[share] * (middle - more), *(1,) * last)
+
+
+def _cuts_by_time(problem: Problem, weights: Sequence[int]) -> tuple[int, ...]:
+    """Return cuts into stages whose times are as near as layers allow to the proportion of ``weights``."""
+    size, compute, total = problem.chain.num_layers, problem.times.compute, sum(weights)
+    cuts, before = [0], 0
+    for stage, weight in enumerate(weights[:-1], start=1):
+        before += weight
+        target = int(compute[-1]) * before // total
+        after = int(compute.searchsorted(target))
+        nearer = after - int(after > 0 and target - compute[after - 1] < compute[after] - target)
+        cuts.append(min(max(nearer, cuts[-1] + 1), size - (len(weights) - stage)))
+    return (*cuts, size)
+
+
+def _imbalance(problem: Problem, cuts: Sequence[int], devices: Sequence[int]) -> tuple[int, int]:
+    """Return the ticks of the busiest device for one micro-batch, and the sum of the squares of all devices'."""
+    compute = problem.times.compute.tolist()
+    load = [0] * (max(devices) + 1)
+    for (start, stop), device in zip(pairwise(cuts), devices, strict=True):
+        load[device] += compute[stop] - compute[start]
+    return max(load), sum(ticks * ticks for ticks in load)
