@@ -45,13 +45,14 @@ class InterleavedSearch:
     def search_all(self) -> None:
         """Try all interleaved allocations, then more orders and other cuts for the best."""
         search = self.search
-        for placement in search.promising(interleaved(self.problem)):
+        for placement in search.promising(interleaved(self.problem, search.ended)):
             if search.ended():
                 return
             if search.may_be_better(placement):
                 self.try_usual(placement)
         for placement in self._leaders(NUM_TRIED_MORE):
-            self.try_more(placement)
+            if not search.ended():
+                self.try_more(placement)
         for placement in self._leaders(NUM_CENTRES):
             self.descend(placement)
 
@@ -62,7 +63,7 @@ class InterleavedSearch:
         self.attempt(placement, min(num_devices, self.m), alternates=False)
         self.attempt(placement, self.m, alternates=False)
         search = self.search
-        search.attempt(placement, "furthest", search.engine(placement).most_in_flight)
+        search.attempt(placement, "furthest", tuple(search.engine(placement).most_in_flight))
 
     def try_more(self, placement: Placement) -> None:
         """Try groups of all sizes, and depths that the best order so far has."""
@@ -74,7 +75,7 @@ class InterleavedSearch:
                         return
                     self.attempt(placement, group, alternates=alternates, known=known)
         rule = search.found[placement].rule if placement in search.found else None
-        if rule is not None:
+        if rule is not None and not search.ended():
             engine = search.engine(placement)
             run = engine.run(self.m, rule.choice(engine, self.m))
             assert run is not None

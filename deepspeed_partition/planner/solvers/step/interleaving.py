@@ -9,17 +9,16 @@ Patterns of devices, for v stages per device:
 Cuts give each stage as many layers, or time in the proportions of a few sequences of rounds, with or without a
 balance of the devices' times, for which layers are moved between stages.
 
-Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^3) for
-each move of a layer between two of S stages, and at most ``MOST_MOVES`` moves.
+Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^2 P)
+for each move of a layer between two of S stages on P devices, and at most ``MOST_MOVES`` moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.interface import Problem
@@ -27,13 +26,16 @@ from deepspeed_partition.planner.solvers.interface import Problem
 MOST_STAGES_PER_DEVICE = 8
 MOST_MOVES = 64
 """Most moves of a layer with which an allocation is balanced."""
-MOST_STAGES_BALANCED = 160
+MOST_STAGES_BALANCED = 64
 """Number of stages up to which cuts are balanced by moves."""
-Ticks = NDArray[np.int64]
 
 
-def interleaved(problem: Problem) -> Iterator[Placement]:
-    """Yield interleaved allocations of all devices, each once."""
+def interleaved(problem: Problem, ended: Callable[[], bool] = lambda: False) -> Iterator[Placement]:
+    """Yield interleaved allocations of all devices, each once.
+
+    Args:
+        ended: whether the time is up: then no more are balanced, or yielded.
+    """
     size, num_devices = problem.chain.num_layers, problem.platform.num_devices
     seen: set[Placement] = set()
     for per_device in range(2, MOST_STAGES_PER_DEVICE + 1):
@@ -42,25 +44,58 @@ def interleaved(problem: Problem) -> Iterator[Placement]:
         there = list(range(num_devices))
         for devices in (there * per_device, [*there, *there[::-1]] * (per_device // 2) + there * (per_device % 2)):
             for cuts in _cuts(problem, per_device):
-                for placement in (Placement.of(cuts, devices), balanced(problem, Placement.of(cuts, devices))):
+                if ended():
+                    return
+                regular = Placement.of(cuts, devices)
+                for placement in (regular, balanced(problem, regular, ended)):
                     if placement not in seen:
                         seen.add(placement)
                         yield placement
 
 
-def balanced(problem: Problem, placement: Placement) -> Placement:
-    """Return an allocation with layers moved between stages, as long as that balances the devices' times."""
-    if len(placement.devices) > MOST_STAGES_BALANCED:
-        return placement
-    for _ in range(MOST_MOVES):
-        best = min(
-            ((_imbalance(problem, cuts, placement.devices), cuts) for cuts in moved_layers(placement.cuts)),
-            default=None,
-        )
-        if best is None or best[0] >= _imbalance(problem, placement.cuts, placement.devices):
+def balanced(problem: Problem, placement: Placement, ended: Callable[[], bool] = lambda: False) -> Placement:
+    """Return an allocation with layers moved between stages, as long as that balances the devices' times.
+
+    Args:
+        ended: whether the time is up: then the allocation is as balanced as it has become.
+    """
+    ticks = np.diff(problem.times.compute).tolist()
+    for _ in range(MOST_MOVES if len(placement.devices) <= MOST_STAGES_BALANCED else 0):
+        cuts = None if ended() else _best_move(ticks, placement)
+        if cuts is None:
             break
-        placement = Placement(best[1], placement.devices)
+        placement = Placement(cuts, placement.devices)
     return placement
+
+
+def _best_move(ticks: Sequence[int], placement: Placement) -> tuple[int, ...] | None:
+    """Return the cuts after the move of a layer that balances the devices best; None where none helps."""
+    cuts, devices = placement.cuts, placement.devices
+    load = [0] * (max(devices) + 1)
+    for (start, stop), device in zip(pairwise(cuts), devices, strict=True):
+        load[device] += sum(ticks[start:stop])
+    least, best = _imbalance(load), None
+    for giver, (start, stop) in enumerate(pairwise(cuts)):
+        for step in (1, -1) if stop - start > 1 else ():
+            moved, new = list(load), list(cuts)
+            taker = giver + step
+            while 0 <= taker < len(devices):
+                # The stage before gives its layer at the boundary to this one, and so on.
+                boundary = taker if step > 0 else taker + 1
+                layer = cuts[boundary] - 1 if step > 0 else cuts[boundary]
+                moved[devices[taker - step]] -= ticks[layer]
+                moved[devices[taker]] += ticks[layer]
+                new[boundary] -= step
+                found = _imbalance(moved)
+                if found < least:
+                    least, best = found, tuple(new)
+                taker += step
+    return best
+
+
+def _imbalance(load: Sequence[int]) -> tuple[int, int]:
+    """Return the ticks of the busiest device for one micro-batch, and the sum of the squares of all devices'."""
+    return max(load), sum(ticks * ticks for ticks in load)
 
 
 def moved_layers(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -110,12 +145,3 @@ def _cuts_by_time(problem: Problem, weights: Sequence[int]) -> tuple[int, ...]:
         nearer = after - int(after > 0 and target - compute[after - 1] < compute[after] - target)
         cuts.append(min(max(nearer, cuts[-1] + 1), size - (len(weights) - stage)))
     return (*cuts, size)
-
-
-def _imbalance(problem: Problem, cuts: Sequence[int], devices: Sequence[int]) -> tuple[int, int]:
-    """Return the ticks of the busiest device for one micro-batch, and the sum of the squares of all devices'."""
-    compute = problem.times.compute.tolist()
-    load = [0] * (max(devices) + 1)
-    for (start, stop), device in zip(pairwise(cuts), devices, strict=True):
-        load[device] += compute[stop] - compute[start]
-    return max(load), sum(ticks * ticks for ticks in load)

@@ -64,11 +64,11 @@ NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 simulated."""
 NUM_CENTRES = 3
 """Number of partitions whose neighbours are looked at."""
-NUM_POLISHED, MOST_OPERATIONS_POLISHED = 8, 200_000
+NUM_POLISHED, MOST_OPERATIONS_POLISHED = 40, 200_000
 """Number of allocations whose orders are changed operation by operation, and of operations simulated for that."""
 MOST_STAGES_OF_PROGRAM = 10
 """Most stages for whose steady state the integer program is asked: beyond, it seldom ends within seconds."""
-NEAR = 1.05
+NEAR = 1.1
 """Factor of the best within which an allocation is remembered: with other depths it may become the best."""
 
 
@@ -347,10 +347,12 @@ class StepSearch:
         memory = self.problem.platform.memory_bytes
         self.operations_left = MOST_OPERATIONS_POLISHED
         for placement in self.leaders()[:NUM_POLISHED]:
+            if self.out_of_time():
+                return
             engine, rule = self.engine(placement), self.found[placement].rule
             run = engine.run(self.simulated, rule.choice(engine, self.simulated))
             assert run is not None
-            share, least = self.operations_left // 2, engine.bound(self.num_micro_batches)
+            share, least = self.operations_left * 3 // 4, engine.bound(self.num_micro_batches)
             if least >= self.best:
                 continue
 
