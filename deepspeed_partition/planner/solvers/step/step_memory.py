@@ -29,10 +29,11 @@ LONGEST_IN_64_BITS = 2**60
 def peaks(engine: StepEngine, run: StepRun) -> list[int]:
     """Return the peak bytes of each device, exactly as the file formats define them."""
     kind: type = np.int64 if run.ticks < LONGEST_IN_64_BITS else object
-    begins, ends, sends = (
-        [2 * np.array(each, dtype=kind) for each in every] for every in (run.begins, run.ends, run.sends)
-    )
-    spans = _Spans(engine, begins, ends, sends)
+
+    def doubled(every: Sequence[Sequence[int]]) -> list[Instants]:
+        return [2 * np.array(each, dtype=kind) for each in every]
+
+    spans = _Spans(engine, doubled(run.begins), doubled(run.ends), doubled(run.sends))
     return [max(spans.peak(place), engine.floor[place]) for place in range(engine.num_devices)]
 
 
