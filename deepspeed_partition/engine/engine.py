@@ -119,7 +119,7 @@ class MadPipeEngine(ResumingEngine):
         self._announce_schedule()
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
-        self._tell_shapes_each_time()
+        self._let_shapes_differ()
         tell_how_gradients_are_clipped(self)
 
     def _broadcast_model(self) -> None:
@@ -250,10 +250,10 @@ class MadPipeEngine(ResumingEngine):
         if not self.runs_lists and self.reason_for_deepspeeds_schedule() is None:
             hold_built_stages(self.module)
             self.module.madpipe_cut = Cut("boundaries")
-            self._tell_shapes_each_time()
+            self._let_shapes_differ()
 
-    def _tell_shapes_each_time(self) -> None:
-        """Tell the shape of each micro-batch with it, on a CPU: that takes a tenth of a millisecond."""
+    def _let_shapes_differ(self) -> None:
+        """Let micro-batches of a batch have different shapes, on a CPU: they are told where they change."""
         if self.owns_cut and self.device.type == "cpu":
             self.dynamic_shape = True
 

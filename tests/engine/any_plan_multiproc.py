@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -18,12 +19,25 @@ from torch import nn
 
 from deepspeed_partition import Plan
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.runtime import host_staging
+from deepspeed_partition.engine.pipeline.plain_passes import READ_VERSION
+from deepspeed_partition.engine.runtime import autograd_boundary, host_staging
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
 from tests.engine import boundaries as transfers
 from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans
 from tests.engine.harness import run_cases
-from tests.engine.pipelines import Counted, Whole, halving, loss_fn, micro_batch, mlp, tied, train_alone
+from tests.engine.pipelines import (
+    WIDTH,
+    Block,
+    Counted,
+    Whole,
+    halving,
+    loss_fn,
+    micro_batch,
+    mlp,
+    tied,
+    train_alone,
+)
 from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
@@ -118,7 +132,32 @@ def random_maps_equal_one_process(_: Path) -> None:
         # The second layer has no parameters, so it is no stage.
         cuts = [0, *sorted(pick.sample([3, 4, 5, 6, 7], num_stages - 1)), 8]
         engine, _, _ = begin(mlp(), plan_for(devices, cuts, pick.choice([1, 2, 4, None])))
-        same(train(engine, data), expected)
+        with patch.object(autograd_boundary, "FEW_BYTES", pick.choice([0, autograd_boundary.FEW_BYTES])):
+            same(train(engine, data), expected)
+
+
+def passes_with_and_without_deepspeeds_wrapping(_: Path) -> None:
+    """The same in all bits, whatever the size of a boundary; where DeepSpeed has something to do, it does."""
+    data = batches(3)
+    devices, cuts = maps()[-1]
+    found: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for as_read, few_bytes in ((False, 0), (True, 0), (True, autograd_boundary.FEW_BYTES)):
+        engine, _, _ = begin(mlp(), plan_for(devices, cuts))
+        engine._passes._as_read = as_read and engine._passes._as_read
+        with patch.object(autograd_boundary, "FEW_BYTES", few_bytes):
+            found.append((train(engine, data), all_tensors(engine)))
+        assert engine._is_plain is engine._passes._as_read
+        assert engine._is_plain is as_read or deepspeed.__version__ != READ_VERSION
+    (losses, weights), *others = found
+    for its_losses, its_weights in others:
+        assert its_losses == losses, (its_losses, losses)
+        assert all(torch.equal(weight, weights[name]) for name, weight in its_weights.items())
+    for more in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}, {"wall_clock_breakdown": True}):
+        engine, _, _ = begin(mlp(), plan_for(devices, cuts), more)
+        if "bf16" not in more:
+            train(engine, data[:1])
+            assert not engine._is_plain
+        assert not engine._passes.may_run()
 
 
 def a_pattern_with_fill_and_drain(_: Path) -> None:
@@ -257,6 +296,61 @@ def micro_batches_of_different_shapes(_: Path) -> None:
     data[1][-1] = micro_batch(77, size=1)
     engine, _, _ = begin(mlp(), plan_for(devices, cuts), dynamic_shape=True)
     same(train(engine, data), train_alone(mlp(), data, adam))
+
+
+class Varied(nn.Module):
+    """Returns other tensors for each size of batch: another number, other types, some without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if len(x) == 3:
+            return x, x > 0
+        if len(x) == 2:
+            return x, x.detach() * 0.1, torch.arange(5)
+        return x.double() if len(x) == 1 else x
+
+
+class Merged(nn.Module):
+    def forward(self, x: Any) -> torch.Tensor:
+        first, *others = x if isinstance(x, tuple) else (x,)
+        return first.float() * (1 + sum(other.float().mean() for other in others))
+
+
+def shapes_that_change(_: Path) -> None:
+    """In the middle of training and of a batch; nothing but tensors is sent while they stay."""
+    blocks = [LayerSpec(Block, WIDTH) for _ in range(4)]
+    specs = [
+        LayerSpec(nn.Linear, 8, WIDTH), LayerSpec(Varied), LayerSpec(Merged), *blocks,
+        LayerSpec(nn.Linear, WIDTH, 4),
+    ]  # fmt: skip
+    sizes = [
+        *[[4, 4, 4, 4]] * 3, [4, 4, 4, 2], [4, 3, 2, 1], *[[4, 4, 4, 4]] * 3, [3, 3, 3, 3], [1, 1, 1, 1],
+        [3, 2, 3, 2],
+    ]  # fmt: skip
+    data = [
+        [micro_batch(10 * step + number, size=size) for number, size in enumerate(each)]
+        for step, each in enumerate(sizes)
+    ]
+    expected = train_alone(specs, data, adam)
+    for devices, cuts in (((0, 1), [0, 2, 8]), ((0, 1, 0, 1), [0, 2, 4, 6, 8]), ((1, 0, 1), [0, 2, 5, 8])):
+        engine, _, _ = start(specs, None, num_stages=2, plan=plan_for(devices, cuts))
+        losses, headers, aside = [], [], []
+        for step, batch in enumerate(data):
+            if step in (2, 5):  # whose shapes are kept apart
+                evaluated = [micro_batch(900 + number, size=2) for number in range(NUM_MICRO_BATCHES)]
+                engine.eval_batch(iter(evaluated))
+            found = engine._transfers
+            with (
+                patch.object(found, "_send_header", Mock(side_effect=found._send_header)) as header,
+                patch.object(found, "_send_aside", Mock(side_effect=found._send_aside)) as beside,
+            ):
+                losses.append(float(engine.train_batch(iter(batch))))
+            headers.append(sum(gather_objects(header.call_count)))
+            aside.append(sum(gather_objects(beside.call_count)))
+        same(losses, expected)
+        crossing = (len(devices) - 1) * NUM_MICRO_BATCHES
+        assert headers[:5] == [crossing, 0, 0, 0, crossing], headers
+        assert headers[7] == headers[8] == 0, headers
+        assert [count > 0 for count in aside] == [step in (3, 8) for step in range(len(data))], aside
 
 
 def data_that_ends_between_two_steps(_: Path) -> None:
@@ -519,6 +613,7 @@ def two_pipelines(_: Path) -> None:
 CASES_OF_ANY = [
     every_map_equals_one_process,
     random_maps_equal_one_process,
+    passes_with_and_without_deepspeeds_wrapping,
     a_pattern_with_fill_and_drain,
     tied_layers,
     zero_1_clipping_and_bf16,
@@ -528,6 +623,7 @@ CASES_OF_ANY = [
     layers_that_work_in_place,
     training_and_evaluation_in_turns,
     micro_batches_of_different_shapes,
+    shapes_that_change,
     data_that_ends_between_two_steps,
     checkpoints_are_saved_and_loaded,
     dropout,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_partition import Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.runtime import accelerator as devices
 from deepspeed_partition.engine.runtime import collectives, host_staging, transfers
@@ -163,7 +164,7 @@ def nothing_is_given_to_a_device_before_both_hosts_are_there(_: Path) -> None:
         found._start_sending, found._start_receiving = sending, receiving
         for late in (0, 1):
             begun.clear()
-            found.start(told_each_time=True)
+            found.start(program_of(None, 2, 1, trains=False), trains=True, shapes_may_differ=True)
             dist.barrier()
             if dist.get_rank() == late:
                 time.sleep(0.3)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
+from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDifferError
 from deepspeed_partition.engine.runtime.collectives import gather_objects, portable, reduced
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
-from deepspeed_partition.engine.runtime.transfers import Shapes, ShapesDifferError
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Boundary, Departed
-from deepspeed_partition.engine.runtime.transfers import Shapes
+from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Boundary, Departed, DepartedEdges
+from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
 from deepspeed_partition.schedule.instructions import Message
 
 
@@ -20,7 +20,7 @@ class BatchState:
         """Tensors between two stages, from where they are made, or arrive, to where they are used, or sent."""
         self.arrived: dict[int, Arrived] = {}
         """Inputs from the stage before, by slot, until their backward."""
-        self.departed: dict[int, Departed] = {}
+        self.departed: dict[int, Departed | DepartedEdges] = {}
         """Outputs to the next stage, by slot, until their backward."""
         self.losses: dict[int, torch.Tensor] = {}
         """Losses by slot, until their backward."""

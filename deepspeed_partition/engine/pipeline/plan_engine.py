@@ -11,8 +11,8 @@ copied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
+from deepspeed_partition.engine.pipeline.plain_passes import PlainPasses
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
     instructions_of,
@@ -39,20 +40,24 @@ from deepspeed_partition.engine.pipeline.tied_gradients import copies_added_up, 
 from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.autograd_boundary import (
+    HAS_EDGES,
     Arrived,
     Departed,
+    DepartedEdges,
     Loaded,
     NoGradient,
+    has_few_bytes,
     nothing,
     tagged,
     tensors_of,
     zeros,
 )
+from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
 from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
-from deepspeed_partition.engine.runtime.transfers import Shapes, Transfers
+from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
@@ -61,6 +66,8 @@ _ANY = -1
 """The active stage between two instructions, when there is none: this rank is all its stages."""
 _STARTING = -2
 """The active stage while DeepSpeed's ``__init__`` tries out transfers between neighbouring ranks."""
+_NO_CHILDREN = frozenset({type(None), bool, int, float, str, list, tuple, dict, torch.Tensor})
+"""Types of what is neither a module nor a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +133,16 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.batch_data.begin()
         self._read_now: Any = None
         self._lockstep = Lockstep(self._pipelines())
+        self._passes, self._is_plain = PlainPasses(self), False
         self._lowered_lists = functools.lru_cache(maxsize=16)(self._lower)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An engine is a module to torch, which looks at each assignment for children, for longer than a transfer.
+        own = self.__dict__
+        if name in own and type(value) in _NO_CHILDREN:
+            own[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def _configure_distributed_model(self, model):
         super()._configure_distributed_model(model)
@@ -195,15 +211,6 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if src_rank is None and self.runs_lists:
             src_rank = self._loss_stage_global_rank()
         return super()._bcast_pipe_scalar(data, src_rank=src_rank, **options)
-
-    @contextmanager
-    def _as_stage(self, stage: int) -> Iterator[None]:
-        self._active = stage
-        try:
-            with self.module.active(stage):
-                yield
-        finally:
-            self._active = _ANY
 
     # Data. Any rank may come to read it when the layers move, so all keep what they are given.
 
@@ -321,14 +328,19 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._lockstep.begin_batch(self._transfers.ranks[0])
         with self._lockstep.ended_by_errors():
             self._begin_batch(program.num_micro_batches)
+            self._transfers.start(
+                program, trains=torch.is_grad_enabled(), shapes_may_differ=bool(self.dynamic_shape)
+            )
             if torch.is_grad_enabled():
                 reads = self.is_first_stage() or self.is_last_stage()
                 self.batch_data.count_unread(0 if reads else program.num_micro_batches)
             self._reserve_pipe_buffers(program.num_slots(self.stage_id))
             self._batch = Batch(self, self.batch_state, program.num_micro_batches)
+            self._is_plain = self._passes.may_run()
             with self._recorded() as execute:
+                runs = watch.runs
                 for instruction in program.lists[self.stage_id]:
-                    watch.runs(instruction)
+                    runs(instruction)
                     execute(instruction)
                 watch.runs(None)
                 self._transfers.finish()
@@ -377,8 +389,14 @@ class AnyPlanEngine(AnyBoundaryEngine):
         between = self.batch_state.between
         if isinstance(instruction, Compute):
             run = self._run_forward if instruction.kind == "F" else self._run_backward
-            with self._as_stage(instruction.stage):
+            module = self.module
+            self._active = instruction.stage
+            module.activate(instruction.stage)
+            try:
                 run(instruction)
+            finally:
+                module.deactivate()
+                self._active = _ANY
             self._pace.step()
         elif instruction.kind == "S":
             self._transfers.send(instruction.message, instruction.peer, between[instruction.message])
@@ -409,7 +427,6 @@ class AnyPlanEngine(AnyBoundaryEngine):
         except Exception:
             self.skip_data(num_micro_batches)
             raise
-        self._transfers.start(told_each_time=self.dynamic_shape)
 
     def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:
         """Begin a step with all ranks, before they agree on anything else for it. Collective.
@@ -471,14 +488,20 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _run_forward(self, forward: Compute) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
-        if self.is_first_stage() or self.is_last_stage():
+        devices = self.module.device_of_stage
+        is_last = stage + 1 == len(devices)
+        if stage == 0 or is_last:
             self._load(number, slot)
         if stage > 0:
-            arrived = Arrived(state.between.pop(Message("F", stage - 1, number)))
+            from_here = devices[stage - 1] == devices[stage]
+            arrived = Arrived(state.between.pop(Message("F", stage - 1, number)), is_ours=not from_here)
             self.pipe_buffers["inputs"][slot] = state.arrived[slot] = arrived
-        self._exec_forward_pass(slot)
+        if self._is_plain:
+            self._run_plain_forward(slot, is_last=is_last)
+        else:
+            self._exec_forward_pass(slot)
         self.pipe_buffers["inputs"][slot] = None
-        if not self.is_last_stage():
+        if not is_last:
             self._leave_output(Message("F", stage, number), slot)
         elif torch.is_grad_enabled():
             state.losses[slot] = self.loss
@@ -486,6 +509,15 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if not torch.is_grad_enabled():
             state.arrived.pop(slot, None)
             self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
+
+    def _run_plain_forward(self, slot: int, *, is_last: bool) -> None:
+        buffers = self.pipe_buffers
+        inputs = buffers["inputs"][slot].clone()
+        if not is_last:
+            buffers["outputs"][slot] = self._passes.forward(inputs)
+            return
+        self.loss = self._passes.loss_of(inputs, buffers["labels"][slot])
+        buffers["outputs"][slot] = buffers["labels"][slot] = None
 
     def _leave_output(self, message: Message, slot: int) -> None:
         state, outputs = self.batch_state, self.pipe_buffers["outputs"][slot]
@@ -505,8 +537,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
         state.between[message] = detached if isinstance(outputs, tuple) else detached[0]
         if not torch.is_grad_enabled():
             return
-        departed = state.departed[slot] = Departed(outputs)
-        self.pipe_buffers["outputs"][slot] = departed.root
+        as_edges = self._is_plain and HAS_EDGES and has_few_bytes(whole)
+        state.departed[slot] = DepartedEdges(outputs) if as_edges else Departed(outputs)
+        self.pipe_buffers["outputs"][slot] = None
         devices = self.module.device_of_stage
         if devices[message.boundary] != devices[message.boundary + 1]:
             floating = tuple(tensor for tensor in detached if tensor.is_floating_point())
@@ -517,23 +550,29 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _run_backward(self, backward: Compute) -> None:
         stage, number, slot, state = backward.stage, backward.micro_batch, backward.slot, self.batch_state
-        if self.is_last_stage():
+        if stage + 1 == len(self.module.device_of_stage):
             self.loss = state.losses.pop(slot)
+            if self._is_plain and isinstance(self.loss, torch.Tensor) and self.loss.dim() == 0:
+                self._passes.backward_of_loss(self.loss)
+            else:
+                self._exec_backward_pass(slot)
         else:
-            departed = state.departed.pop(slot)
             # Nothing here holds the gradients: the first layer that needs them no more frees them.
-            departed.give(
+            roots, gradients = state.departed.pop(slot).roots(
                 tensors_of(state.between.pop(Message("B", stage, number))),
                 may_be_missing=self.leaves_without_gradient,
             )
-            self.pipe_buffers["outputs"][slot] = departed.root
-            self.grad_layer = torch.ones_like(departed.root)
-        self._exec_backward_pass(slot)
+            if self._is_plain:
+                self._passes.run(roots, gradients)
+            else:
+                [root] = roots or [torch.zeros(())]
+                self.pipe_buffers["outputs"][slot], self.grad_layer = root, torch.ones_like(root)
+                self._exec_backward_pass(slot)
         self.grad_layer = self.loss = None
         self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
         if stage > 0:
-            gradients = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1))
-            state.between[Message("B", stage - 1, number)] = gradients
+            of_input = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1))
+            state.between[Message("B", stage - 1, number)] = of_input
 
     def _no_gradient_for(self, stage: int) -> NoGradient:
         """What stands for a gradient that there is none of, for the stage before a cut."""

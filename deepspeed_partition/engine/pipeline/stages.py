@@ -167,13 +167,25 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     @contextmanager
     def active(self, stage: int) -> Iterator[None]:
         """Let this module be one of its stages."""
-        self._show(stage)
-        self._is_active = True
+        self.activate(stage)
         try:
             yield
         finally:
-            self._is_active = False
-            self._num_forwards[stage] = self.micro_offset
+            self.deactivate()
+
+    def activate(self, stage: int) -> None:
+        """Let this module be one of its stages, until :meth:`deactivate`."""
+        own = self.__dict__  # past torch, which looks at each assignment for children
+        if stage == self._shown and self.forward_funcs is self._functions[stage]:
+            own["micro_offset"] = self._num_forwards[stage]
+        else:
+            self._show(stage)
+        own["_is_active"] = True
+
+    def deactivate(self) -> None:
+        """Let this module be all its stages again."""
+        self.__dict__["_is_active"] = False
+        self._num_forwards[self._shown] = self.micro_offset
 
     def forward(self, forward_input: Any) -> Any:
         if not self._is_active and not self.allocation.is_contiguous:

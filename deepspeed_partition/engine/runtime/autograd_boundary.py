@@ -3,21 +3,30 @@
 DeepSpeed runs a stage on a copy of its input, keeps input and output until the backward, and runs one backward per
 output tensor. Here the input itself goes into the graph, the output may be freed as soon as it was sent, and
 there is one backward for all tensors.
+
+Functions in Python at both ends of a graph see to that, which take some tens of microseconds each. Boundaries of
+few bytes do without: a copy of the input costs less, and their gradients may stay until the backward ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 Boundary = torch.Tensor | tuple[torch.Tensor, ...]
 """What crosses a cut: a tensor, or several."""
 Gradients = tuple[torch.Tensor, ...]
 """The gradients of the floating tensors of a boundary, in their order."""
 
+
+FEW_BYTES = 16 * 1024
+"""The most bytes of a boundary that is copied rather than handed over by a function in Python."""
+HAS_EDGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+"""Whether torch runs a backward from a place in the graph, without the tensor there."""
 
 NoGradient = Callable[[torch.Size, torch.dtype, torch.device], torch.Tensor]
 """Makes what stands for the gradient of a tensor that got none, of its shape, type and device."""
@@ -61,6 +70,27 @@ def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
     return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
+def has_few_bytes(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors together have at most ``FEW_BYTES``."""
+    return sum(tensor.nbytes for tensor in tensors) <= FEW_BYTES
+
+
+def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Run a backward without what ``torch.autograd.backward`` checks, which takes longer than a tiny layer.
+
+    Args:
+        roots: tensors, or places in the graph (``torch.autograd.graph.GradientEdge``).
+        gradients: of the roots; None: of a number, 1.
+    """
+    given = tuple(
+        torch.ones_like(root, memory_format=torch.preserve_format) if gradient is None else gradient
+        for root, gradient in zip(roots, gradients, strict=True)
+    )
+    Variable._execution_engine.run_backward(
+        tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 class Loaded:
     """The first stage's input, in the place of tensors of which DeepSpeed makes one more copy."""
 
@@ -97,12 +127,19 @@ class _Beginning(torch.autograd.Function):
 
 
 class Arrived:
-    """A stage's input from the stage before it, in the place of DeepSpeed's leaf tensors."""
+    """A stage's input from the stage before it, in the place of DeepSpeed's leaf tensors.
 
-    def __init__(self, boundary: Boundary) -> None:
+    Args:
+        boundary: the tensors.
+        is_ours: whether nobody else has them, as where they came from another rank.
+    """
+
+    def __init__(self, boundary: Boundary, *, is_ours: bool = False) -> None:
         self._boundary: Boundary | None = boundary
-        self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors_of(boundary)]
+        tensors = tensors_of(boundary)
+        self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._caught: tuple[torch.Tensor | None, ...] = (None,) * len(self._like)
+        self._leaves = tensors if is_ours and has_few_bytes(tensors) else None
 
     def clone(self) -> Boundary:
         """Return the tensors themselves, once: DeepSpeed asks its inputs for clones, to run the stage on."""
@@ -110,7 +147,13 @@ class Arrived:
         assert boundary is not None
         if not torch.is_grad_enabled():
             return boundary
-        outputs = _Beginning.apply(torch.zeros((), requires_grad=True), self, *tensors_of(boundary))
+        outputs: tuple[torch.Tensor, ...]
+        if self._leaves is not None:  # copies of them, for a layer may change its input in place
+            outputs = tuple(
+                leaf.requires_grad_().clone() if leaf.is_floating_point() else leaf for leaf in self._leaves
+            )
+        else:
+            outputs = _Beginning.apply(torch.zeros((), requires_grad=True), self, *tensors_of(boundary))
         return outputs if isinstance(boundary, tuple) else outputs[0]
 
     def gradients(self, no_gradient: NoGradient = zeros) -> Gradients:
@@ -119,9 +162,10 @@ class Arrived:
         Args:
             no_gradient: Makes what is returned where no gradient came back.
         """
+        caught = self._caught if self._leaves is None else [leaf.grad for leaf in self._leaves]
         return tuple(
             no_gradient(shape, dtype, device) if gradient is None else gradient
-            for (shape, dtype, device), gradient in zip(self._like, self._caught, strict=True)
+            for (shape, dtype, device), gradient in zip(self._like, caught, strict=True)
             if dtype.is_floating_point
         )
 
@@ -136,6 +180,33 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
         # Given away, not lent: the last layer's backward is the last one that needs it.
         return None, ctx.gradient.pop()
+
+
+class DepartedEdges:
+    """A stage's output of few bytes, of which only its places in the graph are kept.
+
+    Args:
+        boundary: the output.
+    """
+
+    def __init__(self, boundary: Boundary) -> None:
+        floating = [tensor for tensor in tensors_of(boundary) if tensor.is_floating_point()]
+        self._sizes = [tensor.numel() for tensor in floating]
+        self._edges = [
+            torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
+        ]
+
+    def roots(
+        self, gradients: Gradients, *, may_be_missing: bool = False
+    ) -> tuple[list[Any], list[torch.Tensor | None]]:
+        """Return where the backward begins, and with which gradients; arguments as of :meth:`Departed.give`."""
+        edges: list[Any] = []
+        given: list[torch.Tensor | None] = []
+        for edge, gradient, size in zip(self._edges, gradients, self._sizes, strict=True):
+            if edge is not None and not (may_be_missing and _is_missing(gradient, size)):
+                edges.append(edge)
+                given.append(gradient)
+        return edges, given
 
 
 class Departed:
@@ -171,6 +242,13 @@ class Departed:
         if any(missing):
             self.root = self._sum([end for end, out in zip(self._ends, missing, strict=True) if not out])
         self._ends = []
+
+    def roots(
+        self, gradients: Gradients, *, may_be_missing: bool = False
+    ) -> tuple[list[Any], list[torch.Tensor | None]]:
+        """Give the gradients as :meth:`give` does; return where the backward begins, and with which gradients."""
+        self.give(gradients, may_be_missing=may_be_missing)
+        return ([self.root], [None]) if self.root.requires_grad else ([], [])
 
     def _sum(self, ends: list[torch.Tensor]) -> torch.Tensor:
         needed = [end for end in ends if end.requires_grad]

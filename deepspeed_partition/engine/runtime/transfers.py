@@ -4,16 +4,11 @@ Each direction between two ranks has a process group of its own, on which messag
 alone: the one that the lists of both ranks agree on (``lowering.py``). So two directions never wait for each
 other, and nothing here depends on tags, which NCCL has not.
 
-What a receive needs to know before it can be posted is the shapes. The first activation over a cut in each batch
-is preceded by a header, on the CPU and beside the data; with ``told_each_time`` every activation is. Gradients
-have the shapes of the output that they belong to. A receive whose header was not read yet waits in line with all
-behind it: a thread for each device that tensors come from reads the headers, and posts the receives at once.
-
-    told once           header  F0.0        F0.1    F0.2
-    told each time      header  F0.0 header F0.1 header ...
-
-A sent tensor is kept until it has left. gloo tells that only to who waits for it: a thread for each device that
-tensors go to does. Where gloo serves a GPU, tensors go through the host (``host_staging.py``).
+What a receive needs to know before it can be posted is the shapes. Gradients have those of the output that they
+belong to; activations those that their receiver expects (``boundary_shapes.py``), or a header tells them, on the
+CPU and beside the data. A receive whose header was not read yet waits in line with all behind it
+(``receive_line.py``). A sent tensor is kept until it has left (``departures.py``). Where gloo serves a GPU,
+tensors pass through the host's memory (``host_staging.py``).
 
 On NCCL a transfer is a kernel at both ends, which runs until the other end has begun. So neither is given to its
 device before both hosts have come to it: each message has a header, and a note comes back when there is room.
@@ -32,254 +27,49 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-from collections import deque
+import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
-from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.boundary_shapes import (
+    HEADER_SIZE,
+    MARK_BYTES,
+    Bases,
+    Shapes,
+    ShapesDifferError,
+    ShapesOfBoundary,
+    bases_of,
+)
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
+from deepspeed_partition.engine.runtime.departures import (
+    Header,
+    HostDepartures,
+    ThreadedDepartures,
+    wait,
+    wait_holding,
+)
+from deepspeed_partition.engine.runtime.receive_line import Expected, Line, Posted
 from deepspeed_partition.engine.runtime.worker_thread import Helper
-from deepspeed_partition.schedule.instructions import Message
+from deepspeed_partition.schedule.instructions import Message, Program
 
-Header = tuple[torch.Tensor, Any]
-"""The numbers that will tell shapes, and what to wait for first."""
-HEADER_SIZE = 256
-"""Numbers in a header: 40 tensors of four dimensions fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """What a receiver must know about a boundary."""
-
-    is_tuple: bool
-    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-
-    @classmethod
-    def of(cls, boundary: Boundary) -> Shapes:
-        return cls(isinstance(boundary, tuple), tuple((each.shape, each.dtype) for each in tensors_of(boundary)))
-
-    def header(self) -> torch.Tensor:
-        """Encode as numbers: tuple or not, how many tensors, and of each the type, the dimensions, the shape.
-
-        Raises:
-            RuntimeError: too many tensors or dimensions.
-        """
-        numbers = [int(self.is_tuple), len(self.tensors)]
-        for shape, dtype in self.tensors:
-            numbers += [PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape]
-        if len(numbers) > HEADER_SIZE:
-            raise RuntimeError(
-                f"{len(self.tensors)} tensors cross one cut, and their shapes take {len(numbers)} numbers: at "
-                f"most {HEADER_SIZE} fit, so cut the model where fewer tensors cross"
-            )
-        return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)), dtype=torch.int64)
-
-    @classmethod
-    def from_header(cls, header: torch.Tensor) -> Shapes:
-        numbers = iter(header.tolist())
-        is_tuple, count = bool(next(numbers)), next(numbers)
-        tensors = []
-        for _ in range(count):
-            dtype, num_dimensions = PipelineEngine.ID_TO_DTYPE[next(numbers)], next(numbers)
-            tensors.append((torch.Size([next(numbers) for _ in range(num_dimensions)]), dtype))
-        return cls(is_tuple, tuple(tensors))
-
-    def empty(self, device: torch.device) -> Boundary:
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
-        return tensors if self.is_tuple else tensors[0]
-
-
-class ShapesDifferError(RuntimeError):
-    """A stage's output has other shapes than those that its receiver was told of."""
-
-    def __init__(self, message: str, expected: Shapes) -> None:
-        super().__init__(message)
-        self.expected = expected
-
-    def __reduce__(self) -> Any:
-        return type(self), (str(self), self.expected)
-
-
-Expected = Shapes | Header | None
-"""The shapes of a message; or what will tell them; or nothing: they are those of its channel in this batch."""
-Posted = tuple[Boundary, list[Any]]
-"""The tensors that a message will be in, and what to wait for."""
-_Departing = tuple[Message, Any, torch.Tensor]
-"""A tensor of a message, and what to wait for."""
 ROOM_TAG = 2**21
 """The tag of the notes that there is room for a message, beside the headers, whose tags are cuts."""
+ASIDE_TAG = 2**22
+"""The first tag of activations that are sent aside, a tag for each."""
+MOST_ASIDE = 2**16
+"""Tags of a boundary."""
 
 
-class _Departures:
-    """Tensors sent to one device, until they have left."""
-
-    def __init__(self, rank: int, when_failed: Callable[[Exception], object]) -> None:
-        self._rank = rank
-        self._helper = Helper(f"departures-to-{rank}", when_failed)
-        self._marks: dict[Message, threading.Event] = {}
-        self._lock = threading.Lock()
-        self._on_device: deque[_Departing] = deque()
-
-    def add(self, work: Any, tensor: torch.Tensor) -> None:
-        """Add a tensor that is being sent from the host's memory."""
-        self._helper.do(functools.partial(_wait_holding, work, tensor, self._rank))
-
-    def start(self, message: Message, room: Header, begin: Callable[[], list[tuple[Any, torch.Tensor]]]) -> None:
-        """Send the tensors of a message from the device's memory, when its receiver says that there is room.
-
-        Args:
-            begin: sends them, and gives what to wait for and what to keep meanwhile.
-        """
-        self._helper.do(functools.partial(self._start, message, room, begin))
-
-    def _start(self, message: Message, room: Header, begin: Callable[[], list[tuple[Any, torch.Tensor]]]) -> None:
-        _wait(room[1], self._rank)
-        departing = [(message, *each) for each in begin()]
-        with self._lock:
-            self._on_device.extend(departing)
-            while self._on_device and self._on_device[0][1].is_completed():
-                self._on_device.popleft()
-
-    def mark(self, message: Message) -> None:
-        """Note that all tensors of a message have been added."""
-        self._marks[message] = self._helper.mark()
-
-    def wait_for(self, message: Message) -> None:
-        """Return when a message and those before it have left (on NCCL: let the current stream wait for them).
-
-        Raises:
-            Exception: what a send failed with.
-        """
-        self._helper.reach(self._marks.pop(message))
-        with self._lock:
-            while any(each == message for each, *_ in self._on_device):
-                self._let_leave()
-
-    def finish(self) -> None:
-        """Return when all messages have left (on NCCL: let the current stream wait for them)."""
-        self._marks.clear()
-        self._helper.finish()
-        with self._lock:
-            while self._on_device:
-                self._let_leave()
-
-    def _let_leave(self) -> None:
-        self._on_device[0][1].wait()
-        self._on_device.popleft()  # not before: its memory may be used for something else then
-
-    def close(self) -> None:
-        self._helper.close()
-
-
-def _wait_holding(work: Any, _: torch.Tensor, rank: int) -> None:
-    _wait(work, rank)
-
-
-def _wait(work: Any, rank: int) -> None:
-    """Wait for a message to or from a rank.
-
-    Raises:
-        RuntimeError: that rank does not answer.
-    """
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise RuntimeError(f"rank {rank} has ended, or the link to it is down ({error})") from error
-
-
-class _Line:
-    """The receives from one device, posted in the order in which they come.
-
-    Args:
-        rank: that device's, globally.
-        start: posts a receive of these shapes.
-        later: called for each receive that waits in line; gives what the thread enters when it calls ``start``.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        start: Callable[[Message, Shapes], Posted],
-        later: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._rank, self._start, self._later = rank, start, later
-        self._helper = Helper(f"receives-from-{rank}")
-        self._changed = threading.Condition()
-        self._error: Exception | None = None
-        self._num_waiting = 0
-        self._shapes: dict[str, Shapes] = {}
-        self._posted: dict[Message, Posted] = {}
-
-    def begin(self) -> None:
-        """Begin a batch, whose shapes are not known yet."""
-        assert not self._posted and not self._num_waiting
-        self._shapes.clear()
-
-    def post(self, message: Message, expected: Expected) -> None:
-        """Post a receive at once, or when the headers of this message and of those before it have been read."""
-        with self._changed:
-            shapes = self._known(message, expected)
-            if self._num_waiting or shapes is None:
-                self._num_waiting += 1
-                self._helper.do(functools.partial(self._post_later, message, expected, self._later()))
-            else:
-                self._posted[message] = self._start(message, shapes)
-
-    def take(self, message: Message) -> Posted:
-        """Return what was posted for a message, as soon as it is.
-
-        Raises:
-            Exception: what a header, or the posting after it, failed with.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: message in self._posted or self._error is not None)
-            if message not in self._posted:
-                assert self._error is not None
-                raise self._error
-            return self._posted.pop(message)
-
-    def fail(self, error: Exception) -> None:
-        """Let :meth:`take` raise this for what is not posted: what makes the sender send may never have left."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify()
-
-    def close(self) -> None:
-        self._helper.close()
-
-    def _known(self, message: Message, expected: Expected) -> Shapes | None:
-        if isinstance(expected, tuple):
-            return None
-        return expected or self._shapes.get(message.channel)
-
-    def _post_later(self, message: Message, expected: Expected, place: AbstractContextManager[object]) -> None:
-        try:
-            if isinstance(expected, tuple):
-                header, work = expected
-                _wait(work, self._rank)
-                expected = Shapes.from_header(header)
-            with place, self._changed:
-                if message.direction == "F" and expected is not None:
-                    self._shapes[message.channel] = expected
-                shapes = self._known(message, expected)
-                assert shapes is not None, "the first message of a channel has a header"
-                self._posted[message] = self._start(message, shapes)
-                self._num_waiting -= 1
-                self._changed.notify()
-        except Exception as error:  # raised again by take()
-            with self._changed:
-                self._error = error
-                self._changed.notify()
-            raise
+def _tag_aside(message: Message) -> int:
+    return ASIDE_TAG + message.boundary * MOST_ASIDE + message.micro_batch % MOST_ASIDE
 
 
 @contextmanager
@@ -365,19 +155,32 @@ class Transfers:
                 elif me == ranks[destination]:
                     self._received_from[source] = group
                     dist.recv(token, ranks[source], group=group)
-        self._departures = {peer: _Departures(self.ranks[peer], self._fail) for peer in self._sent_to}
+        self._on_cpu = device.type == "cpu" and not self._on_streams and not self.through_host
+        self._departures: dict[int, HostDepartures] = {}
+        self._threaded: dict[int, ThreadedDepartures] = {}
+        for peer in self._sent_to:
+            if self._on_cpu:
+                self._departures[peer] = HostDepartures(self.ranks[peer])
+            else:
+                self._threaded[peer] = ThreadedDepartures(self.ranks[peer], self._fail)
         self._headers = Helper("headers", self._fail)
         self._lines = {
-            peer: _Line(
+            peer: Line(
                 self.ranks[peer],
                 functools.partial(self._start_message, peer),
                 functools.partial(self._place_in_line, peer),
             )
             for peer in self._received_from
         }
-        self._told_each_time = False
-        self._shapes_sent: dict[str, Shapes] = {}
-        self._headers_posted: set[str] = set()
+        self._mark = from_rank_0(lambda: secrets.token_bytes(MARK_BYTES))
+        self._shapes_of: dict[bool, defaultdict[int, ShapesOfBoundary]] = {
+            trains: defaultdict(ShapesOfBoundary) for trains in (True, False)
+        }
+        """Shapes of activations by boundary, of training and of evaluation."""
+        self._shapes = self._shapes_of[True]
+        self._shapes_may_differ = True
+        self._bases: Bases = {}
+        self._bases_of_programs: list[tuple[Program, Bases]] = []
 
     @property
     def tells_gradients(self) -> bool:
@@ -414,34 +217,91 @@ class Transfers:
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return bool(vote)
 
-    def start(self, *, told_each_time: bool) -> None:
-        """Begin a batch."""
+    def start(self, program: Program, *, trains: bool, shapes_may_differ: bool) -> None:
+        """Begin a batch.
+
+        Args:
+            program: the lists of all devices.
+            trains: whether it is a step of training; else of evaluation.
+            shapes_may_differ: from one micro-batch of the batch to another.
+        """
         self._find_computing_stream()
-        self._told_each_time = told_each_time
-        self._shapes_sent.clear()
-        self._headers_posted.clear()
+        self._shapes_may_differ = shapes_may_differ
+        self._bases = self._bases_for(program)
+        self._shapes = self._shapes_of[trains]
+        for shapes in self._shapes.values():
+            shapes.begin()
         for line in self._lines.values():
             line.begin()
+
+    def _bases_for(self, program: Program) -> Bases:
+        for known, bases in self._bases_of_programs:
+            if known is program:
+                return bases
+        self._bases_of_programs[3:] = []
+        self._bases_of_programs.insert(0, (program, bases_of(program)))
+        return self._bases_of_programs[0][1]
 
     def send(self, message: Message, peer: int, boundary: Boundary) -> None:
         """Begin to send. The tensors must not change any more.
 
         Raises:
-            ShapesDifferError: an activation has other shapes than the first one of its batch, and shapes are told
-                once.
+            ShapesDifferError: an activation has other shapes than the first one of its batch, and they may not
+                differ.
         """
-        self._tell(message, peer, Shapes.of(boundary))
+        if message.direction == "F":
+            self._check(message, boundary)
+        if self._on_cpu:
+            self._send_from_cpu(message, peer, boundary)
+            return
+        if message.direction == "F" or self._on_streams:
+            shapes = Shapes.of(boundary)
+            self._shapes[message.boundary].note(message.micro_batch, None, shapes)
+            work, header = self._send_header(message, peer, shapes)
+            self._headers.do(functools.partial(wait_holding, work, header, self.ranks[peer]))
         tensors = [tensor.contiguous() for tensor in tensors_of(boundary) if tensor.numel()]
-        departures = self._departures[peer]
+        departures = self._threaded[peer]
         if self._on_streams:
             departures.start(message, self._ask_for_room(peer), self._when_there_is_room(tensors, peer))
         for tensor in () if self._on_streams else tensors:
-            if self.through_host:
-                leaving = host_staging.Departing(tensor, functools.partial(self._start_sending, peer=peer))
-                departures.add(leaving, leaving.host)
-            else:
-                departures.add(self._start_sending(tensor, peer), tensor)
+            leaving = host_staging.Departing(tensor, functools.partial(self._start_sending, peer=peer))
+            departures.add(leaving, leaving.host)
         departures.mark(message)
+
+    def _send_from_cpu(self, message: Message, peer: int, boundary: Boundary) -> None:
+        leaving: list[tuple[Any, torch.Tensor]] = []
+        if message.direction == "F":
+            basis, known = self._bases[message], self._shapes[message.boundary]
+            shapes, expected = Shapes.of(boundary), known.expected(basis)
+            known.note(message.micro_batch, basis, shapes)
+            if expected is None:
+                leaving.append(self._send_header(message, peer, shapes))
+            elif expected != shapes:
+                self._send_aside(message, peer, boundary, shapes)
+                boundary = expected.marked(self._mark)
+        for tensor in tensors_of(boundary):
+            if tensor.numel():
+                whole = tensor.contiguous()
+                leaving.append((self._start_sending(whole, peer), whole))
+        self._departures[peer].add(message, leaving)
+
+    def _send_aside(self, message: Message, peer: int, boundary: Boundary, shapes: Shapes) -> None:
+        tensors = [shapes.header(), *(each.contiguous() for each in tensors_of(boundary) if each.numel())]
+        options: dict[str, Any] = {"group": self.cpu_group, "tag": _tag_aside(message)}
+        self._departures[peer].add_aside(
+            [(dist.isend(tensor, self.ranks[peer], **options), tensor) for tensor in tensors]
+        )
+
+    def _receive_aside(self, message: Message, peer: int) -> tuple[Boundary, Shapes]:
+        options: dict[str, Any] = {"group": self.cpu_group, "tag": _tag_aside(message)}
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64)
+        wait(dist.irecv(header, self.ranks[peer], **options), self.ranks[peer])
+        shapes = Shapes.from_header(header)
+        boundary = shapes.empty(self._device)
+        for tensor in tensors_of(boundary):
+            if tensor.numel():
+                wait(dist.irecv(tensor, self.ranks[peer], **options), self.ranks[peer])
+        return boundary, shapes
 
     def _ask_for_room(self, peer: int) -> Header:
         note = torch.empty(1, dtype=torch.int64)
@@ -450,7 +310,7 @@ class Transfers:
     def _tell_of_room(self, peer: int) -> None:
         note = torch.zeros(1, dtype=torch.int64)
         work = dist.isend(note, self.ranks[peer], group=self.cpu_group, tag=ROOM_TAG)
-        self._headers.do(functools.partial(_wait_holding, work, note, self.ranks[peer]))
+        self._headers.do(functools.partial(wait_holding, work, note, self.ranks[peer]))
 
     def _when_there_is_room(
         self, tensors: list[torch.Tensor], peer: int
@@ -471,33 +331,27 @@ class Transfers:
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
         return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
-    def _tell(self, message: Message, peer: int, shapes: Shapes) -> None:
-        """Send a header, where one is due."""
-        if message.direction == "B":  # whose shapes its receiver knows
-            if self._on_streams:
-                self._send_header(message, peer, shapes)
+    def _check(self, message: Message, boundary: Boundary) -> None:
+        """Refuse an activation of other shapes than the first one of its batch, where they may not differ."""
+        known = None if self._shapes_may_differ else self._shapes[message.boundary].first
+        if known is None:
             return
-        known = self._shapes_sent.get(message.channel)
-        if known not in (None, shapes) and not self._told_each_time:
-            assert known is not None
+        shapes = Shapes.of(boundary)
+        if known != shapes:
             raise ShapesDifferError(
                 f"micro-batch {message.micro_batch} crosses cut {message.boundary} with the shapes "
                 f"{[tuple(shape) for shape, _ in shapes.tensors]} and the first one of its batch did with "
                 f"{[tuple(shape) for shape, _ in known.tensors]}: build the module with dynamic_shape=True",
                 known,
             )
-        if known is None or self._told_each_time or self._on_streams:
-            self._shapes_sent[message.channel] = shapes
-            self._send_header(message, peer, shapes)
 
-    def _send_header(self, message: Message, peer: int, shapes: Shapes) -> None:
+    def _send_header(self, message: Message, peer: int, shapes: Shapes) -> tuple[Any, torch.Tensor]:
         header = shapes.header()
-        work = dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary)
-        self._headers.do(functools.partial(_wait_holding, work, header, self.ranks[peer]))
+        return dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary), header
 
     def wait_until_left(self, message: Message, peer: int) -> None:
         """Return when what was sent is kept no more (on NCCL: as soon as the current stream gets there)."""
-        self._departures[peer].wait_for(message)
+        (self._departures if self._on_cpu else self._threaded)[peer].wait_for(message)
 
     def post(self, message: Message, peer: int, shapes: Shapes | None = None) -> None:
         """Make room for a message, behind those that were posted before it.
@@ -505,10 +359,12 @@ class Transfers:
         Args:
             shapes: of a gradient.
         """
-        expected: Expected = shapes
-        told = message.direction == "F" and (self._told_each_time or message.channel not in self._headers_posted)
-        if told or self._on_streams:
-            self._headers_posted.add(message.channel)
+        expected: Expected | None = shapes
+        if message.direction == "F" and self._on_cpu:
+            expected = self._shapes[message.boundary].expected(self._bases[message])
+        elif message.direction == "F" or self._on_streams:
+            expected = None
+        if expected is None:
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
             work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary)
             expected = header, work
@@ -516,34 +372,41 @@ class Transfers:
         if self._on_streams:
             self._tell_of_room(peer)
 
-    def _start_message(self, peer: int, message: Message, shapes: Shapes) -> Posted:
+    def _start_message(self, peer: int, message: Message, shapes: Shapes, was_told: bool) -> Posted:
         boundary = shapes.empty(self._device)
-        start = functools.partial(self._start_receiving, peer=peer)
+        start: Callable[[torch.Tensor], Any] = functools.partial(self._start_receiving, peer=peer)
         if self.through_host:
             start = functools.partial(host_staging.Arriving, receive=start, stream=self._stream)
         elif self._on_streams:
             for tensor in tensors_of(boundary):  # whose memory belongs to the stream of the thread
                 tensor.record_stream(self._computes_on)
         works = [start(each) for each in tensors_of(boundary) if each.numel()]
-        return boundary, works if self.watch is None else self.watch(message, peer, boundary, works)
+        if self.watch is not None:
+            works = self.watch(message, peer, boundary, works)
+        return Posted(boundary, works, shapes, was_told)
 
     def take(self, message: Message, peer: int) -> Boundary:
         """Wait for a message that was posted."""
-        boundary, works = self._lines[peer].take(message)
+        boundary, works, shapes, was_told = self._lines[peer].take(message)
         for work in works:
-            _wait(work, self.ranks[peer])
+            wait(work, self.ranks[peer])
+        if message.direction == "F" and self._on_cpu:
+            if not was_told and shapes.bears(self._mark, boundary):
+                boundary, shapes = self._receive_aside(message, peer)
+            self._shapes[message.boundary].note(message.micro_batch, self._bases[message], shapes)
         return boundary
 
     def finish(self) -> None:
         """End a batch: everything has been received, and everything sent has left."""
-        for departures in self._departures.values():
+        for departures in (self._departures if self._on_cpu else self._threaded).values():
             departures.finish()
-        self._headers.finish()
+        if not self._on_cpu:
+            self._headers.finish()
 
     def close(self) -> None:
         """End what runs beside the engine, and the connections. On all ranks of the job, in the same order."""
         self._headers.close()
-        for departures in self._departures.values():
+        for departures in self._threaded.values():
             departures.close()
         for line in self._lines.values():
             line.close()

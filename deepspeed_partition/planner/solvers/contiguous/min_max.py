@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
 
-ROWS = 64
-"""Rows of a table that are looked at together."""
 NOTHING_FITS = 2**62
 """Cost that no stage has: it forbids a stage."""
 
@@ -29,7 +27,7 @@ def min_max_partitions(problem: Problem, cost: Callable[[int], NDArray[np.int64]
 
     A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any partition are left out.
     """
-    forbidden = ~problem.constraints.allowed(problem.table)
+    allowed = problem.constraints.allowed(problem.table)
     num_layers = problem.chain.num_layers
     counts = problem.constraints.counts(num_layers)
     worst = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
@@ -37,32 +35,12 @@ def min_max_partitions(problem: Problem, cost: Callable[[int], NDArray[np.int64]
     choices: list[NDArray[np.intp]] = []
     found = []
     for count in range(1, max(counts, default=0) + 1):
-        choice, worst = _best_ends(cost(count), worst, forbidden)
-        choices.append(choice)
+        key = np.where(allowed, np.maximum(cost(count), worst[None, :]), NOTHING_FITS)
+        choices.append(key.argmin(axis=1))
+        worst = key.min(axis=1)
         if count in counts and worst[0] < NOTHING_FITS:
             found.append((trace(choices, num_layers), int(worst[0])))
     return found
-
-
-def _best_ends(
-    costs: NDArray[np.int64], worst: NDArray[np.int64], forbidden: NDArray[np.bool_]
-) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Return where one more stage best ends, for each layer where it begins, and the costliest stage then.
-
-    A few rows at a time, which stay in the processor's cache, and from their first layer on: no stage ends before
-    it begins.
-    """
-    size = len(worst)
-    choice = np.zeros(size, dtype=np.intp)
-    best = np.full(size, NOTHING_FITS, dtype=np.int64)
-    for first in range(0, size, ROWS):
-        rows = slice(first, min(first + ROWS, size))
-        key = np.maximum(costs[rows, first:], worst[None, first:])
-        np.copyto(key, NOTHING_FITS, where=forbidden[rows, first:])
-        ends = key.argmin(axis=1)
-        best[rows] = key[np.arange(len(ends)), ends]
-        choice[rows] = ends + first
-    return choice, best
 
 
 def trace(choices: list[NDArray[np.intp]], num_layers: int) -> Cuts:

@@ -49,13 +49,12 @@ class PipeDream:
         """Return the fastest partition that passes the memory test; of several the one of the fewest stages."""
         times, table = problem.times, problem.table
         compute = times.compute[None, :] - times.compute[:, None]
-        slowest: NDArray[np.int64] = np.maximum(compute, times.round_trip[:, None])
+        slowest = np.maximum(compute, times.round_trip[:, None])
 
         def cost(from_end: int) -> NDArray[np.int64]:
-            if self.tests_memory:
-                # What does not fit here does not fit further from the end.
-                np.copyto(slowest, NOTHING_FITS, where=table.max_in_flight < from_end)
-            return slowest
+            return (
+                np.where(table.max_in_flight >= from_end, slowest, NOTHING_FITS) if self.tests_memory else slowest
+            )
 
         found = min_max_partitions(problem, cost)
         return min(found, key=lambda each: each[1])[0] if found else None

@@ -1,0 +1,140 @@
+"""The forward and the backward of a micro-batch in training, where DeepSpeed's engine adds nothing to them.
+
+DeepSpeed wraps each pass in what ZeRO, half precision, autocast, timers and its compiler need: hooks on every
+output, contexts, counters, longer together than a tiny layer. In fp32 without ZeRO, and without an option that
+looks into a pass, all of that does nothing. Then the passes here run, which call the module and the loss and
+nothing else; the numbers are the same in all bits.
+
+They do what these functions of DeepSpeed do, as they were read. Where those are others (another version, a program
+that replaced one, a subclass that overrides one), DeepSpeed's run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
+from deepspeed_partition.engine.runtime.autograd_boundary import run_backward
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
+
+_OF_PIPELINE = ("_exec_forward_pass", "_exec_backward_pass")
+_OF_ENGINE = ("forward", "backward", "_backward_prologue", "_backward_epilogue", "_backward_prologue_per_tensor")
+READ_VERSION = "0.19.8"
+"""The version of DeepSpeed whose functions were read for this."""
+DIGEST_AS_READ = "e999b1ef558d5945317d54a4a07530f2ba609aa7dea6b7648817f0d492195e09"
+"""SHA-256 of these functions of that version."""
+
+
+def digest_of_deepspeed() -> str:
+    """Return the SHA-256 of the functions that are replaced here, as they are now; empty where they are hidden."""
+    try:
+        sources = [inspect.getsource(getattr(PipelineEngine, name)) for name in _OF_PIPELINE]
+        sources += [inspect.getsource(_inside(getattr(DeepSpeedEngine, name))) for name in _OF_ENGINE]
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()
+
+
+def _inside(function: Any) -> Any:
+    """Return what DeepSpeed's decorator for NVTX has in it."""
+    return inspect.getclosurevars(function).nonlocals.get("func", function)
+
+
+@functools.cache
+def _overrides_nothing(engine_class: Hashable) -> bool:
+    assert isinstance(engine_class, type)
+    for name in (*_OF_PIPELINE, *_OF_ENGINE):
+        owner = next(each for each in engine_class.__mro__ if name in vars(each))
+        if owner not in (AnyBoundaryEngine, PipelineEngine, DeepSpeedEngine):
+            return False
+    return True
+
+
+class PlainPasses:
+    """The passes of one engine.
+
+    Args:
+        engine: whose module is there.
+    """
+
+    def __init__(self, engine: AnyPlanEngine) -> None:
+        self._engine = engine
+        self._as_read = digest_of_deepspeed() == DIGEST_AS_READ
+
+    def may_run(self) -> bool:
+        """Return whether the next batch may be run by them."""
+        engine = self._engine
+        config: Any = engine
+        return (
+            self._as_read
+            and torch.is_grad_enabled()
+            and bool(engine.module.training)
+            and _overrides_nothing(cast(Hashable, type(engine)))
+            and vars(engine).keys().isdisjoint((*_OF_PIPELINE, *_OF_ENGINE))
+            and type(engine.optimizer).__module__.partition(".")[0] != "deepspeed"
+            and not (
+                config.zero_optimization() or config.bfloat16_enabled() or config.fp16_enabled()
+                or config.torch_autocast_enabled() or torch.is_autocast_enabled()
+                or config.wall_clock_breakdown() or config.memory_breakdown() or config.flops_profiler_enabled()
+                or config.autotuning_enabled() or config.is_deepcompile_enabled()
+                or config._is_compiled_autograd_enabled or config.enable_backward_allreduce or config.zenflow
+                or config.is_pipe_partitioned or config.is_grad_partitioned
+                or type(engine.module).get_additional_losses is not PipelineModule.get_additional_losses
+            )
+        )  # fmt: skip
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the output of the active stage, which is not the last one."""
+        engine: Any = self._engine
+        engine.tput_timer.start()
+        return engine.module(inputs)
+
+    def loss_of(self, inputs: Any, labels: Any) -> Any:
+        """Return the loss of a micro-batch, on the last stage, and add it to that of the batch."""
+        engine: Any = self._engine
+        module, outputs = engine.module, self.forward(inputs)
+        loss_fn = module.loss_fn if engine._compute_loss else None
+        loss = outputs if loss_fn is None else loss_fn(outputs, labels)
+        if engine.eval_return_logits:
+            engine.outputs = outputs
+        detached = loss.detach() if isinstance(loss, torch.Tensor) else [each.detach() for each in loss]
+        engine.fwd_outputs.append(detached)
+        engine.total_loss = _added(engine.total_loss, detached)
+        return loss
+
+    def backward_of_loss(self, loss: torch.Tensor) -> None:
+        """Run the backward of a loss, divided by the number of micro-batches as in DeepSpeed."""
+        self.run((loss / self._engine.gradient_accumulation_steps(),), (None,))
+
+    def run(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run a backward; DeepSpeed's hooks are told that it is the engine's.
+
+        Args:
+            roots: tensors, or where gradients enter the graph (``torch.autograd.graph.GradientEdge``).
+            gradients: of the roots; None: of a number, 1.
+        """
+        if not roots:
+            return
+        own = self._engine.__dict__
+        own["_running_engine_backward"] = True
+        try:
+            run_backward(roots, gradients)
+        finally:
+            own["_running_engine_backward"] = False
+
+
+def _added(total: Any, loss: Any) -> Any:
+    if isinstance(loss, torch.Tensor):
+        return loss.clone() if total is None else total.add_(loss)
+    return [_added(None if total is None else total[place], each) for place, each in enumerate(loss)]

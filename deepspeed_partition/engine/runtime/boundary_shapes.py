@@ -1,0 +1,165 @@
+"""Shapes of what crosses a boundary: what a receiver must know, and how it knows it without being told each time.
+
+Both ends of a boundary keep the shapes of its activations. Until a receive is posted, its receiver has taken some
+activation of the batch, or none: that one's shapes, or those of the batch before, are what it expects. Its sender
+knows from the lists of both which one that is. So nothing is said while shapes stay:
+
+    batch before told each time     header F0.0 header F0.1 header F0.2     and all shapes were those expected
+    this batch                             F0.0        F0.1        F0.2     F0.1 has other shapes: see below
+
+An activation of other shapes than its receiver has made room for is sent aside, behind its shapes. What fills the
+room that it does not fit bears a mark: 16 random bytes at its end, which the job draws when it starts, and which
+no other data has. After a batch with such a surprise, each activation of the boundary has a header in front, which
+is read while others are computed; after a batch without one, none has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
+from deepspeed_partition.schedule.instructions import Message, Program, Transfer
+
+HEADER_SIZE = 256
+"""Numbers in a header: 40 tensors of four dimensions fit."""
+MARK_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What a receiver must know about a boundary."""
+
+    is_tuple: bool
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, boundary: Boundary) -> Shapes:
+        if isinstance(boundary, torch.Tensor):
+            return cls(False, ((boundary.shape, boundary.dtype),))
+        return cls(True, tuple([(each.shape, each.dtype) for each in boundary]))
+
+    def header(self) -> torch.Tensor:
+        """Encode as numbers: tuple or not, how many tensors, and of each the type, the dimensions, the shape.
+
+        Raises:
+            RuntimeError: too many tensors or dimensions.
+        """
+        numbers = [int(self.is_tuple), len(self.tensors)]
+        for shape, dtype in self.tensors:
+            numbers += [PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape]
+        if len(numbers) > HEADER_SIZE:
+            raise RuntimeError(
+                f"{len(self.tensors)} tensors cross one cut, and their shapes take {len(numbers)} numbers: at "
+                f"most {HEADER_SIZE} fit, so cut the model where fewer tensors cross"
+            )
+        return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)), dtype=torch.int64)
+
+    @classmethod
+    def from_header(cls, header: torch.Tensor) -> Shapes:
+        numbers = iter(header.tolist())
+        is_tuple, count = bool(next(numbers)), next(numbers)
+        tensors = []
+        for _ in range(count):
+            dtype, num_dimensions = PipelineEngine.ID_TO_DTYPE[next(numbers)], next(numbers)
+            tensors.append((torch.Size([next(numbers) for _ in range(num_dimensions)]), dtype))
+        return cls(is_tuple, tuple(tensors))
+
+    def empty(self, device: torch.device) -> Boundary:
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
+        return tensors if self.is_tuple else tensors[0]
+
+    @property
+    def marked_tensor(self) -> int | None:
+        """Number of the tensor, a large one, at whose end there is room for a mark; None if there is none."""
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self.tensors]
+        largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
+        return largest if sizes and sizes[largest] >= MARK_BYTES else None
+
+    def marked(self, mark: bytes) -> Boundary:
+        """Return tensors on the CPU that say by their mark that they are not the message."""
+        boundary, number = self.empty(torch.device("cpu")), self.marked_tensor
+        assert number is not None
+        for tensor in tensors_of(boundary):
+            tensor.zero_()
+        tail = tensors_of(boundary)[number].view(-1).view(torch.uint8)[-MARK_BYTES:]
+        tail.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+        return boundary
+
+    def bears(self, mark: bytes, boundary: Boundary) -> bool:
+        """Return whether tensors of these shapes on the CPU are no message, but say so by their mark."""
+        number = self.marked_tensor
+        if number is None:
+            return False
+        tensor = tensors_of(boundary)[number]
+        return ctypes.string_at(tensor.data_ptr() + tensor.nbytes - MARK_BYTES, MARK_BYTES) == mark
+
+
+class ShapesDifferError(RuntimeError):
+    """A stage's output has other shapes than those that its receiver was told of."""
+
+    def __init__(self, message: str, expected: Shapes) -> None:
+        super().__init__(message)
+        self.expected = expected
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.expected)
+
+
+Bases = dict[Message, int | None]
+"""The activation by whose shapes another one is received: its number, or None for those of the batch before."""
+
+
+def bases_of(program: Program) -> Bases:
+    """Return, for each activation, the last one over its boundary that is taken before its receive is posted."""
+    bases: Bases = {}
+    for instructions in program.lists:
+        taken: dict[int, int] = {}
+        for each in instructions:
+            if isinstance(each, Transfer) and each.message.direction == "F":
+                if each.kind == "W":
+                    taken[each.message.boundary] = each.message.micro_batch
+                elif each.kind == "R":
+                    bases[each.message] = taken.get(each.message.boundary)
+    return bases
+
+
+@dataclass(slots=True)
+class ShapesOfBoundary:
+    """The shapes of the activations over one boundary, as both of its ends keep them."""
+
+    tells_each: bool = True
+    """Whether each activation of this batch has a header."""
+    _before: Shapes | None = None
+    _of: dict[int, Shapes] = field(default_factory=dict)
+    _surprises: bool = False
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        if self._of:
+            self.tells_each, self._before = self._surprises, self._of[max(self._of)]
+        self._of.clear()
+        self._surprises = False
+
+    def expected(self, basis: int | None) -> Shapes | None:
+        """Return the shapes for which a receiver makes room; None where a header tells them."""
+        if self.tells_each:
+            return None
+        shapes = self._before if basis is None else self._of[basis]
+        return None if shapes is None or shapes.marked_tensor is None else shapes
+
+    def note(self, number: int, basis: int | None, shapes: Shapes) -> None:
+        """Note the shapes of an activation that was sent, or taken."""
+        before = self._before if basis is None else self._of[basis]
+        if shapes != before and not (before is None and all(shapes == each for each in self._of.values())):
+            self._surprises = True
+        self._of[number] = shapes
+
+    @property
+    def first(self) -> Shapes | None:
+        """Shapes of the first activation of this batch, if there was one."""
+        return next(iter(self._of.values()), None)
