@@ -41,6 +41,7 @@ from deepspeed_partition.planner.solvers.step.best_step import (
     memory_of_flush,
     with_best_step,
 )
+from deepspeed_partition.planner.solvers.step.exact_step import with_exact_step
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import in_order
 from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
@@ -211,7 +212,7 @@ def _plans_of(
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
     try:
-        answer = with_best_step(problem, _answer(problem, solver))
+        answer = with_exact_step(problem, with_best_step(problem, _answer(problem, solver)))
     except DeadlinePassed:
         raise out_of_time(solver.name) from None
     if not answer.cuts and not answer.patterns:

@@ -177,3 +177,11 @@ def test_long_steps_count_beyond_64_bits() -> None:
     problem = replace(problem_of(made, platform), num_micro_batches=10_000)
     seconds = problem.times.clock.seconds(step_lower_bound(problem, contiguous=True))
     assert seconds == pytest.approx(10_000 * 5e8)
+
+
+def test_what_has_no_room_may_be_faster_than_the_bound() -> None:
+    """A step one byte too large, the last one that is tried, was once called a bug instead of too large."""
+    made, platform = random_instance(17, most_layers=3)
+    platform = replace(platform, num_devices=2, bandwidth=FREE)
+    with pytest.raises(InfeasibleError):
+        make_plan(made, platform, num_micro_batches=2, flushes=(2,), recompute="never")

@@ -25,6 +25,7 @@ from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step,
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
+BELOW_BOUND = "is below its lower bound"
 LARGEST_PROVED_GAP = 2e-6
 """Largest gap of a step that is proved: proofs hold to one part in a million."""
 
@@ -274,7 +275,7 @@ def _promise_violations(plan: Plan, in_flight: tuple[int, ...], peaks: tuple[Dev
 def _step_bound_violations(step: StepPlan, bound: float) -> Iterator[str]:
     """Yield a sentence where a step, its lower bound, its gap and its proof contradict one another."""
     if bound > step.step_seconds * (1 + TOLERANCE):
-        yield f"the step of {step.step_seconds:.9g} s is below its lower bound of {bound:.9g} s"
+        yield f"the step of {step.step_seconds:.9g} s {BELOW_BOUND} of {bound:.9g} s"
         return
     gap = step.step_seconds / bound - 1 if bound else math.inf
     if step.gap is not None and not abs(gap - step.gap) <= 1e-3:

@@ -58,51 +58,52 @@ class OrderProgram:
 
     Args:
         engine: the simulator of the allocation.
-        memory_bytes: bytes of each device; None for as many as are needed.
+        memory_bytes: bytes of each device.
+        recomputes: allow that layers keep nothing, as if they ran twice and took no longer for it.
         flushes: micro-batches of each batch of the step, as in ``Problem``.
         greedy: let everything begin as early as it can, in the order of its device, and of transfers the first
-            that was ready first.
+            that was ready first; only where times are whole and transfers take time, so that instants are told
+            apart as the simulator does.
     """
 
     def __init__(
         self,
         engine: StepEngine,
         num_micro_batches: int,
-        memory_bytes: int | None,
+        memory_bytes: int,
         flushes: Sequence[int] | None = None,
         *,
+        recomputes: bool = False,
         greedy: bool = False,
     ) -> None:
         from ortools.sat.python import cp_model
 
         self.cp, self.engine, self.num_micro_batches = cp_model, engine, num_micro_batches
         self.model: Any = cp_model.CpModel()
+        times = [*engine.ticks, *engine.allreduce, *(send or 0 for send in engine.send)]
         longest = num_micro_batches * (sum(engine.ticks) + sum(send or 0 for send in engine.send))
-        self.unit = _unit(
-            [*engine.ticks, *engine.allreduce, *(send or 0 for send in engine.send)], longest, TIME_STEPS
-        )
+        self.unit = _unit(times, longest, TIME_STEPS)
+        self.is_greedy = greedy and 0 not in engine.send and all(ticks % self.unit == 0 for ticks in times)
         self.horizon = longest // self.unit + max(engine.allreduce) // self.unit + 1
         self.begins = [self._starts(ticks) for ticks in engine.ticks]
         self.step: Any = self.model.new_int_var(0, self.horizon, "")
         self._add_operations()
         self._add_transfers()
         self._add_flushes(flushes)
-        if greedy:
+        if self.is_greedy:
             self._begin_at_once(flushes)
             for users in engine.users:
                 self._send_at_once(users)
-        if memory_bytes is not None:
-            for place in range(engine.num_devices):
-                self._add_memory(place, memory_bytes)
+        for place in range(engine.num_devices):
+            self._add_memory(place, memory_bytes, recomputes)
         self.model.minimize(self.step)
 
-    def solve(self, shorter_than: int, deadline: Deadline, at_most_seconds: float) -> Solved:
+    def solve(self, shorter_than: int, deadline: Deadline) -> Solved:
         """Return the shortest step, if it is shorter than ``shorter_than`` ticks, and a lower bound in any case.
 
-        Args:
-            at_most_seconds: seconds of the processor after which the bound counts that is known by then.
+        Where the time is up before, the bound is what is known by then, 0 for nothing.
         """
-        seconds = min(deadline.remaining_seconds(), at_most_seconds)
+        seconds = deadline.remaining_seconds()
         if seconds <= 0:
             return Solved(0, None)
         self.model.add(self.step <= (shorter_than - 1) // self.unit)
@@ -254,7 +255,7 @@ class OrderProgram:
             self.model.add(self.begins[last + 1][first] >= begins[stop - 1] + size)
             first = stop
 
-    def _add_memory(self, place: int, memory_bytes: int) -> None:
+    def _add_memory(self, place: int, memory_bytes: int, recomputes: bool) -> None:
         """Limit the bytes of a device to its memory, where they could be more."""
         engine, m = self.engine, self.num_micro_batches
         stages = [stage for stage in range(engine.num_stages) if engine.device[stage] == place]
@@ -271,9 +272,9 @@ class OrderProgram:
             spans.append((self._from_to(up[0] + size, self.horizon), engine.late_gradients[stage]))
         most = sum(m * engine.stash[stage] + engine.late_gradients[stage] for stage in stages)
         most += max(size for _, size in spans)
-        if room < 0 or max(engine.floor[place], 0) > memory_bytes:
+        if room < 0 or engine.floor[place] > memory_bytes:
             self.model.add_bool_or([])
-        elif most > room:
+        elif most > room and not recomputes:
             unit = _unit([room, *(size for _, size in spans)], room, BYTE_STEPS)
             needed = [(span, size // unit) for span, size in spans if size // unit]
             self.model.add_cumulative([span for span, _ in needed], [size for _, size in needed], room // unit)
