@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
@@ -36,7 +35,14 @@ from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
-from lightning_madpipe.steps.module_state import buffer_values, buffers_restored, modes, restore_buffers, silenced
+from lightning_madpipe.steps.module_state import (
+    buffer_values,
+    buffers_restored,
+    fits,
+    modes,
+    restore_buffers,
+    silenced,
+)
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.tensor_comparison import (
     are_same,
@@ -49,9 +55,6 @@ from lightning_madpipe.steps.tensor_comparison import (
 )
 from lightning_madpipe.steps.watched_forward import LayerCall, Passed, WatchedForward, autograd_state
 from lightning_madpipe.steps.what_layers_set import Left
-
-NUM_COPIES = 3
-"""The number of copies of all weights in a check: the weights, and the gradients by either way."""
 
 ALWAYS_THE_SAME = frozenset((
     "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
@@ -181,12 +184,7 @@ class LayerCheck:
             )
 
     def _fits(self) -> bool:
-        weights = {id(w): w for part in (self._module, *self._existing) for w in part.parameters()}
-        size = (torch.finfo(self._dtype).bits // 8) if self._dtype is not None else None
-        needed = NUM_COPIES * sum(w.numel() * (size or w.element_size()) for w in weights.values())
-        if self._device.type == "cuda":
-            return needed < torch.cuda.mem_get_info(self._device)[0]
-        return needed < psutil.virtual_memory().available
+        return fits([self._module, *self._existing], self._device, self._dtype)
 
     # The two ways to run
 

@@ -152,6 +152,8 @@ class LayerComparison:
         Weights of other ranks' layers are there as they were when these left rank 0: for the comparison any do.
         """
         verdict, on_parts = from_rank_0(lambda: (self._verdict(arguments), self._on_parts(few)))
+        if on_parts.handed_over is not None and self._may_part(*(on_parts.handed_over[0])):
+            raise self._lightning.refusal(on_parts.handed_over[1])
         if verdict.difference is not None:
             since = f"since {', '.join(changed)} has changed, " if changed else ""
             raise self._lightning.refusal(f"{since}{verdict.difference}")
@@ -176,6 +178,13 @@ class LayerComparison:
                 self._lightning.warn(note)
         self._noted.update(notes)
         return verdict.reads
+
+    def _may_part(self, giver: int | None, taker: int) -> bool:
+        """Whether two layers run on different stages, or may come to do so."""
+        if giver is None or self._engine.options.plan is None:
+            return True  # to make a plan each layer is run alone
+        stages = [stage.layers for stage in self._pipeline.allocation.stages]
+        return not any(first <= giver and taker < last for first, last in stages)
 
     def _notes_on_hooks(self) -> list[str]:
         with self._pipeline.elsewhere.lifted():
@@ -204,7 +213,7 @@ class LayerComparison:
         size = FEW if whole.size >= FEW else 2
         # Without a backward, twice a micro-batch takes no more memory than one with it.
         many = min(MANY, whole.size, 2 * max(micro_batch.size for micro_batch in run.micro_batches)) // 2 * 2
-        if not self._is_wanted or len(run.micro_batches) == 1:
+        if not self._is_wanted or (len(run.micro_batches) == 1 and self._pipeline.num_stages == 1):
             return None
         try:
             with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
@@ -223,7 +232,12 @@ class LayerComparison:
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
         with self._pipeline.elsewhere.lifted(), self._alone():
             return layers_on_parts(
-                self._module, self._pipeline.call_of_module, few, device=engine.device, dtype=half
+                self._module,
+                self._pipeline.call_of_module,
+                few,
+                device=engine.device,
+                dtype=half,
+                is_cut=self._pipeline.num_stages > 1,
             )
 
     @contextmanager

@@ -18,7 +18,8 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 A layer that passes so in training runs backward, too (``gradients_on_parts.py``). Batch normalization is named
 elsewhere, and does not count meanwhile. All of it takes place on copies of parameters and buffers; attributes and
 random numbers are put back. It costs fourteen forwards of one layer for at most four samples, three for at most
-sixteen, and four or five forwards with their backwards.
+sixteen, and four or five forwards with their backwards. Three more are for what layers hand over beside their
+outputs (``handed_over.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +58,8 @@ from lightning_madpipe.steps.gradients_on_parts import (
     Halves,
     gradients_depend_on_others,
 )
-from lightning_madpipe.steps.module_state import modes, silenced
+from lightning_madpipe.steps.handed_over import HandOver, hand_over
+from lightning_madpipe.steps.module_state import fits, modes, silenced
 from lightning_madpipe.steps.tensor_comparison import TOLERANCES
 from lightning_madpipe.steps.what_steps_leave import Numbers, numbers_of
 
@@ -97,6 +100,8 @@ class OnParts:
     """Layers that mix samples in their backward alone."""
     deciding: list[str] = field(default_factory=list)
     """Other layers whose code asks for numbers that depend on their input, with the line."""
+    handed_over: tuple[HandOver, str] | None = None
+    """Two layers of which one takes something beside its input that the other has left, and what to say of it."""
     ended: str | None = None
     """Where the look ended before the last layer, and why, in words; None where a layer itself has raised."""
 
@@ -129,6 +134,7 @@ def layers_on_parts(
     *,
     device: torch.device,
     dtype: torch.dtype | None,
+    is_cut: bool = True,
 ) -> OnParts:
     """Find the layers that compute something else for a part of a batch.
 
@@ -136,12 +142,15 @@ def layers_on_parts(
         call: The layers, all of which this process can run.
         samples: Of which half the first ones are the first half.
         dtype: What the engine trains in; None for the parameters' own type.
+        is_cut: Whether layers run on several ranks.
     """
     found = OnParts()
     layers = [layer for _, layer in call.existing_modules()]
     functions = [_function_of(layer) for layer in call.layers]
     names = {part: f"self.{name}" for name, part in module.named_modules() if name}
     is_training = module.training and torch.is_grad_enabled()
+    if is_cut:
+        found.handed_over = _handed_over(call, functions, names, samples, device, dtype)
     passed: Tensors | None = samples.inputs
     needed = tuple(tensor.requires_grad for tensor in samples.inputs)
     parts = _Parts.of(samples)
@@ -153,13 +162,11 @@ def layers_on_parts(
         torch.set_grad_enabled(is_training),
     ):
         for place, (layer, function) in enumerate(zip(call.layers, functions, strict=True)):
-            own = layer.module if isinstance(layer, TiedModule) else layer
             if function is None or passed is None:
                 break
-            modules = [own] if isinstance(own, nn.Module) else []
-            name = names.get(modules[0], f"layer {place}") if modules else f"layer {place}"
-            kind = type(own).__name__ if modules else getattr(own, "__name__", type(own).__name__)
-            look = _Look(name, f"{name} ({kind})", function, modules, found, needed)
+            modules = _modules_of(layer)
+            name, shown = _in_words(place, layer, names)
+            look = _Look(name, shown, function, modules, found, needed)
             try:
                 with stand_ins(modules, device, dtype=dtype, trains=False):
                     behind, parts_behind = look.at(passed, parts)
@@ -186,6 +193,45 @@ def _function_of(layer: Any) -> Callable[[Any], Any] | None:
     if layer.forward_fn is None:
         return layer.module
     return lambda passed: layer.forward_fn(layer.module, passed)
+
+
+def _modules_of(layer: Any) -> list[nn.Module]:
+    own = layer.module if isinstance(layer, TiedModule) else layer
+    return [own] if isinstance(own, nn.Module) else []
+
+
+def _in_words(place: int, layer: Any, names: dict[nn.Module, str]) -> tuple[str, str]:
+    """The name of a layer, and that with its kind."""
+    own = layer.module if isinstance(layer, TiedModule) else layer
+    is_module = isinstance(own, nn.Module)
+    name = names.get(own, f"layer {place}") if is_module else f"layer {place}"
+    kind = type(own).__name__ if is_module else getattr(own, "__name__", type(own).__name__)
+    return name, f"{name} ({kind})"
+
+
+def _handed_over(
+    call: PipelineCall,
+    functions: Sequence[Callable[[Any], Any] | None],
+    names: dict[nn.Module, str],
+    samples: FewSamples,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> tuple[HandOver, str] | None:
+    if call.captured is not None:
+        return None  # what its layers hand over is written down
+    parts = _Parts.of(samples)
+    others = _times(samples.inputs, 0.5) if parts is None else parts.other_first
+    modules = [_modules_of(layer) for layer in call.layers]
+    everything = [module for group in modules for module in group]
+    with silenced(everything), ExitStack() as stack:
+        if device.type != "cpu" or dtype is not None:
+            if not fits(everything, device, dtype):
+                return None
+            stack.enter_context(stand_ins(everything, device, dtype=dtype, trains=False))
+        found = hand_over(functions, modules, samples.inputs, others)
+    if found is None:
+        return None
+    return found, found.in_words([_in_words(place, layer, names)[1] for place, layer in enumerate(call.layers)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import psutil
+import torch
 from torch import Tensor, nn
 
 from lightning_madpipe.compat.unsupported import HOOKS
@@ -62,3 +64,17 @@ def silenced(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for part, table, hooks in before:
             vars(part)[table] = hooks
+
+
+NUM_COPIES = 3
+"""The number of copies of all weights in a check: the weights, and the gradients by either way."""
+
+
+def fits(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether copies of the weights of ``modules`` fit on ``device`` beside what is there."""
+    weights = {id(weight): weight for module in modules for weight in module.parameters()}
+    size = torch.finfo(dtype).bits // 8 if dtype is not None else None
+    needed = NUM_COPIES * sum(weight.numel() * (size or weight.element_size()) for weight in weights.values())
+    if device.type == "cuda":
+        return needed < torch.cuda.mem_get_info(device)[0]
+    return needed < psutil.virtual_memory().available

@@ -655,6 +655,50 @@ def gathers(host: Host) -> dict[str, Any]:
     return {"values": module.values, "metrics": plain(dict(trainer.callback_metrics))}
 
 
+class Stash(nn.Linear):
+    skips: dict[str, Any]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.skips["x"] = x
+        return super().forward(x)
+
+
+class Pop(Stash):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Linear.forward(self, torch.tanh(x)) + self.skips.pop("x")
+
+
+class SkipsBeside(cases.SequentialClassifier):
+    """A skip goes from one layer to another in a dictionary that both have."""
+
+    def __init__(self, grouped: bool = False) -> None:
+        super().__init__()
+        stash, pop = Stash(cases.WIDTH, cases.WIDTH), Pop(cases.WIDTH, cases.WIDTH)
+        stash.skips = pop.skips = {}
+        first, *rest, last = self.net
+        skipping = [nn.Sequential(stash, nn.Tanh(), pop)] if grouped else [stash, nn.Tanh(), pop]
+        self.net = nn.Sequential(first, *rest, *skipping, last)
+
+
+def skips(host: Host) -> dict[str, Any]:
+    """The way out trains as one process does, and so does what was refused, in one process."""
+    recorders = [cases.Recorder(), cases.Recorder()]
+    strategy = {"algorithm": "madpipe"}
+    trained(host, seeded(lambda: SkipsBeside(grouped=True)), recorders[0], strategy=strategy)
+    if not host.pipelined:
+        trained(host, seeded(SkipsBeside), recorders[1])
+        assert recorders[0].rows == recorders[1].rows
+    return {"rows": recorders[0].rows}
+
+
+def refused_skips(host: Host) -> dict[str, Any]:
+    def fit(number: int) -> str:
+        strategy = {"num_micro_batches": number, "algorithm": "madpipe"}
+        return refused(lambda: trained(host, seeded(SkipsBeside), strategy=strategy))
+
+    return {str(number): fit(number) for number in (1, 4)}
+
+
 class ReducesLoss(cases.Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -717,14 +761,15 @@ def collectives(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
-        *loop_cases.SAME_AS_SINGLE[2],
+        skips,        *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics],
 }  # fmt: skip
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        refused_predictions, unread, counted, collectives, unsendable, drawing_cases.alike, drawing_cases.unlike,
+        refused_predictions, unread, counted, collectives, refused_skips, unsendable,
+        drawing_cases.alike, drawing_cases.unlike,
         *loop_cases.ONLY_PIPELINE[2],
     ],
     4: [gathers, *loop_cases.ONLY_PIPELINE[4]],

@@ -49,6 +49,7 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [
         "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "summed", "data_modules",
         "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches", "ended_epochs",
+        "skips",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
@@ -167,6 +168,12 @@ def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     assert errors["validation"] == ["ValueError: the user's own error in validation", 0]
     assert "calls strategy.barrier()" in errors["waits"]
     assert errors["works"] == "not refused"
+
+
+def test_skips_in_a_dictionary_that_layers_share_are_refused(two: Records) -> None:
+    """KeyError, and the advice of num_micro_batches=1, which did not help."""
+    for sentence in two.of("refused_skips").values():
+        assert "(Pop) does not compute from its input alone" in sentence and "(Stash) leaves beside" in sentence
 
 
 @pytest.mark.parametrize(
