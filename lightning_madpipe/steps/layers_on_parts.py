@@ -228,7 +228,10 @@ def _handed_over(
             if not fits(everything, device, dtype):
                 return None
             stack.enter_context(stand_ins(everything, device, dtype=dtype, trains=False))
-        found = hand_over(functions, modules, samples.inputs, others)
+        try:
+            found = hand_over(functions, modules, samples.inputs, others)
+        except Exception:  # attributes that cannot be read, which the look at each layer tells
+            return None
     if found is None:
         return None
     return found, found.in_words([_in_words(place, layer, names)[1] for place, layer in enumerate(call.layers)])
