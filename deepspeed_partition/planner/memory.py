@@ -116,7 +116,8 @@ def _boundary_bytes(chain: Chain, start: int, stop: int) -> int:
 class StageTable:
     """Bytes of all stages, layers k to l, at once, to fit them into memory.
 
-    Arrays have shape (L + 1, L + 1) and are indexed [k, l], unless said otherwise.
+    Of long chains these tables are what planning takes most memory for, so two that are equal are one: nobody
+    changes a table in place. Arrays have shape (L + 1, L + 1) and are indexed [k, l], unless said otherwise.
     """
 
     def __init__(self, chain: Chain, platform: Platform) -> None:
@@ -131,8 +132,7 @@ class StageTable:
         """Bytes that training keeps for weights, for any set of stages on one device."""
         self.weights: NDArray[np.int64] = self.training.of_stages()
         """Bytes that training keeps for the weights of layers k to l, [k, l]; contained in ``fixed``."""
-        self.buffers: NDArray[np.int64] = buffers[:, None] + buffers[None, :]
-        """Bytes of the buffers at both boundaries of layers k to l, [k, l]; contained in ``fixed``."""
+        self._buffers = buffers
         self.stash: NDArray[np.int64] = np.maximum(stash[None, :] - stash[:, None] + at_cut[None, :], 0)
         """Bytes that each micro-batch in flight adds to layers k to l, [k, l]."""
         self._stash_before, self._at_cut = stash, at_cut
@@ -143,13 +143,21 @@ class StageTable:
         self._first_backward = first_backward_bytes(chain.layers)
         self.transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=False)
         """Bytes that layers k to l need only while they run, [k, l]; contained in ``fixed``."""
-        self.forward_transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=True)
+        self.forward_transient: NDArray[np.int64] = (
+            _transient(chain, stash, at_cut, forward=True)
+            if any(layer.forward_running_bytes is not None for layer in chain.layers)
+            else self.transient
+        )
         """Bytes that layers k to l need only while they run forward, in a step, [k, l]."""
         self.fixed_bytes = platform.fixed_bytes
         """Bytes that every device holds, whatever it runs; contained in ``fixed``."""
         self.fixed: NDArray[np.int64] = self.weights + self.buffers + self.transient + self.fixed_bytes
         """Bytes that layers k to l need however many micro-batches are in flight, [k, l]."""
-        self.floor: NDArray[np.int64] = self.weights + self.training.after_backwards_of_stages() + self.fixed_bytes
+        self.floor: NDArray[np.int64] = (
+            self.weights + self.training.after_backwards_of_stages() + self.fixed_bytes
+            if self.training.needs_after_backwards or self.fixed_bytes
+            else self.weights
+        )
         """Bytes that a device with layers k to l needs behind the last backward of a step, [k, l]."""
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
@@ -159,6 +167,12 @@ class StageTable:
         """Layers that are recomputed in each stage, as all numbers here have it; None: none."""
         self.max_in_flight: NDArray[np.int64] = self._room_for(platform.memory_bytes)
         """Most micro-batches in flight that fit for layers k to l, [k, l]; 0 where not one fits."""
+
+    @property
+    def buffers(self) -> NDArray[np.int64]:
+        """Bytes of the buffers at both boundaries of layers k to l, [k, l]; contained in ``fixed``."""
+        result: NDArray[np.int64] = self._buffers[:, None] + self._buffers[None, :]
+        return result
 
     def with_memory(self, memory_bytes: int) -> StageTable:
         """Return the table for devices with ``memory_bytes``."""

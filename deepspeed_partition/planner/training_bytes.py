@@ -113,6 +113,11 @@ class TrainingBytes:
         result: NDArray[np.int64] = np.clip(scaled + as_they_are, 0, 2 * MOST_BYTES).astype(np.int64)
         return result
 
+    @property
+    def needs_after_backwards(self) -> bool:
+        """Return whether some layer needs bytes behind the last backward of a step."""
+        return bool(self._optimizer.any() or self._reduction.any())
+
     def after_backwards_of_stages(self) -> NDArray[np.int64]:
         """Return ``after_backwards`` of layers k to l as one stage, [k, l]."""
         size = len(self._optimizer) + 1

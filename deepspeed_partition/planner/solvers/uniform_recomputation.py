@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +35,7 @@ class Uniform:
 
     def blocks(self, stage: tuple[int, int]) -> Blocks:
         """Return what is recomputed of a stage, given as layers (half-open)."""
-        if self.whole_stages:
-            return (stage,)
-        allows = self.recomputation.allows
-        return tuple((layer, layer + 1) for layer in range(*stage) if allows(layer, layer + 1))
+        return _blocks(self.recomputation, self.whole_stages, stage)
 
     def chosen(self, placement: Placement) -> Placement:
         """Return an allocation of ``problem`` as one of the problem that it was made from."""
@@ -67,9 +65,15 @@ def _uniform(problem: Problem, costs: Recomputation, *, whole_stages: bool) -> U
     table.fixed = table.fixed - table.transient + transient
     table.transient, table.forward_transient = transient, forward
     table = table.with_memory(table.memory_bytes)
-    uniform = Uniform(replace(problem, times=times, table=table, recomputation=None), costs, whole_stages)
-    table.recomputed = uniform.blocks
-    return uniform
+    # No method of the choice, which has the table: in a circle, large tables would outlive their use.
+    table.recomputed = partial(_blocks, costs, whole_stages)
+    return Uniform(replace(problem, times=times, table=table, recomputation=None), costs, whole_stages)
+
+
+def _blocks(costs: Recomputation, whole_stages: bool, stage: tuple[int, int]) -> Blocks:
+    if whole_stages:
+        return (stage,)
+    return tuple((layer, layer + 1) for layer in range(*stage) if costs.allows(layer, layer + 1))
 
 
 def _single_layers(costs: Recomputation, table: StageTable, again: NDArray[np.bool_]) -> tuple[Integers, ...]:

@@ -107,25 +107,26 @@ def main() -> None:
     parser.add_argument("what", choices=("rivals", "plans", "report"))
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--time-limit", type=float, default=20.0, help="processor seconds of each plan")
-    parser.add_argument("--numbers", nargs="+", type=int, help="of the settings; left out: all")
+    parser.add_argument("--numbers", nargs="+", type=int, help="of the settings, in this order; left out: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--label", default="202611", help="name of the plans in results/")
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    settings = [each for each in read_settings() if arguments.numbers is None or each.number in arguments.numbers]
+    known = {each.number: each for each in read_settings()}
+    settings = [known[number] for number in arguments.numbers or known]
     rivals_path, plans_path = RESULTS / "rivals.jsonl", RESULTS / f"plans_{arguments.label}.jsonl"
     if arguments.what == "rivals":
         done = {row["number"] for row in read_rows(rivals_path)}
         run_jobs(rivals_path, [(rivals_row, each) for each in settings if each.number not in done], arguments.jobs)
     elif arguments.what == "plans":
-        known = {(row["number"], row["algorithm"]) for row in read_rows(plans_path)}
+        planned = {(row["number"], row["algorithm"]) for row in read_rows(plans_path)}
         run_jobs(
             plans_path,
             [
                 (plan_row, each, algorithm, arguments.time_limit)
                 for algorithm in arguments.algorithms
                 for each in settings
-                if (each.number, algorithm) not in known
+                if (each.number, algorithm) not in planned
             ],
             arguments.jobs,
         )

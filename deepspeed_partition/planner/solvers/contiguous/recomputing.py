@@ -179,19 +179,21 @@ class _RecomputingSearch(PartitionSearch):
         size = problem.chain.num_layers + 1
         width = max(map(len, options.values()), default=0) or 1
         uniform = [] if self.is_complete else list(uniform_choices(problem))
-        self.extra: NDArray[np.int64] = np.zeros((width, size, size), dtype=np.int64)
+        # All at once: zeros take no memory until they are written, and to append makes copies.
+        shape = (width + len(uniform), size, size)
+        self.extra: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
         """Extra ticks of each option of each stage, [option, k, l]."""
-        self.rooms: NDArray[np.int64] = np.zeros((width, size, size), dtype=np.int64)
+        self.rooms: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
         """Most micro-batches in flight under each option, [option, k, l]; 0 where it is none."""
         self.rooms[0] = self.room
         for (start, stop), known in options.items():
             for number, (extra, room) in enumerate(known):
                 self.extra[number, start, stop], self.rooms[number, start, stop] = extra, room
-        for each in uniform:
+        for number, each in enumerate(uniform, width):
             longer = each.problem.times.compute - self.times.compute
-            self.extra = np.concatenate([self.extra, (longer[None, :] - longer[:, None])[None]])
-            most = np.where(problem.constraints.allowed(self.table), each.problem.table.max_in_flight, 0)
-            self.rooms = np.concatenate([self.rooms, most[None]])
+            np.subtract(longer[None, :], longer[:, None], out=self.extra[number])
+            allowed = problem.constraints.allowed(self.table)
+            np.copyto(self.rooms[number], each.problem.table.max_in_flight, where=allowed)
 
     def _stages(self, longest: int) -> Iterator[tuple[int, int]]:
         """Yield the stages whose ways matter: those that take a period at most, and lack room."""
