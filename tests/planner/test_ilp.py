@@ -17,9 +17,17 @@ from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Answer
 from deepspeed_partition.planner.solvers.pattern import ilp, one_f_one_b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road, one_by_one, pattern_of
 from tests.planner import oracles
-from tests.planner.instances import boundaries_of, chain, of_case, problem_of, solved_cases, three_layers
+from tests.planner.instances import (
+    boundaries_of,
+    chain,
+    of_case,
+    problem_of,
+    random_instance,
+    solved_cases,
+    three_layers,
+)
 from tests.planner.instances import plan_without_recomputation as make_plan
 
 
@@ -175,3 +183,14 @@ def test_a_deadline_stops_the_solver_within_a_solve():
     assert len(asked) > 2
     assert found.pattern is None or found.pattern.period >= road.shortest_that_may_fit()
     assert found.bound == road.shortest_that_may_fit()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_micro_batch_after_the_other_is_the_pattern_of_the_path(seed):
+    """It took 70 s for 320 stages by longest paths; the closed form is the same pattern."""
+    made, platform = random_instance(seed)
+    pick = random.Random(seed)
+    devices = [pick.randrange(platform.num_devices) for _ in made.layers]
+    placement = Placement.of(tuple(range(made.num_layers + 1)), devices)
+    road = Road(problem_of(made, replace(platform, memory_bytes=10**9)), placement)
+    assert one_by_one(road) == pattern_of(road, road.users, [0] * len(road.operations), single_slots=True)
