@@ -112,14 +112,18 @@ def moved_layers(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _cuts(problem: Problem, per_device: int) -> Iterator[tuple[int, ...]]:
     """Yield cuts into ``per_device`` rounds over all devices.
 
-    Stages have as many layers each, or, for each way to share the layers of a device among the rounds, times in
-    that proportion: small stages in the first rounds fill the pipeline sooner.
+    Stages have as many layers each, or, for each way to share the layers of a device among the rounds, times or
+    numbers of layers in that proportion: small stages in the first rounds fill the pipeline sooner. The first and
+    the last layer, often an embedding and a head, do not count as layers there.
     """
     size, num_devices = problem.chain.num_layers, problem.platform.num_devices
     num_stages = per_device * num_devices
     yield tuple(size * stage // num_stages for stage in range(num_stages + 1))
     for rounds in dict.fromkeys(_rounds(size // num_devices, per_device)):
-        yield _cuts_by_time(problem, [share for share in rounds for _ in range(num_devices)])
+        weights = [share for share in rounds for _ in range(num_devices)]
+        yield _cuts_by_time(problem, weights)
+        if size - 2 >= num_stages:
+            yield _cuts_between_ends(size, weights)
 
 
 def _rounds(layers: int, per_device: int) -> Iterator[tuple[int, ...]]:
@@ -132,6 +136,15 @@ def _rounds(layers: int, per_device: int) -> Iterator[tuple[int, ...]]:
                 share, more = divmod(rest, middle)
                 yield (*(1,) * first, *[share] * (middle - more), *[share + 1] * more, *(1,) * last)
                 yield (*(1,) * first, *[share + 1] * more, *[share] * (middle - more), *(1,) * last)
+
+
+def _cuts_between_ends(size: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Return cuts into stages whose numbers of layers are in the proportion of ``weights``, the ends not counted."""
+    inner, total, before, cuts = size - 2, sum(weights), 0, [0]
+    for stage, weight in enumerate(weights[:-1], start=1):
+        before += weight
+        cuts.append(min(max(1 + inner * before // total, cuts[-1] + 1), size - (len(weights) - stage)))
+    return (*cuts, size)
 
 
 def _cuts_by_time(problem: Problem, weights: Sequence[int]) -> tuple[int, ...]:
