@@ -139,7 +139,7 @@ def _rounds(layers: int, per_device: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cuts_between_ends(size: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Return cuts into stages whose numbers of layers are in the proportion of ``weights``, the ends not counted."""
+    """Return cuts whose numbers of layers are in the proportion of ``weights``; both ends do not count."""
     inner, total, before, cuts = size - 2, sum(weights), 0, [0]
     for stage, weight in enumerate(weights[:-1], start=1):
         before += weight

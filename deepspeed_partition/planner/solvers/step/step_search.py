@@ -165,10 +165,10 @@ class StepSearch:
         """
         for placement in other.leaders()[:NUM_FINALISTS]:
             rule = other.found[placement].rule
-            if isinstance(rule, DepthRule):
+            if not isinstance(rule, PatternRule):
                 self.run(chosen(placement), rule, inf)
         self.certain += [
-            (chosen(placement), rule) for placement, rule in other.certain if isinstance(rule, DepthRule)
+            (chosen(placement), rule) for placement, rule in other.certain if not isinstance(rule, PatternRule)
         ]
 
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
