@@ -17,6 +17,7 @@ from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
 from deepspeed_partition.planner.solvers.step import exact_step, order_program
 from deepspeed_partition.planner.solvers.step.order_program import OrderProgram
+from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import eager, in_order
 from tests.exhaustive import some
@@ -113,6 +114,19 @@ def test_the_optima_of_the_benchmark(row: int, monkeypatch: pytest.MonkeyPatch) 
     plan = make_plan(given.chain, given.platform, num_micro_batches=m, recompute="never")
     assert plan.step_proved and known["proved"]
     assert plan.step_seconds == known["optimum_seconds"]
+
+
+def test_the_bound_of_any_allocation_is_below_every_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optima are those of all orders: no bound that overlooks an allocation or an order passes them all."""
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    rows, met = json.loads((BENCHMARK / "results/tiny_202611.json").read_text()), 0
+    for row in rows[:: 4 if some(4) < 4 else 1]:
+        given = import_module("tiny").instance(row["seed"])
+        problem = replace(problem_of(given.chain, given.platform), num_micro_batches=given.num_micro_batches)
+        bound = problem.times.clock.seconds(step_lower_bound(problem, contiguous=False))
+        assert bound <= row["optimum_seconds"] * (1 + 1e-12), row["seed"]
+        met += bound >= row["optimum_seconds"] * (1 - 1e-6)
+    assert met >= 3
 
 
 def known_instance() -> tuple:

@@ -57,7 +57,11 @@ def lower_bound(problem: Problem) -> Fraction:
 
 
 def with_savings(
-    total: int, stashed: int, savings: list[tuple[int, int]], room: int, num_devices: int
+    total: int | Fraction,
+    stashed: int | Fraction,
+    savings: list[tuple[int, int]],
+    room: int,
+    num_devices: int,
 ) -> Fraction:
     """Return the least period for which there is room for what is kept, and time for what is recomputed.
 

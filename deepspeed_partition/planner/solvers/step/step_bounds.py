@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
 from deepspeed_partition.planner.solvers.interface import Problem
+from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound
 
 MOST_SUMS = 20_000
 """Most sums of layers of a device that are listed."""
@@ -90,6 +91,8 @@ class StepBounds:
         self.head: Integers = self.F[:-1] + self.send
         """Ticks before the first forward of a device, by its first layer, shape (L,)."""
         behind = np.concatenate([[0], self.B[1:-1] + latest[:-1]])
+        self.path: Integers = self.F[:-1] + np.where(np.arange(self.size), behind, reduce)
+        """Ticks before the forwards and behind the backwards of a device, without transfers, shape (L,)."""
         self.tail: Integers = np.maximum(reduce, self.send + behind)
         """Ticks behind the last backward of a device, by its first layer, shape (L,)."""
         first, last = (problem.flushes[0], problem.flushes[-1]) if problem.flushes else (1, 1)
@@ -135,10 +138,10 @@ class StepBounds:
         """Return ticks than which no step of any allocation is shorter."""
         blocks = blocks_bound(self.problem.times, self.num_devices) // self.unit
         bound = max(int(self._of_layers().max()), self.m * blocks)
-        bound = max(bound, self._of_mean_memory())
+        bound = max(bound, self._of_all_devices())
         for decision in self._decisions():
             bound = _least(decision, bound, self._longest())
-        return bound
+        return SegmentBound(self, self._needed(self.problem.table.is_stage)).least(bound)
 
     def _longest(self) -> int:
         """Return ticks in which everything may run, one after the other, on one device."""
@@ -163,19 +166,47 @@ class StepBounds:
                 result[index] = max(int(result[index]), int(F[index] + self.after[index]) + turns * through)
         return result
 
-    def _of_mean_memory(self) -> int:
-        """Return the ticks in which all devices have room for all stashes, with savings where layers run twice."""
-        room = self.num_devices * self.room - sum(self.weights)
+    def _of_all_devices(self) -> int:
+        """Return the ticks in which all devices together have time and memory, fill and drain counted.
+
+        For each number of devices, what they compute and idle is no more than their time, and what is stashed no
+        more than the memory that weights leave; layers that may run twice are the cheapest that make it so.
+        """
+        idle, best = self._least_idle(), None
         stashed = sum(
             self.problem.chain.stash(layer) * int(self.C[-1] - self.C[index])
             for index, layer in enumerate(self.problem.chain.layers)
         )
-        if room <= 0:
-            return 0
-        total = int(self.C[-1])
-        if not self.savings:
-            return -(-self.m * stashed // room)
-        return int(self.m * with_savings(total, stashed, self.savings, room, self.num_devices))
+        total, weights = self.m * int(self.C[-1]), sum(self.weights)
+        counts = range(1, self.num_devices + 1)
+        for count in sorted(counts, key=lambda count: Fraction(total + idle[count], count)):
+            room = count * self.room - weights
+            if best is not None and best * count <= total + idle[count]:
+                break
+            if room <= 0:
+                continue
+            # The bytes that weights leave are on the devices that idle least.
+            lost = self.room * idle[room // self.room]
+            work = Fraction(total + idle[count], self.m)
+            found = with_savings(work, stashed + Fraction(lost, self.m), self.savings, room, count)
+            best = found * self.m if best is None else min(best, found * self.m)
+        return 0 if best is None else int(best)
+
+    def _least_idle(self) -> list[int]:
+        """Return the ticks that so many devices idle at least, all together; entry 0 is for none.
+
+        The i-th device to be reached, of q, begins with a layer behind the one before. The tensors that come to it
+        go over a link of their own on the way to all devices behind it, too: ``q - i`` times, both ways.
+        """
+        own, result = self.path, [0]
+        for count in range(1, self.num_devices + 1):
+            least = np.full(self.size, own[0], dtype=np.int64)
+            for place in range(1, count):
+                here = least[:-1] + own[1:] + 2 * (count - place) * self.send[1:]
+                shorter: Integers = np.minimum.accumulate(here)
+                least = np.concatenate([[np.iinfo(np.int64).max // 2], shorter])
+            result.append(int(least[-1]))
+        return result
 
     def _decisions(self) -> list[Callable[[int], bool]]:
         """Return questions whether a step may take T ticks; a no holds for smaller T, too."""
@@ -269,7 +300,7 @@ class StepBounds:
         decisions = min(50, MOST_WORK // (most * self.size**2 + 1))
         if decisions < 3:
             return at_least
-        needed = self._needed()
+        needed = self._needed(constraints.allowed(self.problem.table))
         low, high = at_least - 1, self._longest() + 2 * int(self.send.sum()) * self.m
         if not self._has_partition(needed, high, most):
             return at_least
@@ -283,9 +314,13 @@ class StepBounds:
                 low = middle
         return low + 1
 
-    def _needed(self) -> Integers:
-        """Return X: the ticks of a step for the stage of layers k to l, without transfers before k; [k, l]."""
-        m, problem = self.m, self.problem
+    def _needed(self, allowed: NDArray[np.bool_]) -> Integers:
+        """Return X: the ticks of a step for the stage of layers k to l, without transfers before k; [k, l].
+
+        Args:
+            allowed: whether layers k to l may be a stage, [k, l].
+        """
+        m = self.m
         before = self.C[:, None]
         sends = np.array([*self.send, 0], dtype=np.int64)
         f, b = self.F[None, :] - self.F[:, None], self.B[None, :] - self.B[:, None]
@@ -297,9 +332,8 @@ class StepBounds:
         most = self._most_in_flight()
         turns = -(-m // np.clip(most, 1, m))
         result = np.maximum(result, before + turns * (f + b + behind))
-        allowed = problem.constraints.allowed(problem.table) & (most >= 1)
         nothing = np.iinfo(np.int64).max // 4
-        result[~allowed] = nothing
+        result[~allowed | (most < 1)] = nothing
         return result
 
     def _most_in_flight(self) -> Integers:
