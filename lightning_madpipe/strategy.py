@@ -55,6 +55,7 @@ from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resu
 from lightning_madpipe.preflight import notes_on_fit, refuse_callbacks, refuse_what_cannot_run
 from lightning_madpipe.settings import check_count, checked_settings, read_config, resolved_num_stages
 from lightning_madpipe.spread_model import SpreadModel, in_reach
+from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.loss_mode import LOSSES
 from lightning_madpipe.steps.metrics import gather_between_pipelines
@@ -638,6 +639,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         module, engine, call = self._module, self.deepspeed_engine, self.pipeline.call_of_module
         traces = LayerTraces(module, call, self._lightning.exception)
         traces.add(left_by_code(call))
+        if self.pipeline.num_stages > 1:
+            traces.add_of_hooks(collected_by_hooks(module, call))
         runs_whole = self.pipeline.num_stages == 1 and self._resolved_num_micro_batches() == 1
         steps = UserSteps(
             module,

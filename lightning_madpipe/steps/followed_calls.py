@@ -61,7 +61,8 @@ def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, light
             return first
         if own <= set(part.parameters()):
             try:
-                return first.another(part, call.in_words, call.args, call.kwargs)
+                with back():
+                    return first.another(part, call.in_words, call.args, call.kwargs)
             except CaptureError as error:
                 raise ValueError(
                     f"{call.in_words} at {line}, and the layers that were found of {first.called} cannot run "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FunctionType
@@ -22,7 +22,15 @@ from torchmetrics import Metric
 
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.forward_reads import of_class, subclass_of
+from lightning_madpipe.steps.hooks_that_collect import Collected
 from lightning_madpipe.steps.step_side_effects import LIBRARIES
+
+BY_A_HOOK = (
+    "{step} reads {shown}, which {hook} writes while that layer runs: in a pipeline a layer runs on the rank that "
+    "has it, once per micro-batch, and the step on the last stage, where neither the value nor its gradient "
+    "comes: return it from forward(), `return logits, feature`, without the hook; layers that are named in "
+    "pipeline_layers() hand it on with the activations"
+)
 
 
 class Left(NamedTuple):
@@ -85,8 +93,8 @@ class LayerTraces:
         self._called = f"self.{call.attribute}()"
         self._layers = [layer for _, layer in call.existing_modules()]
         self._names = {part: f"self.{name}" for name, part in module.named_modules() if name}
-        self._hidden: dict[nn.Module, dict[str, Left]] = defaultdict(dict)
-        self._kinds: dict[tuple[nn.Module, str], type] = {}
+        self._hidden: dict[Any, dict[str, Left | Collected]] = defaultdict(dict)
+        self._kinds: dict[tuple[Any, str], type] = {}
 
     def add(self, left: Collection[Left]) -> None:
         """Keep steps from reading these attributes, too."""
@@ -97,6 +105,13 @@ class LayerTraces:
                 self._hidden[owner][each.name] = each
         self._kinds.clear()
 
+    def add_of_hooks(self, collected: Iterable[Collected]) -> None:
+        """Keep steps from reading what hooks on layers write, too."""
+        for each in collected:
+            if not isinstance(each.owner, Metric) and type(each.owner).__hash__ is not None:
+                self._hidden[each.owner][each.name] = each
+        self._kinds.clear()
+
     @contextmanager
     def hidden(self, step: str) -> Iterator[None]:
         """Let a step raise, while it runs, where it reads what a layer sets."""
@@ -105,7 +120,7 @@ class LayerTraces:
                 stack.enter_context(of_class(owner, self._refusing_class(owner, step)))
             yield
 
-    def _refusing_class(self, owner: nn.Module, step: str) -> type:
+    def _refusing_class(self, owner: Any, step: str) -> type:
         kind = self._kinds.get((owner, step))
         if kind is None or kind.__bases__[0] is not type(owner):  # which a parametrization changes
             names = self._hidden[owner].items()
@@ -113,8 +128,10 @@ class LayerTraces:
             kind = self._kinds[owner, step] = subclass_of(type(owner), members)
         return kind
 
-    def _refusing(self, owner: nn.Module, left: Left, step: str) -> property:
+    def _refusing(self, owner: Any, left: Left | Collected, step: str) -> property:
         def read(_: Any) -> Any:
+            if isinstance(left, Collected):
+                raise self._error(BY_A_HOOK.format(step=step, shown=left.shown, hook=left.hook))
             raise self._error(self._sentence(owner, left, step))
 
         return property(read, lambda it, value: vars(it).__setitem__(left.name, value))

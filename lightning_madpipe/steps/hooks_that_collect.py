@@ -1,0 +1,125 @@
+"""What hooks on layers write, such as features in a dictionary of the module, and a step may not read.
+
+A hook runs where its layer runs, once per micro-batch, and the step on the last stage. Hooks are read, and not
+run. Where there is no source, nothing is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_madpipe.compat.unsupported import hooks_of
+from lightning_madpipe.module import PipelineCall
+
+MUTATORS = frozenset((
+    "__setitem__", "add", "append", "appendleft", "clear", "extend", "insert", "pop", "setdefault", "update",
+))  # fmt: skip
+"""Methods that change a list, a dict, a set or a deque."""
+
+
+class Collected(NamedTuple):
+    """An attribute that a hook on a layer writes, or whose list or dict it fills."""
+
+    owner: Any
+    """The LightningModule, a part of it, or an object that one of them has."""
+    shown: str
+    """The attribute in words, such as ``self.features``."""
+    name: str
+    hook: str
+    """The hook and where it hangs, in words."""
+
+
+def collected_by_hooks(module: nn.Module, call: PipelineCall) -> Iterator[Collected]:
+    """What hooks on the layers of a pipeline write on the module, on its parts and on objects that these have."""
+    shown_as = dict(_objects(module))
+    names = {part: f"self.{name}" for name, part in module.named_modules()}
+    for number, layer in call.existing_modules():
+        for path, part in layer.named_modules():
+            place = names.get(part, f"layer {number}{'.' if path else ''}{path}")
+            for hook in (hook for hooks in hooks_of(part).values() for hook in hooks):
+                said = f"the hook {getattr(hook, '__name__', type(hook).__name__)} on {place}"
+                for owner, name in _writes(hook, part, module):
+                    if id(owner) in shown_as:
+                        yield Collected(owner, f"{shown_as[id(owner)]}.{name}", name, said)
+
+
+def _objects(module: nn.Module) -> Iterator[tuple[int, str]]:
+    """The module, its parts, and the objects of classes of the program that these have, as a step writes them."""
+    for path, part in module.named_modules():
+        shown = f"self.{path}" if path else "self"
+        for name, value in vars(part).items():
+            if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
+                yield id(value), f"{shown}.{name}"
+    for path, part in module.named_modules():
+        yield id(part), f"self.{path}" if path else "self"
+
+
+def _writes(hook: Any, part: nn.Module, module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """The owners and names of attributes that a hook sets, or whose containers it changes."""
+    given: list[Any] = []
+    while isinstance(hook, functools.partial):
+        hook, given = hook.func, [*hook.args, *given]
+    if not isinstance(hook, FunctionType | MethodType):
+        hook = getattr(hook, "__call__", hook)  # noqa: B004  of an object
+    if isinstance(hook, MethodType):
+        hook, given = hook.__func__, [hook.__self__, *given]
+    if not isinstance(hook, FunctionType):
+        return
+    code = hook.__code__
+    known = dict(hook.__globals__)
+    known.update(zip(code.co_freevars, (_content(cell) for cell in hook.__closure__ or ()), strict=False))
+    known.update(zip(code.co_varnames[: code.co_argcount], [*given, part], strict=False))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(hook)))
+    except (OSError, SyntaxError):  # typed into a shell, or a part of a line
+        return
+    for target in _targets(tree):
+        if isinstance(target, ast.Attribute):
+            yield _value(target.value, known), target.attr
+        elif isinstance(target, ast.Name) and isinstance(held := known.get(target.id), list | dict | set):
+            for owner in module.modules():
+                yield from ((owner, name) for name, value in vars(owner).items() if value is held)
+
+
+def _targets(tree: ast.AST) -> Iterator[ast.AST]:
+    """The attributes that code sets, and the names and attributes whose containers it changes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield _container(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            yield _container(node.func.value)
+
+
+def _container(node: ast.AST) -> ast.AST:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _value(node: ast.AST, known: dict[str, Any]) -> Any:
+    """What stands in a name or in attributes of one; None where it cannot be told."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _value(node.value, known)
+    if isinstance(owner, nn.Module) and node.attr in owner._modules:
+        return owner._modules[node.attr]
+    return getattr(owner, "__dict__", {}).get(node.attr)
