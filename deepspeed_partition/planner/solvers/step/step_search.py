@@ -10,7 +10,9 @@ pruned by a bound that no order of an allocation beats. They are:
    (2 (P - s) - 1), all that memory allows (with room for all micro-batches: GPipe's flush), and what is reached
    from the best of these by changing single depths;
 3. allocations with several stages on a device: those of the periodic search, in the order of their pattern and
-   in eager orders with a limit on the micro-batches in flight of each stage, and what lies around the best one.
+   in eager orders with a limit on the micro-batches in flight of each stage, and what lies around the best one;
+   interleaved ones, which ``interleaved_search.py`` searches;
+4. at last, the orders of the best of all, changed operation by operation (``order_search.py``).
 
 Nothing is proved, but the answer is never slower than any of the candidates: the periodic plan in its own order,
 and DeepSpeed's 1F1B, deep 1F1B and GPipe's flush on any of those partitions where they fit. Steps that are too
@@ -19,8 +21,8 @@ plans.
 
 Method: local search with a simulation; it is not in the papers. The baselines are those of DeepSpeed (1F1B),
 GPipe (the flush) and the MadPipe paper, section 4 (the periodic plan). Cost: a simulated step takes time and
-memory in O(m S) for S stages; all simulations together run ``MOST_OPERATIONS`` forwards and backwards, twice at
-most, or end with the deadline.
+memory in O(m S) for S stages; the simulations of points 1 and 2, of point 3 without interleaving, and of
+interleaving run ``MOST_OPERATIONS`` forwards and backwards each at most, or end with the deadline.
 """
 
 from __future__ import annotations
