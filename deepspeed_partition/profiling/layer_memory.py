@@ -48,7 +48,8 @@ class MemoryReading:
     """Most bytes of its own in use in the backward, the gradient of its output with them, tensors of its input and
     output without; 0 where there was none."""
     first_backward_bytes: int | None = None
-    """The same in a first backward, with the gradients of weights that it makes; None: not looked at."""
+    """Most bytes of its own in use in a first backward, which makes the gradients of weights, too; counted as
+    ``backward_bytes``. None: not looked at."""
     has_loss: bool = False
     """True: a loss of its output was observed with it."""
     changes_input: bool = False

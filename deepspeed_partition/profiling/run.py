@@ -60,6 +60,14 @@ class Conditions:
         return time.perf_counter()
 
 
+HANDED_OVER = (
+    "; each layer is run alone: what an earlier one leaves for it elsewhere than in its output, such as a skip in "
+    "a dictionary that both have, is not there. Make one layer of both and of all between them, such as an "
+    "nn.Sequential, or let the layers hand it on: `return x, skip`"
+)
+"""What is said of a layer that finds no entry or attribute."""
+
+
 class LayerRun:
     """One layer, ready on its device, with its input; it runs its forward and backward again and again.
 
@@ -92,7 +100,8 @@ class LayerRun:
             with self.conditions.autocast():
                 output = self._call(arguments)
         except Exception as error:
-            self._blame(error, f"cannot take its input {describe(self.boundary)}")
+            beside = isinstance(error, LookupError | AttributeError)
+            self._blame(error, f"cannot take its input {describe(self.boundary)}", HANDED_OVER * beside)
         if not is_boundary(output):
             raise ValueError(
                 f"layer {self.name!r} returns {describe(output)} for the input {describe(self.boundary)}: "
@@ -120,10 +129,10 @@ class LayerRun:
         except Exception as error:
             self._blame(error, f"fails in its backward for the input {describe(self.boundary)}")
 
-    def _blame(self, error: Exception, what: str) -> NoReturn:
+    def _blame(self, error: Exception, what: str, advice: str = "") -> NoReturn:
         if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
             raise error
-        raise ValueError(f"layer {self.name!r} {what}: {said(error)}") from error
+        raise ValueError(f"layer {self.name!r} {what}: {said(error)}{advice}") from error
 
 
 def gradients_for(roots: tuple[torch.Tensor, ...], *, contiguous: bool = False) -> list[torch.Tensor]:

@@ -334,6 +334,25 @@ def test_layers_that_do_not_fit_together():
         profile_chain([nn.Linear(8, 8), nn.Linear(7, 8)], X, **QUICK)
 
 
+def test_a_skip_that_goes_from_layer_to_layer_in_a_dictionary():
+    """KeyError, and no word of why a layer that runs in the model does not run here."""
+    skips = {}
+
+    class Stash(nn.Linear):
+        def forward(self, x):
+            skips["x"] = x
+            return super().forward(x)
+
+    class Pop(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + skips.pop("x")
+
+    stash, pop = Stash(8, 8), Pop(8, 8)
+    with pytest.raises(ValueError, match=r"(?s)layer '1\.Pop' .*KeyError: 'x'; each layer is run alone.*"):
+        profile_chain([stash, pop], X, **QUICK)
+    assert profile_chain([nn.Sequential(stash, pop)], X, **QUICK).num_layers == 1
+
+
 @pytest.mark.parametrize("output", [None, {"x": X}, [X], (X, None), ()])
 def test_an_output_that_cannot_be_handed_on(output):
     with pytest.raises(
