@@ -20,6 +20,7 @@ Method: own; not in the papers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,40 @@ if TYPE_CHECKING:
 
 MOST_WORK = 3 * 10**8
 """Most numbers that are looked at."""
-FEWEST, MOST = 12, 45
+FEWEST, MOST = 12, 55
 """Fewest decisions with which a bisection is worth beginning, and the most that it takes."""
 ROUNDING = 1e-9
 """Relative error that sums of bytes times ticks may have."""
 FAR = np.iinfo(np.int64).max // 4
 Integers = NDArray[np.int64]
+
+
+def num_decisions(bounds: StepBounds) -> int:
+    """Return how many decisions a bisection may take; 0 where they are too few to begin."""
+    work = (3 * bounds.num_devices**2 // 2 + 1) * bounds.size**2  # fewer devices hardly ever have the time
+    decisions = min(MOST, MOST_WORK // work)
+    return decisions if decisions >= FEWEST else 0
+
+
+def least_from(low: int, may_take: Callable[[int], bool], decisions: int) -> int:
+    """Return a T that is at most the least one to which the answer is yes; it is that one, given decisions enough.
+
+    Args:
+        low: a T to which the answer is no.
+    """
+    high = low + low // 4 + 1
+    while decisions > 0 and not may_take(high):
+        low, high = high, 2 * high
+        decisions -= 1
+    for _ in range(decisions - 1):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if may_take(middle):
+            high = middle
+        else:
+            low = middle
+    return low + 1
 
 
 class SegmentBound:
@@ -49,6 +78,7 @@ class SegmentBound:
 
     def __init__(self, bounds: StepBounds, needed: Integers) -> None:
         self.m, self.size, self.needed = bounds.m, bounds.size, needed
+        self.decisions = num_decisions(bounds)
         self.C = bounds.C
         self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
         self.num_devices, self.room, self.weights = bounds.num_devices, bounds.room, sum(bounds.weights)
@@ -66,24 +96,7 @@ class SegmentBound:
 
     def least(self, at_least: int) -> int:
         """Return ticks than which no step is shorter; never less than ``at_least``."""
-        # Fewer devices hardly ever have the time.
-        work = (3 * self.num_devices**2 // 2 + 1) * self.size**2
-        decisions = min(MOST, MOST_WORK // (work + 1))
-        if decisions < FEWEST or self.may_take(at_least):
-            return at_least
-        low, high = at_least, at_least + at_least // 4 + 1
-        while not self.may_take(high) and decisions > 0:
-            low, high = high, 2 * high
-            decisions -= 1
-        for _ in range(decisions):
-            if high - low <= 1:
-                break
-            middle = (low + high) // 2
-            if self.may_take(middle):
-                high = middle
-            else:
-                low = middle
-        return low + 1
+        return at_least if self.may_take(at_least) else least_from(at_least, self.may_take, self.decisions)
 
     def may_take(self, T: int) -> bool:
         """Return whether some number of devices may do a step in T ticks."""

@@ -27,7 +27,7 @@ and back), and its memory. The least maximum over all partitions is found by bis
 and number of stages at which every stage so far needs at most T.
 
 Method: own; not in the papers. Cost for L layers and P devices: O(L log P) for each of some hundred decisions, and
-for contiguous partitions O(P L^2) for each of at most 50 decisions, fewer where ``MOST_WORK`` says so.
+for contiguous partitions O(P L^2) for each of at most 55 decisions, fewer where ``MOST_WORK`` says so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
 from deepspeed_partition.planner.solvers.interface import Problem
-from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound
+from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound, least_from, num_decisions
 
 MOST_SUMS = 20_000
 """Most sums of layers of a device that are listed."""
@@ -141,6 +141,8 @@ class StepBounds:
         bound = max(bound, self._of_all_devices())
         for decision in self._decisions():
             bound = _least(decision, bound, self._longest())
+        if not num_decisions(self):
+            return bound
         return SegmentBound(self, self._needed(self.problem.table.is_stage)).least(bound)
 
     def _longest(self) -> int:
@@ -297,22 +299,18 @@ class StepBounds:
         """Return ticks than which no step of a contiguous partition is shorter; never less than ``at_least``."""
         constraints = self.problem.constraints
         most = min(constraints.max_stages, self.size)
-        decisions = min(50, MOST_WORK // (most * self.size**2 + 1))
+        decisions = min(55, MOST_WORK // (most * self.size**2 + 1))
         if decisions < 3:
             return at_least
         needed = self._needed(constraints.allowed(self.problem.table))
-        low, high = at_least - 1, self._longest() + 2 * int(self.send.sum()) * self.m
-        if not self._has_partition(needed, high, most):
+        longest = self._longest() + 2 * int(self.send.sum()) * self.m
+
+        def may_take(T: int) -> bool:
+            return self._has_partition(needed, T, most)
+
+        if may_take(at_least) or not may_take(longest):
             return at_least
-        for _ in range(decisions):
-            if high - low <= 1:
-                break
-            middle = (low + high) // 2
-            if self._has_partition(needed, middle, most):
-                high = middle
-            else:
-                low = middle
-        return low + 1
+        return least_from(at_least, may_take, decisions)
 
     def _needed(self, allowed: NDArray[np.bool_]) -> Integers:
         """Return X: the ticks of a step for the stage of layers k to l, without transfers before k; [k, l].
