@@ -29,6 +29,9 @@ from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.worker_thread import PATIENCE_SECONDS
 from deepspeed_partition.schedule.instructions import Message
 
+POSTED_TAG = 2**18
+"""The tag of what tells that a receive is posted: its group has other messages, too."""
+
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
@@ -190,7 +193,7 @@ class SleepingTransfers(Transfers):
 
     def _start_receiving(self, tensor: Tensor, peer: int) -> Any:
         posted = torch.tensor([time.monotonic()], dtype=torch.float64)
-        told = dist.isend(posted, self.ranks[peer], group=self._received_from[peer])
+        told = dist.isend(posted, self.ranks[peer], group=self._received_from[peer], tag=POSTED_TAG)
         arrival = torch.empty(1, dtype=torch.float64)
         return _Arrival(
             arrival, [told, super()._start_receiving(arrival, peer), super()._start_receiving(tensor, peer)]
@@ -209,7 +212,7 @@ class SleepingTransfers(Transfers):
         posted = torch.empty(1, dtype=torch.float64)
         while (departing := self._departing[peer].get()) is not None:
             tensor, ready, seconds, departure = departing
-            dist.recv(posted, self.ranks[peer], group=self._sent_to[peer])
+            dist.recv(posted, self.ranks[peer], group=self._sent_to[peer], tag=POSTED_TAG)
             end = self._reservations.take(*link, max(ready, float(posted)), seconds)
             for each in (torch.tensor([end], dtype=torch.float64), tensor):
                 super()._start_sending(each, peer).wait()

@@ -59,16 +59,12 @@ def loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return outputs.sum()
 
 
-def engines_for(
-    chain: Chain, plans: Mapping[str, Plan], transfers_class: type[Transfers], *, told_each_time: bool = False
-) -> dict[str, Any]:
+def engines_for(chain: Chain, plans: Mapping[str, Plan], transfers_class: type[Transfers]) -> dict[str, Any]:
     """DeepSpeed's engine and ours under each plan."""
     some = next(iter(plans.values()))
     number = MICRO_BATCHES_PER_STAGE * len(some.stages)
     ours = {
-        name: engine_for_plan(
-            sleeping_layers(chain), plan, number, loss, transfers_class, told_each_time=told_each_time
-        )
+        name: engine_for_plan(sleeping_layers(chain), plan, number, loss, transfers_class)
         for name, plan in plans.items()
     }
     return {"DeepSpeed": engine_for(sleeping_layers(chain), some.boundaries, number, 1, loss), **ours}

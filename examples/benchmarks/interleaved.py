@@ -36,13 +36,16 @@ def engine_for(
     micro_batches: int,
     micro_batch_size: int,
     loss_fn: Callable[..., Any],
+    **more: Any,
 ) -> deepspeed.PipelineEngine:
-    """DeepSpeed's own engine on one given cut."""
+    """DeepSpeed's own engine on one given cut; ``more`` goes into its configuration."""
     module = GivenCut(
         layers=layers, num_stages=dist.get_world_size(), loss_fn=loss_fn, partition_method=list(boundaries)
     )
     return deepspeed.initialize(
-        model=module, config=_config(micro_batches, micro_batch_size), model_parameters=list(module.parameters())
+        model=module,
+        config=_config(micro_batches, micro_batch_size) | more,
+        model_parameters=list(module.parameters()),
     )[0]
 
 
@@ -53,24 +56,19 @@ def engine_for_plan(
     loss_fn: Callable[..., Any],
     transfers_class: type[Transfers] = Transfers,
     *,
-    told_each_time: bool = False,
     micro_batch_size: int = 1,
+    **more: Any,
 ) -> deepspeed.PipelineEngine:
-    """Our engine on any plan.
-
-    Args:
-        told_each_time: shapes come with every activation, which a CPU has, and a GPU if its user asks for it.
-    """
+    """Our engine on any plan; ``more`` goes into its configuration."""
     engine_class = type("Engine", (MadPipeEngine,), {"transfers_class": transfers_class})
     module = PipelineModule(layers, num_stages=plan.platform.num_devices, plan=plan, loss_fn=loss_fn)
     parameters = list(module.parameters())
     engine = initialize_with(
         engine_class,
         model=module,
-        config=_config(micro_batches, micro_batch_size),
+        config=_config(micro_batches, micro_batch_size) | more,
         model_parameters=parameters,
     )[0]
-    engine.dynamic_shape = told_each_time
     return engine
 
 

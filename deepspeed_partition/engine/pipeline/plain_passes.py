@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.modules.module as torch_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 
 _OF_PIPELINE = ("_exec_forward_pass", "_exec_backward_pass")
-_OF_ENGINE = ("forward", "backward", "_backward_prologue", "_backward_epilogue", "_backward_prologue_per_tensor")
+_OF_ENGINE = (
+    "forward", "backward", "_backward_prologue", "_backward_epilogue", "_backward_prologue_per_tensor",
+    "_forward_prologue", "_forward_epilogue", "_create_module_forward_pre_hook",
+    "_create_module_forward_post_hook",
+)  # fmt: skip
 READ_VERSION = "0.19.8"
 """The version of DeepSpeed whose functions were read for this."""
-DIGEST_AS_READ = "e999b1ef558d5945317d54a4a07530f2ba609aa7dea6b7648817f0d492195e09"
+DIGEST_AS_READ = "77743ddad02bb8aea26ba6f1e343144de39be8d41d2a4080af94a7cbd2c6766b"
 """SHA-256 of these functions of that version."""
 
 
@@ -61,6 +66,19 @@ def _overrides_nothing(engine_class: Hashable) -> bool:
     return True
 
 
+def _has_deepspeeds_hooks_alone(module: Any) -> bool:
+    """Return whether a call of a module does nothing besides its ``forward`` but what DeepSpeed's engine adds."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return (
+        len(before) == len(after) == 1
+        and all(each.__module__ == DeepSpeedEngine.__module__ for each in (*before.values(), *after.values()))
+        and not (
+            module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl is not None
+            or torch_module._has_any_global_hook()
+        )
+    )  # fmt: skip
+
+
 class PlainPasses:
     """The passes of one engine.
 
@@ -71,9 +89,16 @@ class PlainPasses:
     def __init__(self, engine: AnyPlanEngine) -> None:
         self._engine = engine
         self._as_read = digest_of_deepspeed() == DIGEST_AS_READ
+        self._call: Callable[[Any], Any] = engine.module
 
-    def may_run(self) -> bool:
-        """Return whether the next batch may be run by them."""
+    def begin(self) -> bool:
+        """Begin a batch; return whether it may be run by them."""
+        may_run = self._may_run()
+        module: Any = self._engine.module
+        self._call = module.forward if may_run and _has_deepspeeds_hooks_alone(module) else module
+        return may_run
+
+    def _may_run(self) -> bool:
         engine = self._engine
         config: Any = engine
         return (
@@ -90,6 +115,7 @@ class PlainPasses:
                 or config.autotuning_enabled() or config.is_deepcompile_enabled()
                 or config._is_compiled_autograd_enabled or config.enable_backward_allreduce or config.zenflow
                 or config.is_pipe_partitioned or config.is_grad_partitioned
+                or config.random_ltd_enabled() or config.fp16_auto_cast()
                 or type(engine.module).get_additional_losses is not PipelineModule.get_additional_losses
             )
         )  # fmt: skip
@@ -98,7 +124,7 @@ class PlainPasses:
         """Return the output of the active stage, which is not the last one."""
         engine: Any = self._engine
         engine.tput_timer.start()
-        return engine.module(inputs)
+        return self._call(inputs)
 
     def loss_of(self, inputs: Any, labels: Any) -> Any:
         """Return the loss of a micro-batch, on the last stage, and add it to that of the batch."""

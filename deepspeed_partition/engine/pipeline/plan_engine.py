@@ -336,7 +336,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 self.batch_data.count_unread(0 if reads else program.num_micro_batches)
             self._reserve_pipe_buffers(program.num_slots(self.stage_id))
             self._batch = Batch(self, self.batch_state, program.num_micro_batches)
-            self._is_plain = self._passes.may_run()
+            self._is_plain = self._passes.begin()
             with self._recorded() as execute:
                 runs = watch.runs
                 for instruction in program.lists[self.stage_id]:

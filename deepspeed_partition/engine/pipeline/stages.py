@@ -195,6 +195,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 "deepspeed_partition.engine.initialize"
             )
         blocks = self._recomputed_blocks()
+        if not blocks and not self.activation_checkpoint_interval and self._is_active and not self.seed_layers:
+            return self._forward_in_turn(forward_input)
         if not blocks or not torch.is_grad_enabled():
             with self._checkpoints_where_gradients_begin():
                 outputs = super().forward(forward_input)
@@ -202,6 +204,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 self._num_forwards[self._shown] = self.micro_offset
             return outputs
         return self._forward_recomputing(forward_input, blocks)
+
+    def _forward_in_turn(self, passed: Any) -> Any:
+        """DeepSpeed's ``forward`` where nothing is checkpointed or seeded: one layer after the other."""
+        own = self.__dict__
+        own["micro_offset"] += 1
+        for own["curr_layer"], function in enumerate(self.forward_funcs, self._local_start):
+            passed = function(passed)
+        return passed
 
     @contextmanager
     def _checkpoints_where_gradients_begin(self) -> Iterator[None]:

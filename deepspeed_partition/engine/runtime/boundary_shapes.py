@@ -28,6 +28,7 @@ from deepspeed_partition.schedule.instructions import Message, Program, Transfer
 HEADER_SIZE = 256
 """Numbers in a header: 40 tensors of four dimensions fit."""
 MARK_BYTES = 16
+_NOT_LOOKED_FOR = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Shapes:
 
     is_tuple: bool
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+    _marked_tensor: int | None = field(default=_NOT_LOOKED_FOR, compare=False, repr=False)
 
     @classmethod
     def of(cls, boundary: Boundary) -> Shapes:
@@ -76,9 +78,12 @@ class Shapes:
     @property
     def marked_tensor(self) -> int | None:
         """Number of the tensor, a large one, at whose end there is room for a mark; None if there is none."""
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self.tensors]
-        largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
-        return largest if sizes and sizes[largest] >= MARK_BYTES else None
+        if self._marked_tensor == _NOT_LOOKED_FOR:
+            sizes = [shape.numel() * dtype.itemsize for shape, dtype in self.tensors]
+            largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
+            found = largest if sizes and sizes[largest] >= MARK_BYTES else None
+            object.__setattr__(self, "_marked_tensor", found)
+        return self._marked_tensor
 
     def marked(self, mark: bytes) -> Boundary:
         """Return tensors on the CPU that say by their mark that they are not the message."""
@@ -155,7 +160,9 @@ class ShapesOfBoundary:
     def note(self, number: int, basis: int | None, shapes: Shapes) -> None:
         """Note the shapes of an activation that was sent, or taken."""
         before = self._before if basis is None else self._of[basis]
-        if shapes != before and not (before is None and all(shapes == each for each in self._of.values())):
+        if shapes == before:
+            shapes = before  # the one object, which knows its largest tensor
+        elif before is not None or any(shapes != each for each in self._of.values()):
             self._surprises = True
         self._of[number] = shapes
 

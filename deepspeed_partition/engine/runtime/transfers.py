@@ -1,8 +1,9 @@
 """Sends and receives that run beside computation.
 
-Each direction between two ranks has a process group of its own, on which messages are told apart by their order
+Each direction between two devices has a process group of its own, on which messages are told apart by their order
 alone: the one that the lists of both ranks agree on (``lowering.py``). So two directions never wait for each
-other, and nothing here depends on tags, which NCCL has not.
+other, and nothing here depends on tags, which NCCL has not. On a CPU the directions share one group: gloo's never
+wait for each other, and each group of gloo has a thread of its own, which is woken for each message.
 
 What a receive needs to know before it can be posted is the shapes. Gradients have those of the output that they
 belong to; activations those that their receiver expects (``boundary_shapes.py``), or a header tells them, on the
@@ -66,6 +67,8 @@ ASIDE_TAG = 2**22
 """The first tag of activations that are sent aside, a tag for each."""
 MOST_ASIDE = 2**16
 """Tags of a boundary."""
+DATA_TAG = 2**19
+"""The tag of tensors on a CPU, where they share a group with headers."""
 
 
 def _tag_aside(message: Message) -> int:
@@ -133,6 +136,8 @@ class Transfers:
         self._groups: list[dist.ProcessGroup] = []
         self._sent_to: dict[int, dist.ProcessGroup] = {}
         self._received_from: dict[int, dist.ProcessGroup] = {}
+        self._on_cpu = device.type == "cpu" and not self._on_streams
+        self._data_tag = DATA_TAG if self._on_cpu else 0
         pairs = {pair for pair in itertools.pairwise(device_of_stage) if pair[0] != pair[1]}
         directions = sorted(pairs | {(after, before) for before, after in pairs})
         me = dist.get_rank()
@@ -142,7 +147,11 @@ class Transfers:
             if me in ranks:
                 self.ranks, self.cpu_group = list(ranks), on_host
                 self._groups.append(on_host)
-            for source, destination in directions:
+                if self._on_cpu:
+                    mine = self.ranks.index(me)
+                    self._sent_to = {other: on_host for one, other in directions if one == mine}
+                    self._received_from = {one: on_host for one, other in directions if other == mine}
+            for source, destination in () if self._on_cpu else directions:
                 group = dist.new_group([ranks[source], ranks[destination]], pg_options=accelerator.group_options())
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
                 # the groups in one order, and not in the middle of a step.
@@ -155,7 +164,6 @@ class Transfers:
                 elif me == ranks[destination]:
                     self._received_from[source] = group
                     dist.recv(token, ranks[source], group=group)
-        self._on_cpu = device.type == "cpu" and not self._on_streams and not self.through_host
         self._departures: dict[int, HostDepartures] = {}
         self._threaded: dict[int, ThreadedDepartures] = {}
         for peer in self._sent_to:
@@ -326,10 +334,10 @@ class Transfers:
         return begin
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
+        return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer], tag=self._data_tag)
 
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
+        return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer], tag=self._data_tag)
 
     def _check(self, message: Message, boundary: Boundary) -> None:
         """Refuse an activation of other shapes than the first one of its batch, where they may not differ."""

@@ -8,7 +8,7 @@ engine: instructions, messages, threads, autograd's calls. The engines run the s
 backwards; a step ends with the optimizer's. Processor time is that of all threads of a process; a step of each in
 turn.
 
-- ``MadPipe``: ours; ``MadPipe, shapes may change`` with ``dynamic_shape=True``.
+- ``MadPipe``: ours.
 - ``DeepSpeed``: its own engine (one stage per rank alone).
 - ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``: those of
   ``torch.distributed.pipelining``, with torch's SGD. The last one splits backwards in two.
@@ -74,23 +74,20 @@ def steps(stages_per_rank: int, micro_batches: int, only: list[str] | None) -> d
     def deepspeeds(engine: Any) -> Step:
         return lambda: engine.train_batch(iter(micro))
 
-    def ours(told_each_time: bool) -> Step:
+    def ours() -> Step:
         plan = interleaved_plan(dist.get_world_size(), stages_per_rank, micro_batches)
-        return deepspeeds(
-            engine_for_plan(layers(num_stages), plan, micro_batches, loss, told_each_time=told_each_time)
-        )
+        return deepspeeds(engine_for_plan(layers(num_stages), plan, micro_batches, loss, gradient_clipping=0.0))
 
     def torchs(name: str) -> Step:
         return TorchPipeline(name, layers(num_stages), micro_batches, batch, loss).step
 
     makers: dict[str, Callable[[], Step]] = {
-        "MadPipe": lambda: ours(False),
-        "MadPipe, shapes may change": lambda: ours(True),
+        "MadPipe": ours,
     }
     if stages_per_rank == 1:
         boundaries = range(num_stages + 1)
         makers["DeepSpeed"] = lambda: deepspeeds(
-            engine_for(layers(num_stages), list(boundaries), micro_batches, SAMPLES, loss)
+            engine_for(layers(num_stages), list(boundaries), micro_batches, SAMPLES, loss, gradient_clipping=0.0)
         )
         makers["Schedule1F1B"] = lambda: torchs("Schedule1F1B")
     for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"):

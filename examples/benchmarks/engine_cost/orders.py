@@ -37,7 +37,7 @@ def _order(actions: Sequence) -> Order:
         if each is None:
             continue
         stage, kind, number, *_ = each
-        found.append((f"{'F' if str(kind) == 'F' else 'B'}{stage}", number))
+        found.append((f"{'F' if kind.name == 'FORWARD' else 'B'}{stage}", number))
     return tuple(found)
 
 

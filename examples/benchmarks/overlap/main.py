@@ -60,7 +60,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=float, nargs="+", help="of activations that travel over loopback")
-    parser.add_argument("--told-each-time", action="store_true", help="the shapes, with every activation")
     parser.add_argument("--save", action="store_true", help="write results/ beside this file")
     return parser.parse_args(arguments)
 
@@ -73,18 +72,17 @@ def main() -> None:
     micro_batches = MICRO_BATCHES_PER_STAGE * num_stages
     ideal = {"without_transfers_seconds": (micro_batches + num_stages - 1) * 3 * FORWARD_SECONDS}
     platform = Platform(num_devices=num_stages, memory_bytes=10**12, bandwidth=1e9)
-    each_time = arguments.told_each_time
     rows: list[dict[str, Any]] = []
     if arguments.megabytes:
         for megabytes in arguments.megabytes:
             numbers = round(megabytes * 1e6 / 4)
             chain = even_chain(num_stages, numbers)
-            engines = engines_for(chain, plans_for(chain, platform), Transfers, told_each_time=each_time)
+            engines = engines_for(chain, plans_for(chain, platform), Transfers)
             rows.append({"megabytes": megabytes, **ideal, **measured(engines, numbers, arguments.rounds)})
     else:
         chain = even_chain(num_stages, NUMBERS)
         links = Links([0.0] * (num_stages - 1), half_duplex=False)
-        engines = engines_for(chain, plans_for(chain, platform), over(links), told_each_time=each_time)
+        engines = engines_for(chain, plans_for(chain, platform), over(links))
         blocking = engines.pop("DeepSpeed")
         for ratio in RATIOS:
             seconds = ratio * 3 * FORWARD_SECONDS / 2
@@ -112,8 +110,7 @@ def report(rows: list[dict[str, Any]], num_stages: int, micro_batches: int, argu
         table.add_row(f"{row[link]:g}", *over, *gains)
     Console(width=120).print(table)
     if arguments.save:
-        told = "_told_each_time" if arguments.told_each_time else ""
-        name = f"{link}_{num_stages}_stages{told}_{date.today():%Y%m}.json"
+        name = f"{link}_{num_stages}_stages_{date.today():%Y%m}.json"
         path = Path(__file__).parent / "results" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
