@@ -72,7 +72,6 @@ def searched(
         search.deadline = problem.deadline.part(share)
         search.search_shared(patterns)
         if not problem.flushes:
-            search.start_again()
             InterleavedSearch(search).search_all()
             search.polish()
     return search

@@ -18,18 +18,22 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.solvers.step.interleaving import interleaved, moved_layers
+from deepspeed_partition.planner.solvers.step.interleaving import balanced, interleaved, moved_layers
 from deepspeed_partition.planner.solvers.step.orders import (
     GroupRule,
-    Rule,
     in_flight,
+    least_bytes,
     megatron_limits,
     natural_limits,
 )
 from deepspeed_partition.planner.solvers.step.step_search import MOST_NEIGHBOURS, Outcome, StepSearch
 
-NUM_TRIED_MORE, NUM_CENTRES = 6, 3
+NUM_TRIED_MORE, NUM_CENTRES = 6, 24
 """Numbers of allocations that are tried under more orders, and between whose stages layers are moved."""
+SHARE_OF_MORE = 0.5
+"""Simulations for more orders, as a share of those for all allocations."""
+NUM_BALANCED, LEAST_SCREENED = 200, 16
+"""Number of allocations whose devices are balanced, and fewest micro-batches with which all are compared."""
 NUM_STEPS = 8
 """Number of limits between the least and the wanted one among which bisection looks for what has room."""
 
@@ -45,31 +49,75 @@ class InterleavedSearch:
     def search_all(self) -> None:
         """Try all interleaved allocations, then more orders and other cuts for the best."""
         search = self.search
-        for placement in search.promising(interleaved(self.problem, search.ended)):
-            if search.ended():
-                return
-            if search.may_be_better(placement):
-                self.try_usual(placement)
-        for placement in self._leaders(NUM_TRIED_MORE):
+        search.start_again()
+        self.screen()
+        search.start_again(SHARE_OF_MORE)
+        for placement in self._leaders()[:NUM_TRIED_MORE]:
             if not search.ended():
                 self.try_more(placement)
-        for placement in self._leaders(NUM_CENTRES):
+        search.start_again()
+        self.descend_from_leaders()
+
+    def descend_from_leaders(self) -> None:
+        """Move layers between the stages of the best allocations, each of which is a centre once."""
+        centres: set[Placement] = set()
+        while len(centres) < NUM_CENTRES and not self.search.ended():
+            placement = next((each for each in self._leaders() if each not in centres), None)
+            if placement is None:
+                return
+            centres.add(placement)
             self.descend(placement)
+
+    def screen(self) -> None:
+        """Try all interleaved allocations under the usual orders, and the most promising ones balanced, too.
+
+        Where the step is long, only its beginning is simulated, in a search of its own.
+        """
+        search = self.search
+        few = max(LEAST_SCREENED, 3 * self.problem.platform.num_devices)
+        if search.simulated >= 2 * few:
+            screen = StepSearch(self.problem)
+            screen.simulated, screen.best, screen.deadline = few, search.best, search.deadline
+            screen.engines = search.engines
+            other = InterleavedSearch(screen)
+            other.try_all()
+            for placement in screen.leaders()[: 2 * NUM_TRIED_MORE]:
+                search.run(placement, screen.found[placement].rule, search.near())
+                if search.ended():
+                    return
+        else:
+            self.try_all()
+
+    def try_all(self) -> None:
+        """Try all interleaved allocations under the usual orders, and the most promising ones balanced, too."""
+        search = self.search
+        first = search.promising(interleaved(self.problem, search.out_of_time), search.near())
+        for number, placement in enumerate(first):
+            every = [placement]
+            if number < NUM_BALANCED:
+                every.append(balanced(self.problem, placement, search.out_of_time))
+            for each in every:
+                if search.ended():
+                    return
+                if each not in search.tried and search.may_be_better(each):
+                    self.try_usual(each)
 
     def try_usual(self, placement: Placement) -> None:
         """Try the orders that are most often the best."""
-        num_devices = self.problem.platform.num_devices
+        search, num_devices = self.search, self.problem.platform.num_devices
+        search.tried.add(placement)
         self.attempt(placement, min(num_devices, self.m), alternates=True, known=True)
+        if self.m == search.num_micro_batches:  # the beginning of a step does not tell the end of its one group
+            self.attempt(placement, self.m, alternates=True)
         self.attempt(placement, min(num_devices, self.m), alternates=False)
-        self.attempt(placement, self.m, alternates=False)
-        search = self.search
-        search.attempt(placement, "furthest", tuple(search.engine(placement).most_in_flight))
+        if placement in search.found:
+            search.attempt(placement, "furthest", tuple(search.engine(placement).most_in_flight))
 
     def try_more(self, placement: Placement) -> None:
         """Try groups of all sizes, and depths that the best order so far has."""
         search, num_devices = self.search, self.problem.platform.num_devices
         for group in dict.fromkeys((num_devices, 2 * num_devices, num_devices // 2, 2, 1, self.m)):
-            if 1 <= group <= self.m:
+            if 1 <= group <= self.m and (group < self.m or self.m == search.num_micro_batches):
                 for alternates, known in ((True, True), (True, False), (False, False)):
                     if search.ended():
                         return
@@ -135,7 +183,13 @@ class InterleavedSearch:
             else:
                 fits = part
 
-    def _run(self, placement: Placement, rule: Rule) -> Outcome:
+    def _run(self, placement: Placement, rule: GroupRule) -> Outcome:
+        """Simulate a rule, unless its order alone tells that it needs more memory than there is."""
+        if rule.alternates:
+            engine = self.search.engine(placement)
+            orders = rule.orders(engine, self.search.num_micro_batches)
+            if least_bytes(engine, orders) > self.problem.platform.memory_bytes:
+                return Outcome.TOO_LARGE
         return self.search.run(placement, rule, self.search.near())
 
     def descend(self, placement: Placement) -> None:
@@ -157,9 +211,9 @@ class InterleavedSearch:
         bound = self.search.found[placement].estimate
         return list(islice(self.search.promising(every, bound), MOST_NEIGHBOURS))
 
-    def _leaders(self, most: int) -> list[Placement]:
-        """Return the best allocations that were found with several stages on a device."""
-        return [each for each in self.search.leaders() if not each.is_contiguous][:most]
+    def _leaders(self) -> list[Placement]:
+        """Return the allocations that were found with several stages on a device, the best first."""
+        return [each for each in self.search.leaders() if not each.is_contiguous]
 
 
 def _changed(limits: Sequence[int]) -> Iterator[tuple[int, ...]]:

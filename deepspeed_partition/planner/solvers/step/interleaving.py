@@ -6,11 +6,11 @@ Patterns of devices, for v stages per device:
     there and back    0 1 2 3 3 2 1 0        zero-bubble's V (P. Qi et al., 2023); repeated, the waves of Hanayo
                                              (Z. Liu et al., 2023)
 
-Cuts give each stage as many layers, or time in the proportions of a few sequences of rounds, with or without a
-balance of the devices' times, for which layers are moved between stages.
+Cuts give each stage as many layers, or time in the proportions of a few sequences of rounds; ``balanced`` then
+moves layers from the busiest device.
 
-Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^2 P)
-for each move of a layer between two of S stages on P devices, and at most ``MOST_MOVES`` moves.
+Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^2)
+for each move of a layer between two of S stages, and at most ``MOST_MOVES`` moves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.interface import Problem
 
 MOST_STAGES_PER_DEVICE = 8
-MOST_MOVES = 64
+MOST_MOVES = 32
 """Most moves of a layer with which an allocation is balanced."""
 MOST_STAGES_BALANCED = 64
 """Number of stages up to which cuts are balanced by moves."""
@@ -34,7 +34,7 @@ def interleaved(problem: Problem, ended: Callable[[], bool] = lambda: False) -> 
     """Yield interleaved allocations of all devices, each once.
 
     Args:
-        ended: whether the time is up: then no more are balanced, or yielded.
+        ended: whether the time is up: then no more are yielded.
     """
     size, num_devices = problem.chain.num_layers, problem.platform.num_devices
     seen: set[Placement] = set()
@@ -46,11 +46,10 @@ def interleaved(problem: Problem, ended: Callable[[], bool] = lambda: False) -> 
             for cuts in _cuts(problem, per_device):
                 if ended():
                     return
-                regular = Placement.of(cuts, devices)
-                for placement in (regular, balanced(problem, regular, ended)):
-                    if placement not in seen:
-                        seen.add(placement)
-                        yield placement
+                placement = Placement.of(cuts, devices)
+                if placement not in seen:
+                    seen.add(placement)
+                    yield placement
 
 
 def balanced(problem: Problem, placement: Placement, ended: Callable[[], bool] = lambda: False) -> Placement:
@@ -69,14 +68,15 @@ def balanced(problem: Problem, placement: Placement, ended: Callable[[], bool] =
 
 
 def _best_move(ticks: Sequence[int], placement: Placement) -> tuple[int, ...] | None:
-    """Return the cuts after the move of a layer that balances the devices best; None where none helps."""
+    """Return the cuts after the move of a layer from the busiest device that balances best; None: none helps."""
     cuts, devices = placement.cuts, placement.devices
     load = [0] * (max(devices) + 1)
     for (start, stop), device in zip(pairwise(cuts), devices, strict=True):
         load[device] += sum(ticks[start:stop])
     least, best = _imbalance(load), None
+    busiest = load.index(max(load))
     for giver, (start, stop) in enumerate(pairwise(cuts)):
-        for step in (1, -1) if stop - start > 1 else ():
+        for step in (1, -1) if stop - start > 1 and devices[giver] == busiest else ():
             moved, new = list(load), list(cuts)
             taker = giver + step
             while 0 <= taker < len(devices):

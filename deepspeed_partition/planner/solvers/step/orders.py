@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.step_simulator import (
     Choice,
@@ -58,10 +60,17 @@ class GroupRule:
     begins whenever it can, else a forward."""
 
     def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
-        every = [_sequences(engine, place, self.group, num_micro_batches) for place in range(engine.num_devices)]
         if self.alternates:
-            return in_order([_alternating(*each, limit) for each, limit in zip(every, self.limits, strict=True)])
-        return _backward_first(every, self.limits)
+            return in_order(self.orders(engine, num_micro_batches))
+        return _backward_first(self._sequences(engine, num_micro_batches), self.limits)
+
+    def orders(self, engine: StepEngine, num_micro_batches: int) -> tuple[Positions, ...]:
+        """Return what each device does, where forwards and backwards take turns."""
+        every = self._sequences(engine, num_micro_batches)
+        return tuple(_alternating(*each, limit) for each, limit in zip(every, self.limits, strict=True))
+
+    def _sequences(self, engine: StepEngine, num_micro_batches: int) -> list[tuple[Positions, Positions]]:
+        return [_sequences(engine, place, self.group, num_micro_batches) for place in range(engine.num_devices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +180,18 @@ def in_flight(engine: StepEngine, orders: Sequence[Sequence[int]]) -> tuple[int,
             else:
                 count[len(engine.ticks) - 1 - position] -= 1
     return tuple(most)
+
+
+def least_bytes(engine: StepEngine, orders: Sequence[Positions]) -> int:
+    """Return bytes that the largest device needs at least in given orders: weights, buffers and stashes."""
+    most = 0
+    reserved = [0] * engine.num_devices
+    for boundary, num_bytes in enumerate(engine.crossing_bytes):
+        for place in engine.device[boundary : boundary + 2]:
+            reserved[place] += engine.platform.comm_buffers * num_bytes
+    change = np.array([*engine.stash, *(-stash for stash in reversed(engine.stash))], dtype=np.int64)
+    for place, order in enumerate(orders):
+        late = sum(late for stage, late in enumerate(engine.late_gradients) if engine.device[stage] == place)
+        stashed = int(np.cumsum(change[list(order)]).max())
+        most = max(most, engine.kept[place] - late + reserved[place] + stashed)
+    return most
