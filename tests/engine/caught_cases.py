@@ -23,6 +23,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import pipelines, plans
 from tests.engine.pipelines import Counted, loss_fn, mlp, tied, train_alone, two_groups
 from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, batches, cut, mine, planned, same, start, train
+from tests.in_backward import in_backward
 
 FAULT: list[Any] = []
 """Where the next error comes: ``forward``, ``backward`` or ``loss``, and after how many calls."""
@@ -47,15 +48,9 @@ def meet(place: str) -> None:
             raise EnoughError(place, 7)
 
 
-class _Meets(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        meet("backward")
-        return gradient
+def meets_in_backward(gradient: torch.Tensor) -> torch.Tensor:
+    meet("backward")
+    return gradient
 
 
 class Tripping(pipelines.Block):
@@ -69,7 +64,7 @@ class Tripping(pipelines.Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         meet("forward")
-        return _Meets.apply(self.norm(super().forward(x)))
+        return in_backward(self.norm(super().forward(x)), meets_in_backward)
 
 
 class TrippingInHalfPrecision(Tripping):

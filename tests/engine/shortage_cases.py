@@ -26,21 +26,16 @@ from tests.engine.running import (
     two,
 )
 from tests.engine.warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
+from tests.in_backward import in_backward
 
 FAILURES: list[str] = []
 """What the next tries of a step fail at, on the rank that has the layer."""
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if FAILURES and FAILURES[0].startswith("backward"):
-            fail()
-        return gradient
+def fails_in_backward(gradient: torch.Tensor) -> torch.Tensor:
+    if FAILURES and FAILURES[0].startswith("backward"):
+        fail()
+    return gradient
 
 
 def fail() -> None:
@@ -57,7 +52,7 @@ class Hungry(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if FAILURES and FAILURES[0].startswith("forward") and torch.is_grad_enabled():
             fail()
-        return _Fails.apply(super().forward(x))
+        return in_backward(super().forward(x), fails_in_backward)
 
 
 class Replacing(pipelines.Block):

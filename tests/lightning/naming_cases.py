@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from tests.choice import is_chosen, run_chosen
+from tests.in_backward import in_backward
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import NUM_CLASSES, NUM_FEATURES, WIDTH, Host
 
@@ -237,21 +238,11 @@ class Centered(nn.Module):
         return x - x.mean(0) / self.calls - self.average * self.generator.random()
 
 
-class DividedGradient(torch.autograd.Function):
+class Divided(nn.Module):
     """Divides the gradient by its norm over the batch."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / gradient.norm()
-
-
-class Divided(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return DividedGradient.apply(x)
+        return in_backward(x, lambda gradient: gradient / gradient.norm())
 
 
 class Gated(nn.Module):

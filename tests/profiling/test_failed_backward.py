@@ -9,16 +9,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
+from tests.in_backward import in_backward
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("for want of memory")
+def raises(gradient: torch.Tensor) -> torch.Tensor:
+    raise MemoryError("for want of memory")
 
 
 def fail() -> StorageWeakRef:
@@ -26,7 +21,7 @@ def fail() -> StorageWeakRef:
     x = torch.ones(10, requires_grad=True)
     kept = x.exp()
     reference = StorageWeakRef(kept.untyped_storage())
-    loss = kept.sum() + _Fails.apply(x).sum()
+    loss = kept.sum() + in_backward(x, raises).sum()
     del kept
     with pytest.raises(MemoryError):
         loss.backward()

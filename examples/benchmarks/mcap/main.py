@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import time
 from itertools import pairwise
@@ -22,7 +21,9 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[2]))
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+from errors_in_words import errors_in_words
+
 from deepspeed_partition.engine.incremental import profile_incrementally
 from deepspeed_partition.engine.incremental.profiler import FIRST_STEP, Setup, train
 from deepspeed_partition.engine.incremental.runs import Run
@@ -126,13 +127,7 @@ def _sizes(cuts: Cuts) -> str:
 
 
 def _errors(words: str, both: list[tuple[int, int]]) -> None:
-    errors = sorted(predicted / found - 1 for predicted, found in both)
-    within = sum(abs(error) < 0.14 for error in errors) / len(errors)
-    print(
-        f"{words}, {len(errors)}: error from {errors[0]:+.1%} to {errors[-1]:+.1%}, median "
-        f"{statistics.median(errors):+.1%}; within 14 % in {within:.0%}; of 90 % at most "
-        f"{sorted(map(abs, errors))[int(0.9 * (len(errors) - 1))]:.1%}"
-    )
+    print(f"{words}, {len(both)}: {errors_in_words(predicted / found - 1 for predicted, found in both)}")
 
 
 def main() -> None:

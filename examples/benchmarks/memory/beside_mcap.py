@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[2]))
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+from errors_in_words import errors_in_words
 from models import MODELS, loss
 from report import Row, measured, ratio
 
@@ -67,13 +67,8 @@ def report(paths: list[Path]) -> None:
     """Print the errors of both on the ranks that both know."""
     rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     both = [(found / measured(row) - 1, ratio(row) - 1) for row in rows if (found := predicted(row)) is not None]
-    for name, errors in zip(("mCAP", "planner"), map(sorted, zip(*both, strict=True)), strict=True):
-        within = sum(abs(error) <= 0.14 for error in errors) / len(errors)
-        print(
-            f"{name}, {len(errors)} ranks: error from {errors[0]:+.1%} to {errors[-1]:+.1%}, median "
-            f"{statistics.median(errors):+.1%}; within 14 % in {within:.0%}; of 90 % at most "
-            f"{sorted(map(abs, errors))[int(0.9 * (len(errors) - 1))]:.1%}"
-        )
+    for name, errors in zip(("mCAP", "planner"), zip(*both, strict=True), strict=True):
+        print(f"{name}, {len(errors)} ranks: {errors_in_words(errors)}")
 
 
 def main() -> None:
