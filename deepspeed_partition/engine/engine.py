@@ -426,7 +426,7 @@ class MadPipeEngine(ResumingEngine):
             own = [
                 weight for weight in self.module.parameters() if weight.requires_grad and id(weight) not in tied
             ]
-            without = without_gradient(own, self.optimizer)
+            without = [*without_gradient(own, self.optimizer), *self._tied_without_gradient]
             if without:
                 self.when_zeros_stand_for_none(without)
                 self.when_zeros_stand_for_none = None

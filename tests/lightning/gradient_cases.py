@@ -110,6 +110,20 @@ class FoundHeads(TwoHeads):
         return early, self.late(x)
 
 
+class TiedHeads(TwoHeads):
+    """The same, in which two of the blocks are one, which has a weight that neither place uses."""
+
+    def __init__(self, optimizer: str = "adam") -> None:
+        super().__init__(optimizer=optimizer)
+        self.net[3] = self.net[1]
+
+    def pipeline_layers(self) -> list[Any]:
+        from lightning_madpipe import TiedModule
+
+        first, tied, between, _, last = self.net
+        return [first, TiedModule("tied", tied), between, TiedModule("tied", tied), last]
+
+
 def without_gradients(host: Host) -> dict[str, Any]:
     """Steps that leave weights alone, with moves, several stages on a rank, clipping, and a run that goes on."""
 
@@ -135,6 +149,9 @@ def without_gradients(host: Host) -> dict[str, Any]:
             "heads, two pipelines": lambda: fit(TwoHeads, {"num_stages": 1, "algorithm": None}),
             "heads that are found": lambda: fit(FoundHeads, {"algorithm": None}),
             "heads, resumed": resumed,
+            "tied": lambda: fit(TiedHeads, {}),
+            "tied, momentum": lambda: fit(lambda: TiedHeads("sgd"), {"loss": "batch"}),
+            "tied, moved": lambda: fit(TiedHeads, moves),
         }
     )
 
@@ -145,10 +162,12 @@ def told_of_zeros(host: Host) -> dict[str, Any]:
     for name, build, arguments in (
         ("flat", TwoHeads, {"strategy": {"stage": 1}}),
         ("half", FoundHeads, {"precision": "bf16-mixed", "strategy": {"algorithm": None}}),
+        ("tied", TiedHeads, {"strategy": {"stage": 1}}),
+        ("tied, half", TiedHeads, {"precision": "bf16-mixed"}),
         ("all used", cases.SequentialClassifier, {"strategy": {"stage": 1}}),
     ):
         if is_chosen(name):
-            arguments["strategy"] = {"algorithm": [0, 2, 5], **arguments["strategy"]}
+            arguments["strategy"] = {"algorithm": [0, 2, 5], **arguments.get("strategy", {})}
             # warn_once() would say it in the first case alone
             with Said() as said, mock.patch.object(optimizers, "warn_once", lambda key, line: log_here(line)):
                 trained(host, seeded(build), max_epochs=1, **arguments)

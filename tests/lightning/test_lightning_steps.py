@@ -72,7 +72,7 @@ def test_loops_are_those_of_one_process(two: Records, settings: str) -> None:
     "run",
     [
         "heads", "heads, momentum", "heads, moved", "heads, clipped", "heads, two pipelines",
-        "heads that are found", "heads, resumed",
+        "heads that are found", "heads, resumed", "tied", "tied, momentum", "tied, moved",
     ],
 )  # fmt: skip
 def test_weights_without_a_gradient_are_left_as_in_one_process(two: Records, run: str) -> None:
@@ -86,6 +86,8 @@ def test_weights_without_a_gradient_are_left_as_in_one_process(two: Records, run
     [
         ("flat", ["net.1.block.unused.weight", "net.2.block.unused.weight"]),
         ("half", ["early.weight"]),
+        ("tied", ["net.1.block.unused.weight", "net.1.block.unused.weight"]),
+        ("tied, half", ["net.1.block.unused.weight", "net.1.block.unused.weight"]),
         ("all used", []),
     ],
 )

@@ -11,8 +11,8 @@ copied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar
@@ -36,7 +36,11 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
     why_not_lists,
 )
 from deepspeed_partition.engine.pipeline.stages import StagesModule
-from deepspeed_partition.engine.pipeline.tied_gradients import copies_added_up, gradient_so_far
+from deepspeed_partition.engine.pipeline.tied_gradients import (
+    copies_added_up,
+    gradient_so_far,
+    tied_without_gradient,
+)
 from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.autograd_boundary import (
@@ -97,6 +101,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """Whether the rest of the data is lost with a batch that was given up: each batch has an iterator."""
     _batch: Batch
     _in_step = False
+    _tied_without_gradient: Sequence[torch.nn.Parameter] = ()
+    """While ties are reduced: this rank's tied weights that no copy on any rank has a gradient of."""
     fwd_outputs: list[Any]
     loss: Any
     num_stages: int
@@ -350,8 +356,19 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 for kind, name in AT_THE_END.items():
                     run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
                     is_of_ties = kind is schedule.ReduceTiedGrads
-                    with copies_added_up(self.module, self._tied_gradient) if is_of_ties else nullcontext():
+                    with self._ties_reduced() if is_of_ties else nullcontext():
                         run()
+
+    @contextmanager
+    def _ties_reduced(self) -> Iterator[None]:
+        """Make the gradients of copies on this rank one around the reduction, and none where no copy has one."""
+        if self.leaves_without_gradient:
+            self._tied_without_gradient = tied_without_gradient(self.module, self.optimizer, self.device)
+        with copies_added_up(self.module, self._tied_gradient):
+            yield
+        for weight in self._tied_without_gradient:
+            weight.grad = None  # flat optimizers keep gradients elsewhere, and take zeros
+        self._tied_without_gradient = ()
 
     def _exec_reduce_tied_grads(self) -> None:
         """Add up the gradients of tied weights on all ranks.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
@@ -48,15 +49,38 @@ def without_gradient(weights: Iterable[nn.Parameter], optimizer: Any) -> list[nn
     return [weight for weight in weights if getattr(weight, name, None) is None]
 
 
+def tied_without_gradient(module: PipelineModule, optimizer: Any, device: torch.device) -> list[nn.Parameter]:
+    """The tied weights of this rank that the step has computed no gradient of, in any copy on any rank.
+
+    Collective over the ranks of each key. A rank that has a gradient itself does not wait for the others' answers.
+
+    Args:
+        module: With copies of tied modules, whose gradients are not added up yet.
+        optimizer: As for :func:`gradient_so_far`.
+        device: Of the tensors by which the ranks tell each other.
+    """
+    of_one_rank = {id(weights[0]): weights for weights in _copies_of_weights(module)}
+    without: list[nn.Parameter] = []
+    for comm in module.tied_comms.values():
+        tied = [module._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
+        copies = [of_one_rank.pop(id(weight), (weight,)) for weight in tied if weight.requires_grad]
+        own = [len(without_gradient(each, optimizer)) < len(each) for each in copies]
+        if not own:
+            continue
+        found = torch.tensor(own, dtype=torch.uint8, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=comm["group"])
+        if not all(own):
+            without += [w for each, has in zip(copies, found.tolist(), strict=True) if not has for w in each]
+    for weights in of_one_rank.values():
+        if len(without_gradient(weights, optimizer)) == len(weights):
+            without += weights
+    return without
+
+
 @contextmanager
 def copies_added_up(module: PipelineModule, gradient_of: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[None]:
     """Make the gradients of all copies of a tied weight on this rank one, while ranks add them up."""
-    alike = [
-        tuple(map(gradient_of, weights))
-        for copies in several_of_a_key(module)
-        for weights in zip(*(tied.tied_weights(module) for tied in copies), strict=True)
-        if weights[0].requires_grad
-    ]
+    alike = [tuple(map(gradient_of, weights)) for weights in _copies_of_weights(module)]
     for first, *others in alike:
         for other in others:
             first += other
@@ -64,3 +88,13 @@ def copies_added_up(module: PipelineModule, gradient_of: Callable[[nn.Parameter]
     for first, *others in alike:
         for other in others:
             other.copy_(first)
+
+
+def _copies_of_weights(module: PipelineModule) -> list[tuple[nn.Parameter, ...]]:
+    """The copies of each tied weight that trains and of which this rank has several."""
+    return [
+        weights
+        for copies in several_of_a_key(module)
+        for weights in zip(*(tied.tied_weights(module) for tied in copies), strict=True)
+        if weights[0].requires_grad
+    ]
