@@ -21,7 +21,7 @@ from deepspeed_partition import Plan
 from deepspeed_partition.engine import PipelineModule
 from deepspeed_partition.engine.pipeline.plain_passes import READ_VERSION
 from deepspeed_partition.engine.pipeline.stages import StagesModule
-from deepspeed_partition.engine.runtime import autograd_boundary, host_staging
+from deepspeed_partition.engine.runtime import autograd_boundary, environment, host_staging
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
 from tests.engine import boundaries as transfers
@@ -458,6 +458,56 @@ def recomputed_dropout(_: Path) -> None:
         same(losses[2], losses[0], digits=1e-6)
 
 
+class Tallying(Block):
+    """Keeps in Python what it has seen, and what its last run was."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.calls, self.sums, self.kinds, self.meter = 0, [], {"runs": 0}, Meter()
+        self.last, self.last_map = 0.0, torch.zeros(())
+        self.drawn = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sums.append(float(x.detach().sum()))
+        self.kinds["runs"] += 1
+        self.meter.total += 1
+        self.last, self.last_map = float(x.detach().mean()), x.detach()[0]
+        return super().forward(x) * (1 + 0 * self.drawn.random())
+
+
+class Meter:
+    """An object of the program."""
+
+    total = 0
+
+
+class OnceTallying(Tallying):
+    """The same with a class of its own, which the job has said nothing of."""
+
+
+def recomputed_layers_that_count(_: Path) -> None:
+    """A counter in Python counted each micro-batch twice, and nothing was said."""
+    if not recomputes_on_a_cpu():
+        return
+    for kind, recomputed in ((OnceTallying, {}), (Tallying, {1: [(4, 6)]})):
+        specs = [*mlp()[:4], LayerSpec(kind, WIDTH), *mlp()[4:]]
+        engine, _, _ = begin(specs, plan_for((0, 1), [0, 3, 9], recomputed=recomputed))
+        lines: list[str] = []
+        with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+            train(engine, batches(2))
+        [layer] = [each for each in engine.module.modules() if type(each) is kind] or [None]
+        told = [line for line in lines if "for each micro-batch, to recompute" in line]
+        if not recomputed or layer is None:
+            assert not told, told
+            continue
+        assert layer.calls == layer.kinds["runs"] == 2 * 2 * NUM_MICRO_BATCHES, "each twice"
+        [line] = told
+        assert line.startswith("a run changes calls of layer 4 (Tallying), kinds of layer 4 (Tallying)"), line
+        assert "sums of layer 4" in line and "last" not in line and "drawn" not in line
+        assert "recompute='never'" in line
+
+
 def recomputed_layers_that_work_in_place(_: Path) -> None:
     """Their input is gone when they are run again."""
     if not recomputes_on_a_cpu():
@@ -635,6 +685,7 @@ CASES_OF_ANY = [
     dropout,
     recomputed_layers,
     recomputed_dropout,
+    recomputed_layers_that_count,
     recomputed_layers_that_work_in_place,
     no_more_in_flight_than_planned,
     what_is_refused,

@@ -19,6 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
 from deepspeed_partition.engine.runtime.random_state import drawn_state
@@ -141,6 +142,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def let_go(self) -> None:
         """Forget the layers, before others take their places."""
         self._functions.clear()
+        self.__dict__.pop("_watched_blocks", None)
 
     def _show(self, stage: int) -> None:
         self._shown = stage
@@ -252,6 +254,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             tensors = passed if isinstance(passed, tuple) else (passed,)
             run = self._layers_in_turn(*block)
             if block in blocks:
+                run = self._watched_at_first(run, *block)
                 versions = [tensor._version for tensor in tensors]
                 passed = checkpoint(run, *tensors)
                 if versions != [tensor._version for tensor in tensors]:
@@ -281,6 +284,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             return passed
 
         return run
+
+    def _watched_at_first(self, run: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
+        """What runs these layers, and says once which attributes they change in both runs of a micro-batch."""
+        watched = self.__dict__.setdefault("_watched_blocks", set())
+        if (first, last) in watched:
+            return run
+        functions = self.forward_funcs[first - self._local_start : last - self._local_start]
+        return TwoRuns(functions, first, when_over=lambda: watched.add((first, last))).of(run)
 
     # DeepSpeed's methods for one stage, on each
 
