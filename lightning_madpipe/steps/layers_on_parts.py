@@ -72,6 +72,9 @@ EXACT = 1e-5
 """Relative difference of numbers that a layer keeps which is not rounding."""
 
 Tensors = tuple[Tensor, ...]
+Three = tuple[Tensors, Tensors, Tensors]
+"""Values for some samples, and for others in the place of the first and of the second half."""
+Dims = tuple[int | None, ...]
 
 
 class LayerRaisedError(Exception):
@@ -174,7 +177,7 @@ def layers_on_parts(
                     if parts is None or parts_behind is None:
                         alike.three = None
                     else:
-                        look.look_at_others(alike, parts.scaled(passed))
+                        look.look_at_others(alike, parts.scaled(passed), _dims_of(behind, parts_behind))
                     passed, parts = behind, parts_behind
             except LayerRaisedError:  # it is told where the layer runs for good
                 break
@@ -270,6 +273,32 @@ class _Parts:
         ]
 
 
+def _dims_of(whole: Tensors, parts: _Parts) -> Dims | None:
+    """The dimension of each tensor that counts the samples; None where that is not known."""
+    if parts.alone is None:
+        return None
+    dims = tuple(map(grown_dim, whole, parts.alone[0]))
+    return None if any(dim is not None and dim < 0 for dim in dims) else dims
+
+
+def _in_halves(three: Three, dims: Dims) -> Three | None:
+    """Let the tensors for other samples in the place of either half differ in that half alone."""
+    firsts: list[Tensor] = []
+    seconds: list[Tensor] = []
+    for own, of_first, of_second, dim in zip(*three, dims, strict=True):
+        if dim is None:
+            firsts.append(own)
+            seconds.append(own)
+            continue
+        if own.shape[dim] % 2:
+            return None
+        half = own.shape[dim] // 2
+        one, other = own.split(half, dim)
+        firsts.append(torch.cat([of_first.narrow(dim, 0, half), other], dim))
+        seconds.append(torch.cat([one, of_second.narrow(dim, half, half)], dim))
+    return three[0], tuple(firsts), tuple(seconds)
+
+
 def _times(tensors: Tensors, by: float) -> Tensors:
     return tuple(tensor * by if tensor.is_floating_point() else tensor for tensor in tensors)
 
@@ -277,9 +306,9 @@ def _times(tensors: Tensors, by: float) -> Tensors:
 class _Chain:
     """What stands between two layers for other samples: these, and others in the place of either half."""
 
-    def __init__(self, three: tuple[Tensors, Tensors, Tensors] | None) -> None:
+    def __init__(self, three: Three | None) -> None:
         self.three = three
-        """None behind a layer that mixes samples, or does not take such ones."""
+        """None behind a layer that takes no such samples, or behind which it is not known where they stand."""
 
     @staticmethod
     def of_alike(samples: FewSamples) -> _Chain:
@@ -371,16 +400,17 @@ class _Look:
             self._look_at_gradients(passed, parts, whole, following, draws, restore)
         return whole, _Parts(other_first, other_second, self._halves(whole, following)) if draws else following
 
-    def look_at_others(self, alike: _Chain, scaled: Sequence[_Chain]) -> None:
+    def look_at_others(self, alike: _Chain, scaled: Sequence[_Chain], dims: Dims | None) -> None:
         """Look at the layer for more samples, many of them alike, and for smaller and larger numbers.
 
         It may divide by a norm from some size on, or drop what is more than it has room for.
+
+        Args:
+            dims: The dimension of each output that counts the samples; None where it is not known.
         """
         restore = random_state()
         with modes(dict.fromkeys(self._statistics, False)), torch.no_grad():
-            if any(map(_has_statistics, self._statistics)):
-                alike.three = None  # the layer is named already
-                return
+            is_named = any(map(_has_statistics, self._statistics)) or self.shown in self._found.mixing
             for chain in (alike, *scaled):
                 if chain.three is None:
                     continue
@@ -390,19 +420,22 @@ class _Look:
                     chain.three = None
                     continue
                 whole, first, second = (outputs for outputs, *_ in three)
-                chain.three = self._unmixed(whole, first, second) if len({end for *_, end in three}) == 1 else None
+                is_known = len({end for *_, end in three}) == 1
+                chain.three = self._unmixed((whole, first, second), dims, is_named) if is_known else None
 
-    def _unmixed(self, *three: Tensors) -> tuple[Tensors, Tensors, Tensors] | None:
-        """What a layer gives for other samples, which is None where it mixes them; the layer is then named."""
+    def _unmixed(self, three: Three, dims: Dims | None, is_named: bool) -> Three | None:
+        """What the next layer gets for other samples, as if this one did not mix them; it is named where it does.
+
+        None where it mixes samples and it is not known where those stand.
+        """
         each = list(zip(*three, strict=True))
         if any(not own.shape == first.shape == second.shape for own, first, second in each):
             return None
         if any(_depends_on_both(*tensors) for tensors in each if all(t.isfinite().all() for t in tensors)):
-            if self.shown not in self._found.mixing:
+            if not is_named and self.shown not in self._found.mixing:
                 self._found.mixing.append(self.shown)
-            return None
-        whole, first, second = three
-        return whole, first, second
+            return None if dims is None else _in_halves(three, dims)
+        return three
 
     def _run(self, inputs: Tensors, restore: Callable[[], None]) -> tuple[Tensors, bool, bytes]:
         """Return what the layer makes of ``inputs``, whether it draws, and where random numbers are then."""

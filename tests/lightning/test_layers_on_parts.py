@@ -466,6 +466,22 @@ def test_layers_that_mix_samples_for_some_numbers_alone_are_named(case: str) -> 
         assert looked_at((4, WIDTH), 0, layers, kind) == OnParts(mixing=["self.net.2 (Layer)"])
 
 
+@pytest.mark.parametrize("before", ["mean", "statistics", "experts with room", "normalization"])
+def test_experts_with_room_behind_a_layer_that_mixes_samples_are_named(before: str) -> None:
+    """A layer that mixed samples was named, and one behind it that only many samples alike show was not."""
+    torch.manual_seed(0)
+    build = {
+        "mean": lambda: Layer(lambda m, x: x - 0.1 * x.mean(0)), "statistics": Statistics,
+        "experts with room": lambda: Layer(with_room), "normalization": lambda: nn.BatchNorm1d(WIDTH),
+    }  # fmt: skip
+    first = {"mean": ["self.net.1 (Layer)"], "experts with room": ["self.net.1 (Layer)"]}.get(before, [])
+    layers = [nn.Linear(WIDTH, WIDTH), build[before](), nn.Tanh(), Layer(with_room), nn.Linear(WIDTH, WIDTH)]
+    assert looked_at((4, WIDTH), 0, layers).mixing == [*first, "self.net.3 (Layer)"]
+    # Of layers behind it, those that treat each sample by itself are not.
+    layers = [nn.Linear(WIDTH, WIDTH), build[before](), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    assert looked_at((4, WIDTH), 0, layers).mixing == first
+
+
 def test_embeddings_that_divide_gradients_by_how_often_a_number_stands_in_a_batch_are_named() -> None:
     layers = [lambda x: x.abs().long(), nn.Embedding(9, WIDTH, scale_grad_by_freq=True), nn.Linear(WIDTH, 2)]
     assert looked_at((4, WIDTH), 0, layers) == OnParts(mixing_gradients=["self.net.1 (Embedding)"])
