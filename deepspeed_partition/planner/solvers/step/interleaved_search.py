@@ -78,6 +78,7 @@ class InterleavedSearch:
         if search.simulated >= 2 * few:
             screen = StepSearch(self.problem)
             screen.simulated, screen.best, screen.deadline = few, search.best, search.deadline
+            screen.most_in_flight = search.most_in_flight
             screen.engines = search.engines
             other = InterleavedSearch(screen)
             other.try_all()

@@ -58,8 +58,10 @@ MOST_OPERATIONS = 500_000
 """Most forwards and backwards that are simulated for contiguous partitions, and as many beyond: a few seconds
 each."""
 LONGEST_RUN = 128
-"""Most micro-batches of a simulation: a longer step is extrapolated from its rhythm, until the best are compared
-in full."""
+"""Most micro-batches of a simulation, or three for each device: a longer step is extrapolated from its rhythm,
+until the best are compared in full."""
+MOST_CELLS = 50_000_000
+"""Layers squared times devices up to which the partitions of PipeDream and mCAP are candidates: seconds beyond."""
 FEW = 300
 """Number of partitions, or ways to give layers to devices, up to which all are tried."""
 NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
@@ -114,7 +116,10 @@ class StepSearch:
         self.problem = problem
         self.num_micro_batches = problem.num_micro_batches
         # In a step with flushes, the beginning does not tell the rest.
-        self.simulated = self.num_micro_batches if problem.flushes else min(self.num_micro_batches, LONGEST_RUN)
+        most = max(LONGEST_RUN, 3 * problem.platform.num_devices)
+        self.simulated = self.num_micro_batches if problem.flushes else min(self.num_micro_batches, most)
+        # Where more were in flight, the beginning would not show the memory that the rest needs.
+        self.most_in_flight = most * 2 // 3 if self.simulated < self.num_micro_batches else self.num_micro_batches
         self.operations_left = MOST_OPERATIONS
         self.deadline = problem.deadline
         self.engines: dict[Placement, StepEngine] = {}
@@ -455,7 +460,7 @@ class StepSearch:
         those allow would wait forever.
         """
         rooms = self.engine(placement).most_in_flight
-        wanted = (min(depth, room, self.num_micro_batches) for depth, room in zip(depths, rooms, strict=True))
+        wanted = (min(depth, room, self.most_in_flight) for depth, room in zip(depths, rooms, strict=True))
         return tuple(max(1, depth) for depth in accumulate(wanted, min))
 
     def ended(self) -> bool:
@@ -470,10 +475,11 @@ def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
     """Yield the partitions of other planners, and at last the one that needs least memory."""
     chain, num_devices = problem.chain, problem.constraints.max_stages
     yield steady
-    for algorithm in (PipeDream(), MemoryBalanced()):
-        yield from algorithm.solve(problem).cuts
     yield deepspeed_partitions.uniform(chain, num_devices)
     yield deepspeed_partitions.parameters(chain, num_devices)
+    if chain.num_layers**2 * num_devices <= MOST_CELLS:
+        for algorithm in (PipeDream(), MemoryBalanced()):
+            yield from algorithm.solve(problem).cuts
     table = problem.table
     in_flight = problem.fewest_in_flight
     least = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
