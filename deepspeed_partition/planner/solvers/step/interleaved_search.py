@@ -49,6 +49,7 @@ class InterleavedSearch:
     def search_all(self) -> None:
         """Try all interleaved allocations, then more orders and other cuts for the best."""
         search = self.search
+        search.must_find = False  # where nothing fits, that is for other searches to say
         search.start_again()
         self.screen()
         search.start_again(SHARE_OF_MORE)
@@ -57,6 +58,7 @@ class InterleavedSearch:
                 self.try_more(placement)
         search.start_again()
         self.descend_from_leaders()
+        search.must_find = True
 
     def descend_from_leaders(self) -> None:
         """Move layers between the stages of the best allocations, each of which is a centre once."""
@@ -78,7 +80,7 @@ class InterleavedSearch:
         if search.simulated >= 2 * few:
             screen = StepSearch(self.problem)
             screen.simulated, screen.best, screen.deadline = few, search.best, search.deadline
-            screen.most_in_flight = search.most_in_flight
+            screen.most_in_flight, screen.must_find = search.most_in_flight, False
             screen.engines = search.engines
             other = InterleavedSearch(screen)
             other.try_all()

@@ -122,6 +122,8 @@ class StepSearch:
         self.most_in_flight = most * 2 // 3 if self.simulated < self.num_micro_batches else self.num_micro_batches
         self.operations_left = MOST_OPERATIONS
         self.deadline = problem.deadline
+        self.must_find = True
+        """Whether the search goes on, whatever the time, until it has found a step."""
         self.engines: dict[Placement, StepEngine] = {}
         self.tried: set[Placement] = set()
         self.found: dict[Placement, _Found] = {}
@@ -464,11 +466,15 @@ class StepSearch:
         return tuple(max(1, depth) for depth in accumulate(wanted, min))
 
     def ended(self) -> bool:
-        """Return whether the search has done its work or its time is up; never before something was found."""
-        return bool(self.found) and (self.operations_left <= 0 or self.deadline.passed())
+        """Return whether the search has done its work or its time is up; never before what it must find."""
+        return self._may_end and (self.operations_left <= 0 or self.deadline.passed())
 
     def out_of_time(self) -> bool:
-        return bool(self.found) and self.deadline.passed()
+        return self._may_end and self.deadline.passed()
+
+    @property
+    def _may_end(self) -> bool:
+        return bool(self.found) or not self.must_find
 
 
 def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
