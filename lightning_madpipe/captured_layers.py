@@ -58,8 +58,7 @@ def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: i
         if before.captured.holds_for(call.args, call.kwargs):
             return before
     try:
-        with undone(module, lightning):  # hooks may keep what has no data
-            found = _captured(module, call, lambda: undone(module, lightning))
+        found = _captured(module, call, lambda: undone(module, lightning))
     except Exception as error:  # also the model's own, where it runs with data
         reason = state_of_other_size(module, (call.args, call.kwargs))
         reason = reason or _why_not_in_pieces(module, step, whole, batch, lightning)
