@@ -23,9 +23,10 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.profiling.attributes import attributes_of, members_of
 
 DEPTH = 3
-"""So many containers and objects deep an attribute is looked at."""
+"""Depth, in containers and objects, to which an attribute is looked at."""
 MOST_MEMBERS = 1000
-"""Of a longer list, dict or set only the length is looked at, and of a larger tensor nothing."""
+"""Most members of a list, dict or set whose values are looked at: of longer ones the length is, of larger tensors
+nothing."""
 MOST_NAMED = 4
 
 _Place: TypeAlias = tuple[int, str]
