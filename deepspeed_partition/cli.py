@@ -195,6 +195,8 @@ def plan(
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
         no_effect["--start"], no_effect["--zero"] = starts or None, zero
         no_effect["--recompute"] = None if recompute == "auto" else recompute
+        no_effect["--duplex"] = None if platform["duplex"] == "half" else platform["duplex"]
+        no_effect["--port-bandwidth"] = platform["port_bandwidth"]
         _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
         found = _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, time_limit)
         _hand_over_replicated(found, output, as_json)
@@ -456,13 +458,26 @@ def _incremental_profile(factory: str, micro_batch: int, config: dict[str, Any] 
         return profile_incrementally(factory, micro_batch_size=micro_batch, config=config, on_run=tell)
 
 
-def _platform(*, devices: int, memory: int, bandwidth: float, latency: float, weight_copies: float) -> Platform:
+def _platform(
+    *,
+    devices: int,
+    memory: int,
+    bandwidth: float,
+    latency: float,
+    weight_copies: float,
+    duplex: str,
+    port_bandwidth: float | None,
+    devices_per_port: int,
+) -> Platform:
     return Platform(
         num_devices=devices,
         memory_bytes=memory,
         bandwidth=bandwidth,
         latency_seconds=latency,
         weight_copies=weight_copies,
+        duplex=duplex,
+        port_bandwidth=port_bandwidth,
+        devices_per_port=devices_per_port,
     )
 
 

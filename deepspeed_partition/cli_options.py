@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 from deepspeed_partition.planner import units
 from deepspeed_partition.planner.data_parallel import AUTO
 from deepspeed_partition.planner.planning import ALGORITHMS
+from deepspeed_partition.planner.problem import DUPLEX
 from deepspeed_partition.planner.recomputation import MODES
 
 Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
@@ -77,6 +78,12 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
                          help="Between two devices, such as 12GB/s."),
             click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
                          help="Of a transfer, such as 10us."),
+            click.option("--duplex", type=click.Choice(DUPLEX), default="half", show_default=True,
+                         help="Transfers of a link at once: one, or one in each direction."),
+            click.option("--port-bandwidth", metavar="SIZE/s", callback=BANDWIDTH,
+                         help="Of a port that all links of a host share; left out: there is none."),
+            click.option("--devices-per-port", type=click.IntRange(min=1), default=1, show_default=True,
+                         help="Devices of a host, which share its port."),
             click.option("--weight-copies", type=float, default=3, show_default=True,
                          help="Times the parameters: what training keeps of them."),
             click.option("--micro-batches", type=click.IntRange(min=1),

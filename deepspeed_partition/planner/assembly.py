@@ -20,7 +20,8 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step, fits
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
-from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
+from deepspeed_partition.planner.solvers.pattern.shared_links import is_plain, placed_anew
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
@@ -49,6 +50,10 @@ def assemble(
         BrokenPlanError: the replay refuses the plan, for another reason than its memory.
     """
     steady = _steady_state(problem, found, chosen_period, None if step is None else step.recomputed)
+    if not is_plain(problem.platform) and chosen_period is None:
+        pattern = placed_anew(Road(problem, steady.placement), problem.platform, steady.period)
+        if pattern is not None:
+            found, steady = pattern, _steady_state(problem, pattern, None, None)
     seconds, period_seconds = problem.times.clock.seconds, steady.schedule.period_seconds
     bound_seconds = seconds(lower_bound(problem))
     # A plan with a step is made for that one: what is proved of it is a part of it.
@@ -64,7 +69,9 @@ def assemble(
         proved=proved_class is not None,
         proved_class=proved_class,
         proved_of=None if proved_class is None else "period",
-        class_lower_bound_seconds=None if answer.class_bound is None else seconds(answer.class_bound),
+        class_lower_bound_seconds=None
+        if answer.class_bound is None or not is_plain(problem.platform)
+        else seconds(answer.class_bound),
         stages=_planned_stages(problem, steady),
         operations=steady.schedule.operations,
         memory=steady.memory,
@@ -139,6 +146,8 @@ def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
     """Return the allocations among which a period, in ticks, is proved to be the shortest; None for none."""
     if period <= math.ceil(lower_bound(problem)):
         return "any allocation"
+    if not is_plain(problem.platform):
+        return None  # the searches compared schedules of links that carry one transfer at a time
     if answer.best_period == period and reserves_all_slots(problem.platform):
         # The searches beyond contiguous partitions count shared weights on each stage of a device.
         return "contiguous" if problem.table.training.shares and answer.proved_class else answer.proved_class

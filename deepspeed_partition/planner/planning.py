@@ -36,6 +36,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.pattern.shared_links import is_plain
 from deepspeed_partition.planner.solvers.step.best_step import (
     fixed_step,
     memory_of_flush,
@@ -283,13 +284,15 @@ def _solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
     if not every:
         best = _solve(roomy, solver)
+        is_exact = is_plain(problem.platform) and not problem.deadline.passed()
         raise InfeasibleError(
             f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
-            f"shortest {'found is' if problem.deadline.passed() else 'is'} {format_seconds(best.period_seconds)}"
+            f"shortest {'is' if is_exact else 'found is'} {format_seconds(best.period_seconds)}"
         )
     plan, replayed = assemble(roomy, solver.name, answer, every[0], chosen_period=period)
     bound_seconds = clock.seconds(lower_bound(problem))
     proved = answer.best_period is not None and reserves_all_slots(problem.platform)
+    proved &= is_plain(problem.platform)
     plan = replace(
         plan,
         platform=problem.platform,
@@ -324,6 +327,11 @@ def _check_period(problem: Problem, solver: Solver, period_seconds: float) -> No
         raise ValueError(
             f"period_seconds is {shown(str(period_seconds))}: it is more than 0, and {LONGEST_PERIOD_SECONDS:.0g} "
             "at the most"
+        )
+    if problem.platform.port_bandwidth is not None:
+        raise ValueError(
+            "period_seconds asks for the least memory of a chosen period, which is known of links without ports "
+            "alone: leave it out, or port_bandwidth"
         )
     if isinstance(solver, PaperMadPipe):
         raise ValueError(

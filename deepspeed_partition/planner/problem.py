@@ -28,6 +28,10 @@ LARGEST_BYTES = 2**53
 LARGEST_MEMORY_BYTES = 2**60
 """Largest memory of a device, in bytes (1 EB)."""
 LARGEST_FLOAT = sys.float_info.max
+DUPLEX = ("half", "full")
+"""How links may carry transfers."""
+Resource = tuple[str, int] | tuple[str, int, int]
+"""What one transfer at a time occupies: a link and its two devices, or one direction of the port of a host."""
 
 
 def _seconds(where: str, value: object) -> float:
@@ -407,7 +411,7 @@ class Platform:
     memory_bytes: int
     """Memory of each device, in bytes."""
     bandwidth: float
-    """Bytes per second of the link between any two devices; one transfer at a time."""
+    """Bytes per second of the link between any two devices; one transfer at a time (``duplex``)."""
     latency_seconds: float = 0.0
     """Seconds that each transfer takes beside its bytes."""
     weight_copies: float = 3
@@ -419,6 +423,15 @@ class Platform:
     optimizer_step: str = "largest"
     """How the optimizer steps: one weight after the other, so that a device needs the ``"largest"`` of the
     ``optimizer_transient_bytes`` of its layers, or all at once, so that it needs their ``"sum"``."""
+    duplex: str = "half"
+    """How a link carries transfers: ``"half"``, one at a time in either direction, or ``"full"``, one at a time in
+    each direction."""
+    port_bandwidth: float | None = None
+    """Bytes per second that a host sends through its port, and that it receives. One transfer at a time leaves a
+    port and one enters it, whatever the other ends are. None: hosts have no ports that transfers share."""
+    devices_per_port: int = 1
+    """Number of devices of a host, which follow one another and share its port. A transfer within a host goes
+    through no port."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_devices", _whole("num_devices", self.num_devices, 1, 2**20))
@@ -446,13 +459,47 @@ class Platform:
         object.__setattr__(self, "fixed_bytes", _bytes("fixed_bytes", self.fixed_bytes))
         if self.optimizer_step not in ("largest", "sum"):
             raise ValueError(f"optimizer_step is {shown(self.optimizer_step)}: it is largest or sum")
+        if self.duplex not in DUPLEX:
+            raise ValueError(f"duplex is {shown(self.duplex)}: it is {' or '.join(DUPLEX)}")
+        self._check_ports()
+
+    def _check_ports(self) -> None:
+        ports = self.port_bandwidth
+        object.__setattr__(self, "devices_per_port", _whole("devices_per_port", self.devices_per_port, 1, 2**20))
+        if ports is None:
+            if self.devices_per_port != 1:
+                raise ValueError(
+                    f"devices_per_port is {self.devices_per_port} and there are no ports: give port_bandwidth, too"
+                )
+            return
+        if isinstance(ports, bool) or not isinstance(ports, int | float) or not abs(ports) <= LARGEST_FLOAT:
+            raise ValueError(f"port_bandwidth is {shown(ports)}, not a finite number")
+        if ports <= 0:
+            raise ValueError(f"port_bandwidth is {ports!r} bytes per second: it is more than 0")
+        object.__setattr__(self, "port_bandwidth", float(ports))
+
+    def resources(self, source: int, destination: int) -> tuple[Resource, ...]:
+        """Return all that a transfer from one device to another occupies: its link first, then its ports.
+
+        Of two transfers that have one of these in common, the second begins when the first has ended.
+        """
+        one, other = (source, destination) if self.duplex == "full" else sorted((source, destination))
+        hosts = source // self.devices_per_port, destination // self.devices_per_port
+        link = ("link", one, other)
+        if self.port_bandwidth is None or hosts[0] == hosts[1]:
+            return (link,)
+        return link, ("out", hosts[0]), ("in", hosts[1])
 
     def transfer_seconds(self, num_bytes: int) -> float:
-        """Return the seconds of one tensor over one link: latency + bytes / bandwidth."""
-        seconds = self.latency_seconds + num_bytes / self.bandwidth
+        """Return the seconds of one tensor on its way: latency + bytes / bandwidth, the port's where that is less.
+
+        All transfers take so long, within a host, too: a platform has one bandwidth, its slowest.
+        """
+        bandwidth = min(self.bandwidth, self.port_bandwidth or self.bandwidth)
+        seconds = self.latency_seconds + num_bytes / bandwidth
         if not seconds <= LONGEST_SECONDS:
             raise ValueError(
-                f"bandwidth is {self.bandwidth:g} bytes per second: a tensor of {num_bytes} bytes would "
+                f"bandwidth is {bandwidth:g} bytes per second: a tensor of {num_bytes} bytes would "
                 f"travel for {seconds:g} s, more than {LONGEST_SECONDS:g} s"
             )
         return seconds
@@ -473,7 +520,10 @@ class Platform:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, a part of a plan file; seconds, bytes, bytes per second."""
-        later = {"fixed_bytes": 0, "optimizer_step": "largest"}  # plan files once did not have these
+        later = {  # plan files once did not have these
+            "fixed_bytes": 0, "optimizer_step": "largest", "duplex": "half", "port_bandwidth": None,
+            "devices_per_port": 1,
+        }  # fmt: skip
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         return {key: value for key, value in fields.items() if key not in later or value != later[key]}
 

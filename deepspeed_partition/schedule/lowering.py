@@ -46,6 +46,7 @@ from collections.abc import Set as AbstractSet
 from itertools import accumulate
 
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.problem import Platform
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.schedule import timetable
 from deepspeed_partition.schedule.dry_run import dry_run
@@ -84,6 +85,7 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
             devices,
             comm_buffers=plan.platform.comm_buffers,
             seconds={operation.operation: operation.duration_seconds for operation in plan.operations},
+            platform=plan.platform,
         )
     return _program(timetable.of_pattern(plan, num_micro_batches, "FB"), plan.platform.comm_buffers)
 
@@ -146,6 +148,7 @@ def with_transfers(
     *,
     comm_buffers: int = 2,
     seconds: Mapping[str, float] | None = None,
+    platform: Platform | None = None,
 ) -> Program:
     """Return orders of forwards and backwards (or of forwards alone) as lists with transfers and slots.
 
@@ -155,6 +158,7 @@ def with_transfers(
         comm_buffers: tensors for which there is room at each end of a boundary.
         seconds: how long each operation takes (``"F0"``, ``"SF0"``), by which transfers over different boundaries
             that share a direction between two devices take turns. Left out, all take equally long.
+        platform: what it says of links and ports. None: a link carries one message at a time.
 
     Raises:
         LoweringError: a computation is missing, stands twice, or is on another device than its stage.
@@ -162,7 +166,8 @@ def with_transfers(
     """
     _check_orders(orders, device_of_stage)
     return _program(
-        timetable.of_orders(orders, device_of_stage, seconds or {}, max(1, comm_buffers // 2)), comm_buffers
+        timetable.of_orders(orders, device_of_stage, seconds or {}, max(1, comm_buffers // 2), platform),
+        comm_buffers,
     )
 
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.problem import Platform
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Message, input_of
 
@@ -73,10 +74,13 @@ class _PatternRun:
         self.begins = [each.shift * self.period + clock.ticks(each.start_seconds) for each in operations]
         """Ticks at which each operation of the road begins on micro-batch 0, by the pattern."""
         self.lasts = [clock.ticks(each.duration_seconds) for each in operations]
-        self.places: list[object] = [
-            each.device if each.link is None else frozenset(each.link) for each in operations
+        self.places: list[tuple[object, ...]] = [
+            (each.device,)
+            if each.link is None
+            else plan.platform.resources(*(each.link if each.operation[1] == "F" else each.link[::-1]))
+            for each in operations
         ]
-        """Device or link of each operation of the road."""
+        """Device of each operation of the road, or the link and the ports that it occupies."""
         self.followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         """Operations on micro-batches that each of them must come before."""
         self.num_before: Counter[tuple[int, int]] = Counter()
@@ -110,11 +114,11 @@ class _PatternRun:
         ready = [(self.begins[0], 0, 0)]
         while ready:
             begin, position, micro_batch = heapq.heappop(ready)
-            name, place = self.road[position], self.places[position]
-            begin = max(begin, free[place])
+            name, places = self.road[position], self.places[position]
+            begin = max(begin, *(free[place] for place in places))
             end = begin + self.lasts[position]
             instants[name, micro_batch] = begin, end
-            free[place] = end
+            free.update(dict.fromkeys(places, end))
             if name[0] == "S":
                 messages.append(Message(name[1], int(name[2:]), micro_batch))
             else:
@@ -154,34 +158,45 @@ def _clock(seconds: Mapping[str, float]) -> Clock:
 
 
 def of_orders(
-    orders: Sequence[Order], devices: Sequence[int], seconds: Mapping[str, float], receive_slots: int
+    orders: Sequence[Order],
+    devices: Sequence[int],
+    seconds: Mapping[str, float],
+    receive_slots: int,
+    platform: Platform | None = None,
 ) -> Timetable:
     """Run all devices at once, in virtual time: the operation that can start first is always next.
 
-    A link between two devices carries one message at a time; of those that could go first, the one that was ready
-    first. Over one boundary and direction messages go in the order in which the receiver needs them, and at most
-    ``receive_slots`` have started and are not used yet.
+    A link between two devices, and a port, carries one message at a time; of those that could go first, the one
+    that was ready first. Over one boundary and direction messages go in the order in which the receiver needs
+    them, and at most ``receive_slots`` have started and are not used yet.
 
     Args:
         seconds: how long each operation takes; 1 where it is not there.
+        platform: what it says of links and ports. None: links carry one message at a time, and there are no ports.
 
     Raises:
         DeadlockError: the orders of the devices wait for each other in a circle.
     """
-    return _VirtualRun(orders, tuple(devices), seconds, receive_slots).run()
+    return _VirtualRun(orders, tuple(devices), seconds, receive_slots, platform).run()
 
 
 class _VirtualRun:
     def __init__(
-        self, orders: Sequence[Order], devices: tuple[int, ...], seconds: Mapping[str, float], receive_slots: int
+        self,
+        orders: Sequence[Order],
+        devices: tuple[int, ...],
+        seconds: Mapping[str, float],
+        receive_slots: int,
+        platform: Platform | None,
     ) -> None:
-        self.orders, self.devices = orders, devices
+        self.orders, self.devices, self.platform = orders, devices, platform
         clock = _clock(seconds)
         self.ticks = {name: clock.ticks(lasts) for name, lasts in seconds.items()}
         self.unknown = clock.ticks(1.0)
         self.position = [0] * len(orders)
         self.device_free = [0] * len(orders)
-        self.link_free: dict[frozenset[int], int] = defaultdict(int)
+        self.free_from: dict[object, int] = defaultdict(int)
+        """Ticks at which the last message of each link and port has come."""
         self.instants: dict[Operation, tuple[int, int]] = {}
         self.queues: dict[str, deque[Message]] = defaultdict(deque)
         """Messages of each channel that have not started, in the order of their consumption."""
@@ -255,15 +270,20 @@ class _VirtualRun:
         ready = self._ended(queue[0].producer) if queue else None
         if ready is None or not room:
             return None
-        link = frozenset(queue[0].ends(self.devices))
-        return max(ready, room[0], self.link_free[link]), ready, queue[0].micro_batch, queue[0]
+        start = max(ready, room[0], *(self.free_from[each] for each in self._way(queue[0])))
+        return start, ready, queue[0].micro_batch, queue[0]
+
+    def _way(self, message: Message) -> tuple[object, ...]:
+        """Return the link and the ports that a message occupies."""
+        ends = message.ends(self.devices)
+        return (frozenset(ends),) if self.platform is None else self.platform.resources(*ends)
 
     def _start_transfer(self, start: int, message: Message) -> Message:
         self.queues[message.channel].popleft()
         self.room[message.channel].popleft()
         end = start + self._lasts(f"S{message.channel}")
         self.instants[message.transfer] = start, end
-        self.link_free[frozenset(message.ends(self.devices))] = end
+        self.free_from.update(dict.fromkeys(self._way(message), end))
         return message
 
     def _circle(self) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from deepspeed_partition.planner.data_parallel import bytes_sent_without_pipeline, seconds_of
 from deepspeed_partition.planner.plan import Plan, PlannedStage, StepPlan
-from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS, REPLICATED, ReplicatedStage
 from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
@@ -72,6 +72,9 @@ def promises(plan: Plan) -> Iterator[str]:
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
             f"{format_seconds(plan.step.step_seconds)} if transfers overlap, {_step_proof(plan.step)}"
         )
+    links = links_words(plan.platform)
+    if links:
+        yield links
     if plan.data_parallel is not None:
         longest = format_seconds(max(plan.allreduce_seconds))
         yield (
@@ -83,6 +86,15 @@ def promises(plan: Plan) -> Iterator[str]:
                 else ""
             )
         )
+
+
+def links_words(platform: Platform) -> str:
+    """Return what transfers share beyond one link for each pair of devices; empty where nothing is said of it."""
+    words = ["both directions at once"] if platform.duplex == "full" else []
+    if platform.port_bandwidth is not None:
+        hosts = "each device" if platform.devices_per_port == 1 else f"{platform.devices_per_port} devices"
+        words.append(f"a port of {format_bytes(platform.port_bandwidth)}/s for {hosts}, one transfer each way")
+    return f"links: {'; '.join(words)}" if words else ""
 
 
 def _step_proof(step: StepPlan) -> str:

@@ -21,7 +21,7 @@ from deepspeed_partition.planner.plan import MemoryUse, Plan, StepPlan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, costs_of, peaks_of
-from deepspeed_partition.planner.simulate.replay_step import Timeline, run_step, step_ticks
+from deepspeed_partition.planner.simulate.replay_step import Timeline, occupied_by, run_step, step_ticks
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
@@ -201,15 +201,15 @@ def _dependency_violations(plan: Plan, placed: dict[str, PlacedOperation]) -> It
 
 
 def _overlap_violations(plan: Plan) -> Iterator[str]:
-    """Yield a sentence where a device or a link does two things at once, over the end of the period too."""
+    """Yield a sentence where a device, link or port does two things at once, over the end of the period too."""
     period, tolerance = plan.period_seconds, TOLERANCE * plan.period_seconds
     resources: dict[str, list[PlacedOperation]] = defaultdict(list)
     for operation in plan.operations:
         if operation.link is None:
             resources[f"device {operation.device}"].append(operation)
         else:
-            ends = sorted(operation.link)
-            resources[f"the link {ends[0]}-{ends[1]}"].append(operation)
+            for each in occupied_by(plan, int(operation.operation[2:]), operation.operation[1]):
+                resources[each].append(operation)
     for resource, operations in resources.items():
         # Sort by middles: an operation without time comes before what begins then and after what ends then.
         operations.sort(key=lambda each: each.start_seconds + each.duration_seconds / 2)

@@ -17,8 +17,8 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 
-_Place = int | tuple[int, int]
-"""A device, or the two devices of a link."""
+_Place = int | tuple[int, ...]
+"""A device, or the two devices of a link; no devices stand for all links together, where they share ports."""
 _Candidate = tuple[int, int, str, int]
 """Start in ticks, 0 for an operation and 1 for a transfer, its name, its micro-batch."""
 
@@ -44,6 +44,25 @@ def boundaries_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterato
         travels = plan.stages[index].device != plan.stages[index + 1].device
         if travels == between_devices:
             yield index, chain.boundary_bytes(plan.stages[index].layers[1])
+
+
+def occupied_by(plan: Plan, boundary: int, direction: str) -> list[str]:
+    """Return what a transfer occupies, in words: two transfers with the same words in common exclude each other.
+
+    Args:
+        boundary: the stage before it.
+        direction: ``"F"`` for the activation, ``"B"`` for the gradient.
+    """
+    platform, ends = plan.platform, [plan.stages[boundary].device, plan.stages[boundary + 1].device]
+    source, destination = ends if direction == "F" else ends[::-1]
+    if platform.duplex == "full":
+        result = [f"the link {source}>{destination}"]
+    else:
+        result = [f"the link {min(ends)}-{max(ends)}"]
+    sending, receiving = (device // platform.devices_per_port for device in (source, destination))
+    if platform.port_bandwidth is not None and sending != receiving:
+        result += [f"the port out of host {sending}", f"the port into host {receiving}"]
+    return result
 
 
 def step_ticks(plan: Plan, chain: Chain, step: Timeline) -> int:
@@ -113,9 +132,13 @@ class _StepRun:
         self.begun: dict[tuple[str, int], int] = {}
         self.ended: dict[tuple[str, int], int] = {}
         self.device_free = [0] * plan.platform.num_devices
-        self.link_free: dict[tuple[int, int], int] = defaultdict(int)
+        self.occupied = {
+            name: occupied_by(plan, int(name[2:]), name[1]) for name in self.durations if name[0] == "S"
+        }
+        self.free_from: dict[str, int] = defaultdict(int)
+        """Ticks at which the last transfer of each link and port has ended."""
         self.position = [0] * len(self.orders)
-        self.to_send: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+        self.to_send: dict[tuple[int, ...], list[tuple[int, int, str]]] = defaultdict(list)
         self.received: dict[str, list[int]] = defaultdict(list)
         self.candidates: dict[_Place, _Candidate | None] = {}
         self.heap: list[tuple[_Candidate, _Place]] = []
@@ -135,7 +158,7 @@ class _StepRun:
             stages, boundaries = self.near[name]
             for place in dict.fromkeys(self.plan.stages[stage].device for stage in stages):
                 self._look_at(place)
-            for place in dict.fromkeys(self._link(boundary) for boundary in boundaries):
+            for place in dict.fromkeys(self._line(f"S{kind}{each}") for each in boundaries for kind in "FB"):
                 self._look_at(place)
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
@@ -189,16 +212,16 @@ class _StepRun:
             (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
         )
 
-    def _transfer(self, link: tuple[int, int]) -> _Candidate | None:
-        """Return the first transfer over the link and when it can start; None where none is ready and has room."""
+    def _transfer(self, line: tuple[int, ...]) -> _Candidate | None:
+        """Return the first transfer of the line and when it can start; None where none is ready and has room."""
         first: dict[str, tuple[int, int, str]] = {}
-        for entry in sorted(self.to_send[link]):
+        for entry in sorted(self.to_send[line]):
             first.setdefault(entry[2], entry)
         eligible = []
         for ready, micro_batch, name in first.values():
             room = self._room_from(name)
             if room is not None:
-                start = max(ready, room, self.link_free[link])
+                start = max(ready, room, *(self.free_from[each] for each in self.occupied[name]))
                 eligible.append((start, ready, micro_batch, name))
         if not eligible:
             return None
@@ -219,11 +242,11 @@ class _StepRun:
         end = start + self.durations[name]
         self.begun[name, micro_batch], self.ended[name, micro_batch] = start, end
         if name[0] == "S":
-            index = int(name[2:])
-            link = self._link(index)
-            self.link_free[link] = end
+            for each in self.occupied[name]:
+                self.free_from[each] = end
+            line = self._line(name)
             self.received[name].append(micro_batch)
-            self.to_send[link] = [entry for entry in self.to_send[link] if entry[1:] != (micro_batch, name)]
+            self.to_send[line] = [entry for entry in self.to_send[line] if entry[1:] != (micro_batch, name)]
             return
         kind, index = name[0], int(name[1:])
         device = self.plan.stages[index].device
@@ -232,8 +255,14 @@ class _StepRun:
         boundary = index if kind == "F" else index - 1
         send = f"S{kind}{boundary}"
         if send in self.durations:
-            self.to_send[self._link(boundary)].append((end, micro_batch, send))
+            self.to_send[self._line(send)].append((end, micro_batch, send))
 
-    def _link(self, boundary: int) -> tuple[int, int]:
-        ends = sorted((self.plan.stages[boundary].device, self.plan.stages[boundary + 1].device))
-        return ends[0], ends[1]
+    def _line(self, transfer: str) -> tuple[int, ...]:
+        """Return the place in which a transfer waits: transfers of other places have nothing in common with it."""
+        platform, boundary = self.plan.platform, int(transfer[2:])
+        if platform.port_bandwidth is not None:
+            return ()
+        ends = self.plan.stages[boundary].device, self.plan.stages[boundary + 1].device
+        if platform.duplex == "full":
+            return ends if transfer[1] == "F" else ends[::-1]
+        return min(ends), max(ends)

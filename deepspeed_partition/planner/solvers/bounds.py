@@ -88,9 +88,10 @@ def with_savings(
 def blocks_bound(times: TimedChain, num_devices: int) -> int:
     """Return the least period, in ticks, at which the blocks fit onto the devices."""
     least, most = 0, int(times.compute[-1])
+    on_link = (times.one_way if times.platform.duplex == "full" else times.round_trip)[:-1]
     while least < most:
         middle = (least + most) // 2
-        starts = np.flatnonzero(times.round_trip[:-1] <= middle)  # 0 at the beginning of the chain
+        starts = np.flatnonzero(on_link <= middle)  # 0 at the beginning of the chain
         blocks = np.sort(np.diff([*times.compute[starts], times.compute[-1]]))[::-1]
         pair = blocks[num_devices - 1] + blocks[num_devices] if len(blocks) > num_devices else 0
         if max(blocks[0], pair) <= middle:

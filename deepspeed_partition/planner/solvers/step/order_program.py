@@ -84,6 +84,7 @@ class OrderProgram:
         longest = num_micro_batches * (sum(engine.ticks) + sum(send or 0 for send in engine.send))
         self.unit = _unit(times, longest, TIME_STEPS)
         self.is_greedy = greedy and 0 not in engine.send and all(ticks % self.unit == 0 for ticks in times)
+        self.is_greedy &= not engine.has_ports  # ports tie the rules of all links together
         self.horizon = longest // self.unit + max(engine.allreduce) // self.unit + 1
         self.begins = [self._starts(ticks) for ticks in engine.ticks]
         self.step: Any = self.model.new_int_var(0, self.horizon, "")
@@ -159,7 +160,9 @@ class OrderProgram:
             if send is None:
                 continue
             sends, following, size = self._starts(send), self.begins[position + 1], send // self.unit
-            links[engine.link[position]] += self._spans(sends, send)
+            spans = self._spans(sends, send)
+            for each in engine.ways[position]:
+                links[each] += spans
             self.sends |= {(number, position): each for number, each in enumerate(sends)}
             for number in range(m):
                 model.add(sends[number] >= self.begins[position][number] + engine.ticks[position] // self.unit)
@@ -168,8 +171,8 @@ class OrderProgram:
                     model.add(sends[number] >= sends[number - 1] + size)
                 if number >= engine.slots:
                     model.add(sends[number] >= following[number - engine.slots])
-        for spans in links:
-            model.add_no_overlap(spans)
+        for occupied in links:
+            model.add_no_overlap(occupied)
 
     def _begin_at_once(self, flushes: Sequence[int] | None) -> None:
         """Let each operation begin when its tensor is there, or when another operation of its device ends."""

@@ -83,6 +83,9 @@ class StepBounds:
         self.f, self.b = np.diff(times.forward) // self.unit, np.diff(times.backward) // self.unit
         self.F, self.B, self.send = _prefix(self.f), _prefix(self.b), times.one_way[:-1] // self.unit
         self.c, self.C = self.f + self.b, self.F + self.B
+        self.on_link = self.m + (1 if platform.duplex == "full" else self.m)
+        """Tensors that go over a link one after the other at the least: all both ways, or where directions do not
+        wait for each other all one way and the last of them back."""
         reduce = np.array(allreduce, dtype=np.int64) // self.unit
         # From the backward of a layer to the end of the step: through each layer before, and its all-reduce.
         latest = np.maximum.accumulate(reduce - self.B[:-1])
@@ -269,7 +272,7 @@ class StepBounds:
 
     def _may_begin(self, T: int) -> NDArray[np.bool_]:
         """Return whether a device may begin with each layer: its link has time for all tensors, both ways."""
-        result: NDArray[np.bool_] = self.C[:-1] + 2 * self.m * self.send <= T
+        result: NDArray[np.bool_] = self.C[:-1] + self.on_link * self.send <= T
         return result
 
     def _has_room_with_flush(self, T: int) -> bool:
@@ -325,7 +328,7 @@ class StepBounds:
         behind = (self.C[-1] - self.C + 2 * sends)[None, :]
         work = before + m * (f + b) + (behind if self.flushes_once else 0)
         turn = before + np.maximum(m * f + b, f + m * b) + behind
-        link = (self.C + 2 * m * sends)[None, :]
+        link = (self.C + self.on_link * sends)[None, :]
         result: Integers = np.maximum(np.maximum(work, turn), link)
         most = self._most_in_flight()
         turns = -(-m // np.clip(most, 1, m))

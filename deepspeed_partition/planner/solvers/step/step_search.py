@@ -500,7 +500,8 @@ def _balanced(problem: Problem) -> list[Cuts]:
     times, table, m = problem.times, problem.table, problem.num_micro_batches
     assert m is not None
     before = times.compute[:, None] // m
-    busiest = np.maximum(times.compute[None, :] - times.compute[:, None], times.round_trip[:, None])
+    on_link = times.one_way if problem.platform.duplex == "full" else times.round_trip
+    busiest = np.maximum(times.compute[None, :] - times.compute[:, None], on_link[:, None])
     room = np.minimum(np.maximum(table.max_in_flight, 1), m)
     waiting = (times.compute[-1] - times.compute)[:, None] // room
     costs: NDArray[np.int64] = before + np.maximum(busiest, waiting)

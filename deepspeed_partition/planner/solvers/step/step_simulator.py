@@ -103,8 +103,8 @@ class StepEngine:
     def run(self, num_micro_batches: int, choose: Choice, at_most: int | None = None) -> StepRun | None:
         """Simulate one step; return None where it is sure to take longer than ``at_most`` ticks.
 
-        A transfer starts when its link is free and the receiver has fewer than ``slots`` tensors of its kind
-        waiting; of several transfers, the one that became ready first.
+        A transfer starts when its link (and its ports, where the platform has some) is free and the receiver has
+        fewer than ``slots`` tensors of its kind waiting; of several transfers, the one that became ready first.
 
         Raises:
             WaitInCircleError: the orders wait for each other in a circle.
@@ -126,7 +126,7 @@ class StepEngine:
     def bound(self, num_micro_batches: int) -> int:
         """Return a lower bound on the step, in ticks: no order has a shorter one.
 
-        A device, or a link, cannot begin before the first micro-batch has come to it. It then has all
+        A device, a link or a port cannot begin before the first micro-batch has come to it. It then has all
         micro-batches to do, and the last one has to go the rest of the path. Likewise a stage that has room for a
         certain number of micro-batches: each takes at least as long as the path below the stage.
         """
@@ -162,14 +162,22 @@ class StepEngine:
             for position in range(last)
         ] + [None]
         """Ticks of the transfer after each position; None where there is none."""
-        links: dict[frozenset[int], int] = {}
-        self.link: list[int] = []
+        ways = [
+            () if ticks is None else self.platform.resources(*self.device[position : position + 2])
+            for position, ticks in enumerate(self.send)
+        ]
+        # Links come first: transfers wait in line for these.
+        links = dict.fromkeys(way[0] for way in ways if way)
+        ports = dict.fromkeys(each for way in ways for each in way[1:])
+        number = {each: index for index, each in enumerate([*links, *ports])}
+        self.link = [number[way[0]] if way else -1 for way in ways]
         """Number of the link for the transfer after each position; -1 where there is none."""
-        for position, ticks in enumerate(self.send):
-            ends = frozenset(self.device[position : position + 2])
-            self.link.append(-1 if ticks is None else links.setdefault(ends, len(links)))
+        self.ways = [tuple(number[each] for each in way) for way in ways]
+        """Numbers of all that the transfer after each position occupies: its link, then its ports."""
+        self.has_ports = bool(ports)
         self.all_transfers_take_time = all(ticks != 0 for ticks in self.send)
-        self.users = [[p for p in range(last) if self.link[p] == link] for link in range(len(links))]
+        self.users = [[p for p in range(last) if index in self.ways[p]] for index in range(len(number))]
+        """Positions whose transfers occupy each link and each port."""
         crossing = [position for position in range(last) if self.send[position] is not None]
         # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
         by_name = sorted(crossing, key=self._transfer_name)
@@ -238,6 +246,7 @@ class _Simulation:
         self.sends: list[list[int]] = [[] for _ in range(size)]
         self.orders: list[list[int]] = [[] for _ in range(engine.num_devices)]
         self.link_busy = [False] * len(engine.users)
+        """Whether each link, and behind them each port, carries a transfer."""
         self.pending: list[list[tuple[int, int, int, int]]] = [[] for _ in engine.users]
         """Tensors that wait for each link: when they were ready, micro-batch, rank, and position before it."""
         self.events: list[tuple[int, int]] = []
@@ -246,9 +255,10 @@ class _Simulation:
     def run(self, at_most: int | None) -> StepRun | None:
         # This loop is where a search for a step spends its time, so it is one function with local names.
         engine, choose, arrived, begun = self.engine, self.choose, self.arrived, self.begun
-        ticks, device, link = engine.ticks, engine.device, engine.link
+        ticks, device, link, ways = engine.ticks, engine.device, engine.link, engine.ways
         begins, ends, orders, events = self.begins, self.ends, self.orders, self.events
         link_busy, pending, rank = self.link_busy, self.pending, engine.rank
+        begin_transfers = self._begin_through_ports if engine.has_ports else self._begin_transfers
         size, now = len(ticks), 0
         # The last operation of a device is the backward of its first stage.
         last_of = [size - 1 - device.index(place) for place in range(engine.num_devices)]
@@ -286,7 +296,7 @@ class _Simulation:
                     links.add(link[position - 1])  # the receiver has a free slot
             # An operation that takes no time has ended before a transfer begins at the same instant.
             if links and not (events and events[0][0] == now):
-                self._begin_transfers(links, now)
+                begin_transfers(links, now)
                 continue
             if not events:
                 break
@@ -295,7 +305,8 @@ class _Simulation:
                 position = pop(events)[1]
                 if position >= size:
                     position -= size
-                    link_busy[link[position]] = False
+                    for each in ways[position]:
+                        link_busy[each] = False
                     links.add(link[position])
                     position += 1
                     arrived[position] += 1
@@ -340,13 +351,39 @@ class _Simulation:
             self.sends[position].append(now)
             heapq.heappush(events, (now + (engine.send[position] or 0), size + position))
 
+    def _begin_through_ports(self, links: set[int], now: int) -> None:
+        """Begin what may be sent now, where a transfer occupies ports that other links use, too.
+
+        What has ended, or made room, may unblock transfers over any link: all are looked at.
+        """
+        engine, busy = self.engine, self.link_busy
+        links.clear()
+        while True:
+            lines = (link for link, waiting in enumerate(self.pending) if waiting and not busy[link])
+            candidates = (found for link in lines if (found := self._next_transfer(link)) is not None)
+            best = min(candidates, default=None)
+            if best is None:
+                return
+            position = best[3]
+            for each in engine.ways[position]:
+                busy[each] = True
+            self.pending[engine.link[position]].remove(best)
+            self.sends[position].append(now)
+            heapq.heappush(self.events, (now + (engine.send[position] or 0), len(engine.ticks) + position))
+            if not engine.all_transfers_take_time:
+                links.add(engine.link[position])  # what takes no time ends before the next one begins
+                return
+
     def _next_transfer(self, link: int) -> tuple[int, int, int, int] | None:
         """Return what a free link sends next, one of ``pending``; None where nothing is ready or has room."""
         sends, begun, slots = self.sends, self.begun, self.engine.slots
+        shares, ways, busy = self.engine.has_ports, self.engine.ways, self.link_busy
         best: tuple[int, int, int, int] | None = None
         for found in self.pending[link]:
             _, number, _, position = found
             may_go = number == len(sends[position]) and number - begun[position + 1] < slots
+            if shares and may_go:
+                may_go = not any(busy[each] for each in ways[position])
             if may_go and (best is None or found < best):
                 best = found
         return best
