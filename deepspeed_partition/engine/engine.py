@@ -154,6 +154,16 @@ class MadPipeEngine(ResumingEngine):
             has_gradient = found.tolist()
         return [weight for weight, has in zip(weights, has_gradient, strict=True) if not has]
 
+    def _reduce_non_expert_gradients(self, grads: Any, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients over the pipelines; where there is one, and no type or factor changes them, nothing."""
+        kind = self.communication_data_type
+        if (
+            self.grid.data_parallel_size > 1
+            or self.gradient_predivide_factor() != 1.0
+            or not all(isinstance(each, torch.Tensor) and each.dtype == kind for each in grads)
+        ):
+            super()._reduce_non_expert_gradients(grads, *args, **kwargs)
+
     def allreduce_and_copy(self, small_bucket: Any, dp_group: Any, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients over the pipelines; where there is one, it would be a copy of all of them, and back."""
         changes_type = any(each.dtype != self.communication_data_type for each in small_bucket)
@@ -398,17 +408,25 @@ class MadPipeEngine(ResumingEngine):
             self.eval_return_logits = False
             raise
 
-    def _run(self, instruction: Instruction) -> None:
-        if self._pending.warm_up is None or not torch.is_grad_enabled():
-            super()._run(instruction)
-        else:
-            self._pending.warm_up.execute(instruction, super()._run)
-        if isinstance(instruction, Compute):
-            self._planned_peak.computed(
-                len(self.batch_data.kept) / self.micro_batches,
-                forward=instruction.kind == "F",
-                loads_inputs=self.is_first_stage(),
-            )
+    def _runner(self) -> Callable[[Instruction], None]:
+        warm_up = self._pending.warm_up if torch.is_grad_enabled() else None
+        if warm_up is None and not self._planned_peak.is_read:
+            return super()._runner()
+        plain = super()._runner()
+
+        def run(instruction: Instruction) -> None:
+            if warm_up is None:
+                plain(instruction)
+            else:
+                warm_up.execute(instruction, plain)
+            if isinstance(instruction, Compute):
+                self._planned_peak.computed(
+                    len(self.batch_data.kept) / self.micro_batches,
+                    forward=instruction.kind == "F",
+                    loads_inputs=self.is_first_stage(),
+                )
+
+        return run
 
     def _begin_batch(self, num_micro_batches: int) -> None:
         super()._begin_batch(num_micro_batches)

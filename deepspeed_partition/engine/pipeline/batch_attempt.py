@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDifferError
-from deepspeed_partition.engine.runtime.collectives import gather_objects, portable, reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
+FAILED, ASKED, NUM_FLAGS = 1, 2, 2
+"""What a rank says at the end of a batch, in bits: it has failed; it wants to stop."""
 NOTHING: Boundary = ()
 """What stands in the place of a tensor whose shape is not known."""
 
@@ -82,47 +84,69 @@ class Batch:
         engine: whose batch has begun on all ranks of its pipeline.
         state: The tensors of the batch.
         num_micro_batches: that the ranks with data read.
+        run: Runs an instruction.
     """
 
-    def __init__(self, engine: AnyPlanEngine, state: BatchState, num_micro_batches: int) -> None:
+    def __init__(
+        self,
+        engine: AnyPlanEngine,
+        state: BatchState,
+        num_micro_batches: int,
+        run: Callable[[Instruction], None],
+    ) -> None:
         self._engine, self._state, self._num_micro_batches = engine, state, num_micro_batches
+        self._run = run
         self._failure: Failure | None = None
         self._computes = True
         self._input_shapes: dict[tuple[int, int], Shapes] = {}
         """Shapes of the inputs, by stage and micro-batch."""
         self._output_shapes: dict[int, Shapes] = {}
 
-    def execute(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        """``run`` the instruction, or do without it where this rank, or the one before, computes no more."""
+    def execute(self, instruction: Instruction) -> None:
+        """Run the instruction, or do without it where this rank, or the one before, computes no more."""
         if not isinstance(instruction, Compute):
-            self._transfer(instruction, run)
+            try:
+                self._run(instruction)
+            except ShapesDifferError as error:
+                self._fail(error, instruction)
+                self._state.between[instruction.message] = self._zeros(error.expected)
+                self._run(instruction)
             return
-        self._note_input(instruction)
+        if instruction.kind == "F" and instruction.stage > 0:
+            self._note_input(instruction)
         if self._computes and watch.has_heard_of_a_failure:
             self._compute_no_more()
         if self._computes:
             try:
-                run(instruction)
+                self._run(instruction)
             except Exception as error:
                 self._fail(error, instruction)
             else:
-                self._note_output(instruction)
+                if instruction.kind == "F":
+                    self._note_output(instruction)
                 return
         self._do_without(instruction)
 
-    def agree(self) -> None:
+    def agree(self, told: int = 0) -> int:
         """Agree with all ranks of the job on how the batch went, when the lists are through. Collective.
+
+        Args:
+            told: Bits that this rank tells the others on the way, if the batch did not fail.
+
+        Returns:
+            The bits that any rank has told.
 
         Raises:
             StepGivenUp: some rank ran out of memory in a step that may run again.
             Exception: what some rank met first, on every rank.
         """
         engine = self._engine
-        failed, asked = reduced([not self._computes, engine.wants_to_stop()], dist.ReduceOp.MAX)
-        if asked:
+        flags = FAILED * (not self._computes) | ASKED * bool(engine.wants_to_stop())
+        [said] = any_bits([flags | told << NUM_FLAGS])
+        if said & ASKED:
             engine.when_asked_to_stop()
-        if not failed:
-            return
+        if not said & FAILED:
+            return said >> NUM_FLAGS
         failures = [each for each in gather_objects(self._failure and self._portable(self._failure)) if each]
         watch.forget_failures()
         first = min(failures, key=lambda each: (each.order, each.rank))
@@ -162,26 +186,16 @@ class Batch:
             self._computes = False
             self._engine.let_batch_go()
 
-    def _transfer(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        try:
-            run(instruction)
-        except ShapesDifferError as error:
-            assert not isinstance(instruction, Compute)
-            self._fail(error, instruction)
-            self._state.between[instruction.message] = self._zeros(error.expected)
-            run(instruction)
+    def _note_input(self, forward: Compute) -> None:
+        arrived = self._state.between[Message("F", forward.stage - 1, forward.micro_batch)]
+        shapes = self._input_shapes[forward.stage, forward.micro_batch] = Shapes.of(arrived)
+        if not shapes.tensors:
+            self._compute_no_more()  # the rank before says what went wrong
 
-    def _note_input(self, compute: Compute) -> None:
-        if compute.kind == "F" and compute.stage > 0:
-            arrived = self._state.between[Message("F", compute.stage - 1, compute.micro_batch)]
-            self._input_shapes[compute.stage, compute.micro_batch] = Shapes.of(arrived)
-            if not tensors_of(arrived):
-                self._compute_no_more()  # the rank before says what went wrong
-
-    def _note_output(self, compute: Compute) -> None:
-        output = self._state.between.get(Message("F", compute.stage, compute.micro_batch))
-        if compute.kind == "F" and output is not None:
-            self._output_shapes[compute.stage] = Shapes.of(output)
+    def _note_output(self, forward: Compute) -> None:
+        output = self._state.between.get(Message("F", forward.stage, forward.micro_batch))
+        if output is not None:
+            self._output_shapes[forward.stage] = Shapes.of(output)
 
     def _do_without(self, compute: Compute) -> None:
         state, stage, number = self._state, compute.stage, compute.micro_batch
@@ -211,7 +225,7 @@ class Batch:
         return boundary
 
 
-def raise_everywhere(first: Failure, mine: Failure | None) -> None:
+def raise_everywhere(first: Failure, mine: Failure | None) -> NoReturn:
     """Raise ``first``, which all ranks know; the rank that met it raises the error itself.
 
     Raises:

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Boundary, Departed, DepartedEdges
+from deepspeed_partition.engine.runtime.autograd_boundary import (
+    Arrived,
+    ArrivedLeaf,
+    Boundary,
+    Departed,
+    DepartedEdges,
+)
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
 from deepspeed_partition.schedule.instructions import Message
 
@@ -18,7 +24,7 @@ class BatchState:
     def __init__(self) -> None:
         self.between: dict[Message, Boundary] = {}
         """Tensors between two stages, from where they are made, or arrive, to where they are used, or sent."""
-        self.arrived: dict[int, Arrived] = {}
+        self.arrived: dict[int, Arrived | ArrivedLeaf] = {}
         """Inputs from the stage before, by slot, until their backward."""
         self.departed: dict[int, Departed | DepartedEdges] = {}
         """Outputs to the next stage, by slot, until their backward."""

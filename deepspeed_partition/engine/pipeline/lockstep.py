@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.pipeline.batch_attempt import RaisedElsewhere, traceback_of
-from deepspeed_partition.engine.runtime.collectives import gather_objects, portable, reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import (
     FirstFailure,
     in_words,
@@ -21,6 +21,10 @@ from deepspeed_partition.engine.runtime.first_failure import (
     raised_by_all,
 )
 from deepspeed_partition.engine.runtime.watch import watch
+
+NUM_FACTS = 5
+"""Bits for what a rank says at the beginning of a batch, below those for numbers of micro-batches."""
+NUMBER_BITS = 29
 
 
 class Lockstep:
@@ -78,22 +82,28 @@ class Lockstep:
         """
         trains = torch.is_grad_enabled()
         mine = next(place for place, ranks in enumerate(self._pipelines) if dist.get_rank() in ranks)
-        most = [-(2**31), -(2**31)] * len(self._pipelines)
-        if num_micro_batches:
-            most[2 * mine : 2 * mine + 2] = num_micro_batches, -num_micro_batches
         begins = bool(num_micro_batches)
         facts = [error is not None, begins and trains, begins and not trains, asks, bool(leaves)]
-        reached = reduced([*facts, *most], dist.ReduceOp.MAX)
-        some_fail, some_train, some_evaluate, some_ask, some_leave, *most = reached
+        # All facts in one number, and for each pipeline the bits of its micro-batches, as they are and inverted:
+        # where two ranks say different numbers, some bit is there both ways.
+        said = [0] * len(self._pipelines)
+        if begins:
+            ones = 2**NUMBER_BITS - 1
+            assert num_micro_batches <= ones
+            said[mine] = (num_micro_batches | (num_micro_batches ^ ones) << NUMBER_BITS) << NUM_FACTS
+        said[0] |= sum(bool(fact) << place for place, fact in enumerate(facts))
+        said = any_bits(said)
+        some_fail, some_train, some_evaluate, some_ask, some_leave = (
+            bool(said[0] >> place & 1) for place in range(NUM_FACTS)
+        )
         if some_fail:
             _raise_first(error)
         if some_leave and (some_train or some_evaluate):
             _raise_that_some_leave(leaves)
         if some_leave:
-            return bool(some_ask)
-        if (some_train and some_evaluate) or any(
-            up != -down for up, down in zip(most[::2], most[1::2], strict=True)
-        ):
+            return some_ask
+        numbers = [each >> NUM_FACTS for each in said]
+        if (some_train and some_evaluate) or any(each & each >> NUMBER_BITS for each in numbers):
             kind = "a training step" if trains else "an evaluation"
             doing = gather_objects(f"rank {dist.get_rank()} {kind} of {num_micro_batches} micro-batches")
             raise raised_by_all(
@@ -102,7 +112,7 @@ class Lockstep:
                     "that of another, or does a rank leave a loop alone?"
                 )
             )
-        return bool(some_ask)
+        return some_ask
 
     def begin_batch(self, first_rank: int) -> None:
         """Begin to look for the first failure of a batch.

@@ -30,21 +30,24 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 
 _OF_PIPELINE = ("_exec_forward_pass", "_exec_backward_pass")
+_BESIDE_PASSES = ("_exec_load_micro_batch", "_reentrant_activation_checkpointing", "_aggregate_total_loss")
 _OF_ENGINE = (
     "forward", "backward", "_backward_prologue", "_backward_epilogue", "_backward_prologue_per_tensor",
     "_forward_prologue", "_forward_epilogue", "_create_module_forward_pre_hook",
     "_create_module_forward_post_hook",
 )  # fmt: skip
+IS_LOSS = 2**32
+"""The bit that says that those below it are a loss in fp32."""
 READ_VERSION = "0.19.8"
 """The version of DeepSpeed whose functions were read for this."""
-DIGEST_AS_READ = "77743ddad02bb8aea26ba6f1e343144de39be8d41d2a4080af94a7cbd2c6766b"
+DIGEST_AS_READ = "9b8b31cfe0adbc8954a6a3004319b397261ceed25cb2730614294cf906aab24e"
 """SHA-256 of these functions of that version."""
 
 
 def digest_of_deepspeed() -> str:
     """Return the SHA-256 of the functions that are replaced here, as they are now; empty where they are hidden."""
     try:
-        sources = [inspect.getsource(getattr(PipelineEngine, name)) for name in _OF_PIPELINE]
+        sources = [inspect.getsource(getattr(PipelineEngine, name)) for name in (*_OF_PIPELINE, *_BESIDE_PASSES)]
         sources += [inspect.getsource(_inside(getattr(DeepSpeedEngine, name))) for name in _OF_ENGINE]
     except (OSError, TypeError):
         return ""
@@ -90,11 +93,17 @@ class PlainPasses:
         self._engine = engine
         self._as_read = digest_of_deepspeed() == DIGEST_AS_READ
         self._call: Callable[[Any], Any] = engine.module
+        self.may_load = False
+        """Whether they may load micro-batches of this batch, too."""
+        self._of_loss: tuple[Any, ...] = ()
+        self._gradient_of_loss = torch.empty(0)
 
     def begin(self) -> bool:
         """Begin a batch; return whether it may be run by them."""
         may_run = self._may_run()
         module: Any = self._engine.module
+        config: Any = self._engine
+        self.may_load = may_run and not config._reentrant_activation_checkpointing()
         self._call = module.forward if may_run and _has_deepspeeds_hooks_alone(module) else module
         return may_run
 
@@ -120,6 +129,29 @@ class PlainPasses:
             )
         )  # fmt: skip
 
+    def load(self, micro_batch: Any, slot: int, *, is_first: bool, is_last: bool) -> None:
+        """Load the inputs of a micro-batch on the first stage, its labels on the last one."""
+        engine: Any = self._engine
+        inputs, labels = micro_batch[0], micro_batch[1]
+        if is_first:
+            if not isinstance(inputs, torch.Tensor):
+                assert isinstance(inputs, tuple | list)
+            own = self._copied(inputs) if isinstance(inputs, torch.Tensor) else tuple(map(self._copied, inputs))
+            engine.pipe_buffers["inputs"][slot] = own
+        if is_last:
+            if isinstance(labels, torch.Tensor):
+                labels = labels.to(engine.device)
+            elif isinstance(labels, tuple | list):
+                labels = tuple([each.to(engine.device).detach() for each in labels])
+            engine.pipe_buffers["labels"][slot] = labels
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        here: Any = self._engine.device
+        if copy.device != here:
+            copy = copy.to(here)
+        return copy.detach() if copy.requires_grad else copy
+
     def forward(self, inputs: Any) -> Any:
         """Return the output of the active stage, which is not the last one."""
         engine: Any = self._engine
@@ -139,9 +171,43 @@ class PlainPasses:
         engine.total_loss = _added(engine.total_loss, detached)
         return loss
 
+    def loss_in_bits(self) -> int:
+        """Return the loss of the batch in bits, for those who have none; 0 where DeepSpeed is to tell it.
+
+        That is where this rank has no loss, or more than one number, or the device that it is on would have to be
+        waited for, or other pipelines have losses, too.
+        """
+        engine: Any = self._engine
+        total = engine.total_loss
+        if (
+            not isinstance(total, torch.Tensor) or total.dim() or not total.is_floating_point()
+            or total.device.type != "cpu" or not engine.is_last_stage() or engine.grid.data_parallel_size > 1
+        ):  # fmt: skip
+            return 0
+        number = engine._scale_loss_by_gas(total).float().reshape(1).view(torch.int32).item()
+        return IS_LOSS | number & IS_LOSS - 1
+
+    def told_loss(self, bits: int) -> torch.Tensor:
+        """Do what DeepSpeed does when the last stage has told the loss of a batch; return it."""
+        engine: Any = self._engine
+        if engine.is_last_stage():
+            loss = engine._scale_loss_by_gas(engine.total_loss)
+        else:
+            number = bits & IS_LOSS - 1
+            signed = number - (number >> 31 << 32)
+            loss = torch.tensor([signed], dtype=torch.int32).view(torch.float32)[0]
+        engine.agg_additional_losses, engine.dp_group_loss = None, loss.clone().detach()
+        return loss.clone().detach()
+
     def backward_of_loss(self, loss: torch.Tensor) -> None:
-        """Run the backward of a loss, divided by the number of micro-batches as in DeepSpeed."""
-        self.run((loss / self._engine.gradient_accumulation_steps(),), (None,))
+        """Run the backward of a loss, divided by the number of micro-batches as in DeepSpeed.
+
+        The division is left to its gradient, which is the same number for all losses of one type.
+        """
+        of_loss = (self._engine.gradient_accumulation_steps(), loss.dtype, loss.device)
+        if of_loss != self._of_loss:
+            self._of_loss, self._gradient_of_loss = of_loss, torch.ones_like(loss.detach()) / of_loss[0]
+        self.run((loss,), (self._gradient_of_loss,))
 
     def run(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
         """Run a backward; DeepSpeed's hooks are told that it is the engine's.

@@ -27,7 +27,7 @@ from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
-from deepspeed_partition.engine.pipeline.plain_passes import PlainPasses
+from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
     instructions_of,
@@ -45,11 +45,11 @@ from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.autograd_boundary import (
     HAS_EDGES,
-    Arrived,
     Departed,
     DepartedEdges,
     Loaded,
     NoGradient,
+    arrived_of,
     has_few_bytes,
     nothing,
     tagged,
@@ -107,6 +107,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     loss: Any
     num_stages: int
     _lockstep: Lockstep
+    _told_loss = 0
+    """The loss of the batch, where its ranks have told it when they agreed on how the batch went."""
     _active = _ANY
     batch_state: BatchState
     batch_data: BatchData
@@ -205,6 +207,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _aggregate_total_loss(self) -> Any:
         if not self.runs_lists:
             return super()._aggregate_total_loss()
+        if self._told_loss & IS_LOSS:
+            return self._passes.told_loss(self._told_loss)
         num_stages = self.num_stages
         self.num_stages = self._rank_of_loss() + 1
         try:
@@ -341,7 +345,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 reads = self.is_first_stage() or self.is_last_stage()
                 self.batch_data.count_unread(0 if reads else program.num_micro_batches)
             self._reserve_pipe_buffers(program.num_slots(self.stage_id))
-            self._batch = Batch(self, self.batch_state, program.num_micro_batches)
+            self._batch = Batch(self, self.batch_state, program.num_micro_batches, self._runner())
             self._is_plain = self._passes.begin()
             with self._recorded() as execute:
                 runs = watch.runs
@@ -350,7 +354,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                     execute(instruction)
                 watch.runs(None)
                 self._transfers.finish()
-            self._batch.agree()
+            self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
             if torch.is_grad_enabled():
                 replaced = replaced_instructions(self)
                 for kind, name in AT_THE_END.items():
@@ -400,30 +404,37 @@ class AnyPlanEngine(AnyBoundaryEngine):
         return recorder.step(plan, self._transfers, self._execute)
 
     def _execute(self, instruction: Instruction) -> None:
-        self._batch.execute(instruction, self._run)
+        self._batch.execute(instruction)
+
+    def _runner(self) -> Callable[[Instruction], None]:
+        """Return what runs an instruction of the batch that begins."""
+        return self._run
 
     def _run(self, instruction: Instruction) -> None:
-        between = self.batch_state.between
         if isinstance(instruction, Compute):
+            own, module = self.__dict__, self.module  # past ``__setattr__``, here and below: see there
             run = self._run_forward if instruction.kind == "F" else self._run_backward
-            module = self.module
-            self._active = instruction.stage
+            own["_active"] = instruction.stage
             module.activate(instruction.stage)
             try:
-                run(instruction)
+                run(instruction, module.device_of_stage)
             finally:
                 module.deactivate()
-                self._active = _ANY
+                own["_active"] = _ANY
             self._pace.step()
-        elif instruction.kind == "S":
-            self._transfers.send(instruction.message, instruction.peer, between[instruction.message])
-            del between[instruction.message]
-        elif instruction.kind == "D":
-            self._transfers.wait_until_left(instruction.message, instruction.peer)
-        elif instruction.kind == "R":
-            self._transfers.post(instruction.message, instruction.peer, self._shapes_of(instruction.message))
+            return
+        kind, message, peer = instruction.kind, instruction.message, instruction.peer
+        if kind == "S":
+            between = self.batch_state.between
+            self._transfers.send(message, peer, between[message])
+            del between[message]
+        elif kind == "D":
+            self._transfers.wait_until_left(message, peer)
+        elif kind == "R":
+            shapes = self.batch_state.gradient_shapes.pop(message) if message.direction == "B" else None
+            self._transfers.post(message, peer, shapes)
         else:
-            between[instruction.message] = self._transfers.take(instruction.message, instruction.peer)
+            self.batch_state.between[message] = self._transfers.take(message, peer)
 
     def _begin_batch(self, num_micro_batches: int) -> None:
         """Begin a batch on all ranks of the job, or on none: only first and last stages know of the data.
@@ -485,93 +496,83 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 if is_raised_by_all(met):  # and not where another rank has ended instead of coming
                     raised_by_all(error)
 
-    def _load(self, number: int, slot: int) -> None:
+    def _load(self, number: int, slot: int, stage: int, devices: Sequence[int]) -> None:
         """Load the active stage's inputs, labels, or both of a micro-batch."""
-        self._num_loaded = number
-        self._read_now = self.batch_data.read(number)
-        PipelineEngine._exec_load_micro_batch(self, slot)
-        self._read_now = None
-        if self.is_first_stage():
+        is_first, last, buffers = stage == 0, len(devices) - 1, self.pipe_buffers
+        self.__dict__["_num_loaded"] = number
+        micro_batch = self.batch_data.read(number)
+        if self._is_plain and self._passes.may_load:
+            self._passes.load(micro_batch, slot, is_first=is_first, is_last=stage == last)
+        else:
+            self._read_now = micro_batch
+            PipelineEngine._exec_load_micro_batch(self, slot)
+            self._read_now = None
+        if is_first:
             if not self.dynamic_shape:
-                self._check_shapes(self.pipe_buffers["inputs"][slot])
-            self.pipe_buffers["inputs"][slot] = Loaded(self.pipe_buffers["inputs"][slot])
-        ends = {0, len(self.module.device_of_stage) - 1}.intersection(self.module.own_stages)
-        if self._active == max(ends):  # the last one here to ask for it
+                self._check_shapes(buffers["inputs"][slot])
+            buffers["inputs"][slot] = Loaded(buffers["inputs"][slot])
+        if stage == last or devices[last] != devices[0]:  # the last one here to ask for it
             self.batch_data.drop(number)
         else:
             self.batch_data.drop_inputs(number)
 
     # One instruction
 
-    def _run_forward(self, forward: Compute) -> None:
+    def _run_forward(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
-        devices = self.module.device_of_stage
-        is_last = stage + 1 == len(devices)
+        buffers, is_last = self.pipe_buffers, stage + 1 == len(devices)
         if stage == 0 or is_last:
-            self._load(number, slot)
+            self._load(number, slot, stage, devices)
         if stage > 0:
             from_here = devices[stage - 1] == devices[stage]
-            arrived = Arrived(state.between.pop(Message("F", stage - 1, number)), is_ours=not from_here)
-            self.pipe_buffers["inputs"][slot] = state.arrived[slot] = arrived
+            arrived = arrived_of(state.between.pop(Message("F", stage - 1, number)), is_ours=not from_here)
+            buffers["inputs"][slot] = state.arrived[slot] = arrived
         if self._is_plain:
-            self._run_plain_forward(slot, is_last=is_last)
-        else:
-            self._exec_forward_pass(slot)
-        self.pipe_buffers["inputs"][slot] = None
+            inputs, labels = buffers["inputs"][slot], buffers["labels"][slot]
+            buffers["inputs"][slot] = buffers["labels"][slot] = None
+            if is_last:
+                state.losses[slot] = self._passes.loss_of(inputs.clone(), labels)
+            else:
+                self._leave_output(
+                    Message("F", stage, number), slot, devices, self._passes.forward(inputs.clone())
+                )
+            return
+        self._exec_forward_pass(slot)
+        buffers["inputs"][slot] = None
         if not is_last:
-            self._leave_output(Message("F", stage, number), slot)
+            outputs, buffers["outputs"][slot] = buffers["outputs"][slot], None
+            self._leave_output(Message("F", stage, number), slot, devices, outputs)
         elif torch.is_grad_enabled():
             state.losses[slot] = self.loss
         self.loss = None
         if not torch.is_grad_enabled():
             state.arrived.pop(slot, None)
-            self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
+            buffers["outputs"][slot] = buffers["labels"][slot] = None
 
-    def _run_plain_forward(self, slot: int, *, is_last: bool) -> None:
-        buffers = self.pipe_buffers
-        inputs = buffers["inputs"][slot].clone()
-        if not is_last:
-            buffers["outputs"][slot] = self._passes.forward(inputs)
-            return
-        self.loss = self._passes.loss_of(inputs, buffers["labels"][slot])
-        buffers["outputs"][slot] = buffers["labels"][slot] = None
-
-    def _leave_output(self, message: Message, slot: int) -> None:
-        state, outputs = self.batch_state, self.pipe_buffers["outputs"][slot]
+    def _leave_output(self, message: Message, slot: int, devices: Sequence[int], outputs: Any) -> None:
+        state = self.batch_state
+        if not isinstance(outputs, torch.Tensor) or outputs.is_complex():
+            _check_output(message, outputs)
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
-        if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
-            raise TypeError(
-                f"stage {message.boundary} ends with a layer that returns {type(outputs).__name__}, and only a "
-                "tensor or a tuple of tensors can cross a cut"
-            )
-        if any(tensor.is_complex() for tensor in whole):
-            raise TypeError(
-                f"stage {message.boundary} ends with a layer that returns complex numbers, whose gradient cannot "
-                "cross a cut: return torch.view_as_real(...) of them, and let the next layer begin with "
-                "torch.view_as_complex(...)"
-            )
-        detached = tuple(tensor.detach() for tensor in whole)
+        detached = tuple([tensor.detach() for tensor in whole])
         state.between[message] = detached if isinstance(outputs, tuple) else detached[0]
         if not torch.is_grad_enabled():
             return
         as_edges = self._is_plain and HAS_EDGES and has_few_bytes(whole)
         state.departed[slot] = DepartedEdges(outputs) if as_edges else Departed(outputs)
-        self.pipe_buffers["outputs"][slot] = None
-        devices = self.module.device_of_stage
         if devices[message.boundary] != devices[message.boundary + 1]:
-            floating = tuple(tensor for tensor in detached if tensor.is_floating_point())
-            state.gradient_shapes[message._replace(direction="B")] = Shapes.of(floating)
+            floating = tuple([tensor for tensor in detached if tensor.is_floating_point()])
+            gradient = Message("B", message.boundary, message.micro_batch)
+            state.gradient_shapes[gradient] = Shapes.of(floating)
 
-    def _shapes_of(self, message: Message) -> Shapes | None:
-        return self.batch_state.gradient_shapes.pop(message) if message.direction == "B" else None
-
-    def _run_backward(self, backward: Compute) -> None:
+    def _run_backward(self, backward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = backward.stage, backward.micro_batch, backward.slot, self.batch_state
-        if stage + 1 == len(self.module.device_of_stage):
-            self.loss = state.losses.pop(slot)
-            if self._is_plain and isinstance(self.loss, torch.Tensor) and self.loss.dim() == 0:
-                self._passes.backward_of_loss(self.loss)
+        if stage + 1 == len(devices):
+            loss = state.losses.pop(slot)
+            if self._is_plain and isinstance(loss, torch.Tensor) and loss.dim() == 0:
+                self._passes.backward_of_loss(loss)
             else:
+                self.loss = loss
                 self._exec_backward_pass(slot)
         else:
             # Nothing here holds the gradients: the first layer that needs them no more frees them.
@@ -585,16 +586,31 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 [root] = roots or [torch.zeros(())]
                 self.pipe_buffers["outputs"][slot], self.grad_layer = root, torch.ones_like(root)
                 self._exec_backward_pass(slot)
-        self.grad_layer = self.loss = None
-        self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
+        if not self._is_plain:
+            self.grad_layer = self.loss = None
+            self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
         if stage > 0:
-            of_input = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1))
+            of_input = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1, devices))
             state.between[Message("B", stage - 1, number)] = of_input
 
-    def _no_gradient_for(self, stage: int) -> NoGradient:
+    def _no_gradient_for(self, stage: int, devices: Sequence[int]) -> NoGradient:
         """What stands for a gradient that there is none of, for the stage before a cut."""
         if not self.leaves_without_gradient:
             return zeros
-        devices = self.module.device_of_stage
         is_here = devices[stage] == devices[stage + 1]
         return nothing if is_here or self._transfers.tells_gradients else tagged
+
+
+def _check_output(message: Message, outputs: Any) -> None:
+    whole = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
+        raise TypeError(
+            f"stage {message.boundary} ends with a layer that returns {type(outputs).__name__}, and only a "
+            "tensor or a tuple of tensors can cross a cut"
+        )
+    if any(tensor.is_complex() for tensor in whole):
+        raise TypeError(
+            f"stage {message.boundary} ends with a layer that returns complex numbers, whose gradient cannot "
+            "cross a cut: return torch.view_as_real(...) of them, and let the next layer begin with "
+            "torch.view_as_complex(...)"
+        )

@@ -8,6 +8,7 @@ Where anything else is replaced, DeepSpeed's own schedule runs, with it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,7 +120,12 @@ def _overriding(engine_class: type, name: str) -> Instruction | None:
 
 
 def _is_foreign(thing: Any) -> bool:
-    return not f"{getattr(thing, '__module__', '') or ''}.".startswith(KNOWN)
+    return _is_foreign_module(getattr(thing, "__module__", "") or "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_foreign_module(name: str) -> bool:
+    return not f"{name}.".startswith(KNOWN)
 
 
 def _named(thing: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 Boundary = torch.Tensor | tuple[torch.Tensor, ...]
 """What crosses a cut: a tensor, or several."""
@@ -72,7 +73,7 @@ def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
 
 def has_few_bytes(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors together have at most ``FEW_BYTES``."""
-    return sum(tensor.nbytes for tensor in tensors) <= FEW_BYTES
+    return sum([tensor.nbytes for tensor in tensors]) <= FEW_BYTES
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -82,12 +83,12 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor | None])
         roots: tensors, or places in the graph (``torch.autograd.graph.GradientEdge``).
         gradients: of the roots; None: of a number, 1.
     """
-    given = tuple(
+    given = [
         torch.ones_like(root, memory_format=torch.preserve_format) if gradient is None else gradient
         for root, gradient in zip(roots, gradients, strict=True)
-    )
+    ]
     Variable._execution_engine.run_backward(
-        tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(roots), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -170,6 +171,34 @@ class Arrived:
         )
 
 
+class ArrivedLeaf:
+    """A stage's input of one floating tensor of few bytes that nobody else has: :class:`Arrived` in short.
+
+    Args:
+        leaf: the tensor.
+    """
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._leaf = leaf
+
+    def clone(self) -> torch.Tensor:
+        """Return a copy to run the stage on, which a layer may change in place."""
+        return self._leaf.requires_grad_().clone() if torch.is_grad_enabled() else self._leaf
+
+    def gradients(self, no_gradient: NoGradient = zeros) -> Gradients:
+        """Return the gradient of the input, after the backward; argument as of :meth:`Arrived.gradients`."""
+        leaf = self._leaf
+        gradient = leaf.grad
+        return (no_gradient(leaf.shape, leaf.dtype, leaf.device) if gradient is None else gradient,)
+
+
+def arrived_of(boundary: Boundary, *, is_ours: bool) -> Arrived | ArrivedLeaf:
+    """Return what stands for a stage's input; arguments as of :class:`Arrived`."""
+    if not is_ours or isinstance(boundary, tuple) or not boundary.is_floating_point():
+        return Arrived(boundary, is_ours=is_ours)
+    return ArrivedLeaf(boundary) if boundary.nbytes <= FEW_BYTES else Arrived(boundary, is_ours=True)
+
+
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
@@ -192,14 +221,14 @@ class DepartedEdges:
     def __init__(self, boundary: Boundary) -> None:
         floating = [tensor for tensor in tensors_of(boundary) if tensor.is_floating_point()]
         self._sizes = [tensor.numel() for tensor in floating]
-        self._edges = [
-            torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
-        ]
+        self._edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
 
     def roots(
         self, gradients: Gradients, *, may_be_missing: bool = False
     ) -> tuple[list[Any], list[torch.Tensor | None]]:
         """Return where the backward begins, and with which gradients; arguments as of :meth:`Departed.give`."""
+        if not may_be_missing and None not in self._edges:
+            return self._edges, list(gradients)
         edges: list[Any] = []
         given: list[torch.Tensor | None] = []
         for edge, gradient, size in zip(self._edges, gradients, self._sizes, strict=True):

@@ -16,6 +16,7 @@ is read while others are computed; after a batch without one, none has.
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,8 @@ class Shapes:
     @classmethod
     def of(cls, boundary: Boundary) -> Shapes:
         if isinstance(boundary, torch.Tensor):
-            return cls(False, ((boundary.shape, boundary.dtype),))
-        return cls(True, tuple([(each.shape, each.dtype) for each in boundary]))
+            return _shapes(False, ((boundary.shape, boundary.dtype),))
+        return _shapes(True, tuple([(each.shape, each.dtype) for each in boundary]))
 
     def header(self) -> torch.Tensor:
         """Encode as numbers: tuple or not, how many tensors, and of each the type, the dimensions, the shape.
@@ -69,11 +70,13 @@ class Shapes:
         for _ in range(count):
             dtype, num_dimensions = PipelineEngine.ID_TO_DTYPE[next(numbers)], next(numbers)
             tensors.append((torch.Size([next(numbers) for _ in range(num_dimensions)]), dtype))
-        return cls(is_tuple, tuple(tensors))
+        return _shapes(is_tuple, tuple(tensors))
 
     def empty(self, device: torch.device) -> Boundary:
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors)
-        return tensors if self.is_tuple else tensors[0]
+        if not self.is_tuple:
+            [(shape, dtype)] = self.tensors
+            return torch.empty(shape, dtype=dtype, device=device)
+        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
 
     @property
     def marked_tensor(self) -> int | None:
@@ -100,8 +103,22 @@ class Shapes:
         number = self.marked_tensor
         if number is None:
             return False
-        tensor = tensors_of(boundary)[number]
-        return ctypes.string_at(tensor.data_ptr() + tensor.nbytes - MARK_BYTES, MARK_BYTES) == mark
+        tensor = boundary[number] if isinstance(boundary, tuple) else boundary
+        end = tensor.data_ptr() + tensor.nbytes
+        # Its last byte first: 255 times in 256 that is all that is read of a message.
+        return (
+            _Byte.from_address(end - 1).value == mark[-1]
+            and ctypes.string_at(end - MARK_BYTES, MARK_BYTES) == mark
+        )
+
+
+_Byte = ctypes.c_uint8
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(is_tuple: bool, tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> Shapes:
+    """Return the one object of these shapes: it is asked for with each message, and rarely for new ones."""
+    return Shapes(is_tuple, tensors)
 
 
 class ShapesDifferError(RuntimeError):
@@ -160,7 +177,7 @@ class ShapesOfBoundary:
     def note(self, number: int, basis: int | None, shapes: Shapes) -> None:
         """Note the shapes of an activation that was sent, or taken."""
         before = self._before if basis is None else self._of[basis]
-        if shapes == before:
+        if shapes is before or shapes == before:
             shapes = before  # the one object, which knows its largest tensor
         elif before is not None or any(shapes != each for each in self._of.values()):
             self._surprises = True

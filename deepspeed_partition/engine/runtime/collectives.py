@@ -142,6 +142,16 @@ def reduced(values: Sequence[int], operation: Any) -> list[int]:
     return tensor.tolist()
 
 
+def any_bits(values: Sequence[int]) -> list[int]:
+    """Each of ``values``, with the bits set that are set on any rank, on every rank. Up to 63 bits each.
+
+    One number is one message between two ranks of gloo's ring, where several are as many.
+    """
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=own_groups().objects)
+    return tensor.tolist()
+
+
 def send_object(value: Any, rank: int) -> None:
     """Send anything that can be pickled to a rank that waits for it."""
     dist.send_object_list([value], rank, group=own_groups().objects)

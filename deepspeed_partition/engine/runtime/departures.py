@@ -112,10 +112,12 @@ class HostDepartures:
         Raises:
             RuntimeError: the rank that they go to does not answer.
         """
-        while message in self._leaving:
-            first = next(iter(self._leaving))
-            self._wait(self._leaving[first])
-            del self._leaving[first]  # not before: gloo gives up what nobody holds
+        all_leaving = self._leaving
+        while message in all_leaving:
+            first = next(iter(all_leaving))
+            for work, _ in all_leaving[first]:
+                wait(work, self._rank)
+            del all_leaving[first]  # not before: gloo gives up what nobody holds
 
     def finish(self) -> None:
         """Return when all messages have left; raises what :meth:`wait_for` does."""

@@ -57,6 +57,11 @@ class PlannedPeak:
             finally:
                 self._read = None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a step is watched now."""
+        return self._read is not None
+
     def data_was_read(self) -> None:
         """Note what the data of a batch takes: no plan counts it, and a GPU has none before it is loaded."""
         if self._read is not None and self._device.type == "cpu":

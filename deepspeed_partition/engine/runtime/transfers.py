@@ -136,8 +136,9 @@ class Transfers:
         self._groups: list[dist.ProcessGroup] = []
         self._sent_to: dict[int, dist.ProcessGroup] = {}
         self._received_from: dict[int, dist.ProcessGroup] = {}
+        self._rank_on_host: dict[int, int] = {}
+        """The ranks of devices in the group on a CPU."""
         self._on_cpu = device.type == "cpu" and not self._on_streams
-        self._data_tag = DATA_TAG if self._on_cpu else 0
         pairs = {pair for pair in itertools.pairwise(device_of_stage) if pair[0] != pair[1]}
         directions = sorted(pairs | {(after, before) for before, after in pairs})
         me = dist.get_rank()
@@ -146,6 +147,9 @@ class Transfers:
                 on_host = dist.new_group(list(ranks), backend="gloo")
             if me in ranks:
                 self.ranks, self.cpu_group = list(ranks), on_host
+                self._rank_on_host = {
+                    device: dist.get_group_rank(on_host, rank) for device, rank in enumerate(ranks)
+                }
                 self._groups.append(on_host)
                 if self._on_cpu:
                     mine = self.ranks.index(me)
@@ -257,7 +261,7 @@ class Transfers:
             ShapesDifferError: an activation has other shapes than the first one of its batch, and they may not
                 differ.
         """
-        if message.direction == "F":
+        if message.direction == "F" and not self._shapes_may_differ:
             self._check(message, boundary)
         if self._on_cpu:
             self._send_from_cpu(message, peer, boundary)
@@ -284,10 +288,10 @@ class Transfers:
             known.note(message.micro_batch, basis, shapes)
             if expected is None:
                 leaving.append(self._send_header(message, peer, shapes))
-            elif expected != shapes:
+            elif expected is not shapes and expected != shapes:
                 self._send_aside(message, peer, boundary, shapes)
                 boundary = expected.marked(self._mark)
-        for tensor in tensors_of(boundary):
+        for tensor in boundary if isinstance(boundary, tuple) else (boundary,):
             if tensor.numel():
                 whole = tensor.contiguous()
                 leaving.append((self._start_sending(whole, peer), whole))
@@ -333,15 +337,21 @@ class Transfers:
 
         return begin
 
+    # On a CPU past ``dist.isend`` and ``dist.irecv``, which look the group and the rank up each time.
+
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer], tag=self._data_tag)
+        if self._on_cpu:
+            return self.cpu_group.send([tensor], self._rank_on_host[peer], DATA_TAG)
+        return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
 
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
-        return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer], tag=self._data_tag)
+        if self._on_cpu:
+            return self.cpu_group.recv([tensor], self._rank_on_host[peer], DATA_TAG)
+        return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
     def _check(self, message: Message, boundary: Boundary) -> None:
         """Refuse an activation of other shapes than the first one of its batch, where they may not differ."""
-        known = None if self._shapes_may_differ else self._shapes[message.boundary].first
+        known = self._shapes[message.boundary].first
         if known is None:
             return
         shapes = Shapes.of(boundary)
@@ -382,6 +392,10 @@ class Transfers:
 
     def _start_message(self, peer: int, message: Message, shapes: Shapes, was_told: bool) -> Posted:
         boundary = shapes.empty(self._device)
+        if self._on_cpu and self.watch is None and not self.through_host:
+            tensors = boundary if isinstance(boundary, tuple) else (boundary,)
+            works = [self._start_receiving(each, peer) for each in tensors if each.numel()]
+            return Posted(boundary, works, shapes, was_told)
         start: Callable[[torch.Tensor], Any] = functools.partial(self._start_receiving, peer=peer)
         if self.through_host:
             start = functools.partial(host_staging.Arriving, receive=start, stream=self._stream)
