@@ -44,6 +44,19 @@ DIGEST_AS_READ = "9b8b31cfe0adbc8954a6a3004319b397261ceed25cb2730614294cf906aab2
 """SHA-256 of these functions of that version."""
 
 
+def bits_of_loss(loss: torch.Tensor) -> int:
+    """Return a loss of one number as ``IS_LOSS`` and the 32 bits of its fp32, as which DeepSpeed sends it."""
+    number = int(loss.detach().float().reshape(1).view(torch.int32))
+    return IS_LOSS | number & IS_LOSS - 1
+
+
+def loss_of_bits(bits: int) -> torch.Tensor:
+    """Return the loss that :func:`bits_of_loss` made bits of, in fp32."""
+    number = bits & IS_LOSS - 1
+    signed = number - (number >> 31 << 32)
+    return torch.tensor([signed], dtype=torch.int32).view(torch.float32)[0]
+
+
 def digest_of_deepspeed() -> str:
     """Return the SHA-256 of the functions that are replaced here, as they are now; empty where they are hidden."""
     try:
@@ -184,8 +197,7 @@ class PlainPasses:
             or total.device.type != "cpu" or not engine.is_last_stage() or engine.grid.data_parallel_size > 1
         ):  # fmt: skip
             return 0
-        number = engine._scale_loss_by_gas(total).float().reshape(1).view(torch.int32).item()
-        return IS_LOSS | number & IS_LOSS - 1
+        return bits_of_loss(engine._scale_loss_by_gas(total))
 
     def told_loss(self, bits: int) -> torch.Tensor:
         """Do what DeepSpeed does when the last stage has told the loss of a batch; return it."""
@@ -193,9 +205,7 @@ class PlainPasses:
         if engine.is_last_stage():
             loss = engine._scale_loss_by_gas(engine.total_loss)
         else:
-            number = bits & IS_LOSS - 1
-            signed = number - (number >> 31 << 32)
-            loss = torch.tensor([signed], dtype=torch.int32).view(torch.float32)[0]
+            loss = loss_of_bits(bits)
         engine.agg_additional_losses, engine.dp_group_loss = None, loss.clone().detach()
         return loss.clone().detach()
 
