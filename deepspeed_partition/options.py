@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from deepspeed_partition.planner.planning import solver_of
+from deepspeed_partition.planner.problem import DUPLEX
 from deepspeed_partition.planner.recomputation import checked_mode
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown
 
@@ -28,6 +29,14 @@ class Options:
     """Bytes per second between neighbours; also ``"12GB/s"``. None: measured."""
     latency_seconds: float | None = None
     """Seconds that a transfer takes beside its bytes. None: measured."""
+    duplex: str | None = None
+    """``"full"`` where links carry transfers both ways at once, else ``"half"``. None: measured, where bandwidth
+    or latency are; else ``"half"``."""
+    port_bandwidth: float | None = None
+    """Bytes per second of a port that all links of a host share; also ``"12GB/s"``. None: measured likewise; else
+    there is none."""
+    devices_per_port: int | None = None
+    """Number of devices of a host, which share its port. None: measured likewise; else 1."""
     weight_copies: float | None = None
     """Bytes that training keeps per byte of weights. None: from the optimizer and the precision, (weights +
     gradients + master copy + states) / weights."""
@@ -57,8 +66,8 @@ class Options:
     def __post_init__(self) -> None:
         readers = {
             "memory": parse_size, "bandwidth": parse_bandwidth, "latency_seconds": parse_seconds,
-            "weight_copies": _positive, "time_limit_seconds": _positive, "warmup_steps": _count,
-            "patience_seconds": _seconds,
+            "port_bandwidth": parse_bandwidth, "devices_per_port": _count, "weight_copies": _positive,
+            "time_limit_seconds": _positive, "warmup_steps": _count, "patience_seconds": _seconds,
         }  # fmt: skip
         for key, read in readers.items():
             value = getattr(self, key)
@@ -68,8 +77,11 @@ class Options:
                 object.__setattr__(self, key, read(value))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"madpipe option {key!r}: {error}") from None
-        if self.memory == 0:
-            raise ValueError("madpipe option 'memory': it is more than 0")
+        for key in ("memory", "devices_per_port"):
+            if getattr(self, key) == 0:
+                raise ValueError(f"madpipe option {key!r}: it is more than 0")
+        if self.duplex not in (None, *DUPLEX):
+            raise ValueError(f"madpipe option 'duplex' is {shown(self.duplex)}: it is {' or '.join(DUPLEX)}")
         for key in ("plan", "save_plan", "save_timeline"):
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):

@@ -91,6 +91,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             divided by its processes.
         bandwidth: Bytes per second between neighbours, also ``"12GB/s"``. None: measured.
         latency_seconds: None: measured.
+        duplex: ``"full"`` where links carry transfers both ways at once, else ``"half"``. None: measured.
+        port_bandwidth: Bytes per second of a port that all links of a host share. None: measured.
+        devices_per_port: Devices of a host, which share its port. None: measured.
         weight_copies: None: from the optimizer and the precision.
         algorithm: The name of a planner, or boundaries, on which a run begins with ``warmup_epochs=0``.
         warmup_steps: In the place of ``warmup_epochs``, in optimizer steps.
@@ -150,6 +153,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         memory: int | str | None = None,
         bandwidth: float | str | None = None,
         latency_seconds: float | str | None = None,
+        duplex: str | None = None,
+        port_bandwidth: float | str | None = None,
+        devices_per_port: int | None = None,
         weight_copies: float | None = None,
         algorithm: str | Sequence[int] | None = None,
         warmup_steps: int | None = None,
@@ -198,6 +204,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "memory": memory,
             "bandwidth": bandwidth,
             "latency_seconds": latency_seconds,
+            "duplex": duplex,
+            "port_bandwidth": port_bandwidth,
+            "devices_per_port": devices_per_port,
             "weight_copies": weight_copies,
             "algorithm": algorithm,
             "warmup_steps": warmup_steps,

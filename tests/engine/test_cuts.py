@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ torch = pytest.importorskip("torch")
 import deepspeed  # noqa: E402
 import deepspeed.pipe  # noqa: E402
 
-from deepspeed_partition import Chain, LayerProfile, Platform, engine, make_plan  # noqa: E402
+from deepspeed_partition import Chain, LayerProfile, Platform, Replay, engine, make_plan  # noqa: E402
 from deepspeed_partition.engine.checkpoint import saved_cut  # noqa: E402
 from deepspeed_partition.engine.pipeline.module import (  # noqa: E402
     KEPT_TO_TRAIN,
@@ -29,13 +30,16 @@ from deepspeed_partition.engine.pipeline.module import (  # noqa: E402
 from deepspeed_partition.engine.repartition import parameter_groups  # noqa: E402
 from deepspeed_partition.engine.runtime import environment  # noqa: E402
 from deepspeed_partition.engine.runtime.collectives import portable  # noqa: E402
+from deepspeed_partition.engine.warmup import run_plan  # noqa: E402
 from deepspeed_partition.engine.warmup.run_plan import on_ranks_with_data  # noqa: E402
+from deepspeed_partition.options import Options  # noqa: E402
 from deepspeed_partition.planner.allocation import Allocation  # noqa: E402
 from deepspeed_partition.planner.errors import (  # noqa: E402
     InfeasibleError,
     PlanFormatError,
     PlanMismatchError,
 )
+from deepspeed_partition.profiling import Link  # noqa: E402
 from tests.engine import plans  # noqa: E402
 from tests.planner.instances import chain  # noqa: E402
 
@@ -131,6 +135,43 @@ def test_plans_of_a_run_read_data_where_scripts_give_it(devices, renumbered):
     plan = plans.plan_of(plans.chain_of(len(devices)), plans.platform_of(3), cuts, devices)
     found = on_ranks_with_data(plan)
     assert tuple(stage.device for stage in found.stages) == renumbered
+
+
+def test_hosts_of_renumbered_devices_are_others(monkeypatch):
+    """A plan that does not run with the ports that its devices then share is made without ports."""
+    chain, asked, said = plans.chain_of(3), [], []
+
+    def plan_on(platform):
+        asked.append(platform)
+        return plans.plan_of(chain, platform, range(4), (2, 0, 1))
+
+    monkeypatch.setattr(run_plan, "announce", said.append)
+    ports = replace(plans.platform_of(4), port_bandwidth=1e9, devices_per_port=2)
+    broken = Replay(("the port out of host 0 runs SF0 until 2 s and SB0 from 1 s",), (), ())
+    found = run_plan.on_hosts(plan_on, replace(ports, devices_per_port=1), chain)
+    assert ([stage.device for stage in found.stages], len(asked), said) == ([0, 1, 2], 1, [])
+    monkeypatch.setattr(run_plan, "replay", lambda plan, chain: broken)
+    found = run_plan.on_hosts(plan_on, ports, chain)
+    assert (found.platform, asked[-1]) == (plans.platform_of(4), plans.platform_of(4))
+    assert len(said) == 1
+    assert "does not count that links of one host share its port" in said[0]
+
+
+def test_options_go_before_what_was_measured_of_links():
+    link = Link(bandwidth=1e9, latency_seconds=0.0, duplex="full", port_bandwidth=2e8, devices_per_port=2)
+    reports = [SimpleNamespace(training_bytes=4, weight_bytes=1, memory_bytes=100, needs=None)] * 4
+
+    def shared(link, **options):
+        made = run_plan._platform(Options(**options), reports, (), link)
+        return made.duplex, made.port_bandwidth, made.devices_per_port
+
+    assert shared(link) == ("full", 2e8, 2)
+    assert shared(link, duplex="half", port_bandwidth="1GB/s", devices_per_port=4) == ("half", 1e9, 4)
+    assert shared(None) == ("half", None, 1)
+    assert shared(None, duplex="full", port_bandwidth=5) == ("full", 5.0, 1)
+    for key, value in (("duplex", "both"), ("port_bandwidth", 0), ("devices_per_port", 0)):
+        with pytest.raises(ValueError, match=key):
+            Options(**{key: value})
 
 
 def test_every_rank_has_something_to_train():

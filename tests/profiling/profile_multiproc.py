@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_partition.profiling import layer_profiles, measure_links, measure_stage, profile_chain
+from deepspeed_partition.profiling.links import _shared_seconds
 from tests.profiling.networks import networks
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
@@ -132,8 +133,12 @@ def main(path: str) -> None:
     begin = time.perf_counter()
     link = measure_links()
     links_seconds = time.perf_counter() - begin
+    last = dist.get_world_size() - 1
+    flows = [(0, last), (last, 0), (0, 1), (last, 1)]
     report = {
         "links": everywhere((link.bandwidth, link.latency_seconds)),
+        "sharing": everywhere((link.duplex, link.port_bandwidth, link.devices_per_port)),
+        "flows": everywhere(_shared_seconds(flows, 100_000, None, torch.device("cpu"))),
         "links_seconds": links_seconds,
         "networks": shared_sizes(),
         "who": who_measured(),

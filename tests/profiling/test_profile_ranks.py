@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_partition.profiling import measure_links, profile_chain
-from deepspeed_partition.profiling.links import LARGE_BYTES, SMALL_BYTES, fit
+from deepspeed_partition.profiling import links, measure_links, profile_chain
+from deepspeed_partition.profiling.links import LARGE_BYTES, SMALL_BYTES, crossing_at_once, fit, ranks_per_host
 from deepspeed_partition.profiling.sharing import share_of
 from tests.profiling.networks import networks
 from tests.profiling.profile_multiproc import QUICK, sizes
@@ -88,6 +88,63 @@ def test_links_are_the_same_everywhere(report):
     # Every message travelled within the time that all of it took.
     assert bandwidth * report["links_seconds"] > LARGE_BYTES
     assert latency_seconds < report["links_seconds"]
+
+
+def test_ranks_of_one_machine_share_its_processors_which_is_no_link(report):
+    assert report["sharing"] == [["half", None, 1]] * NUM_RANKS
+
+
+def test_messages_of_many_flows_at_once(report):
+    """Both ways, from one rank to two and from two to one: all arrive, and every rank has the same seconds."""
+    assert len(set(report["flows"])) == 1
+    assert report["flows"][0] > 0
+
+
+def test_ranks_per_host():
+    assert ranks_per_host(["a"] * 4) == 4
+    assert ranks_per_host(["a", "b", "c"]) == 1
+    assert ranks_per_host(["a", "a", "b", "b"]) == 2
+    assert ranks_per_host(["a", "b", "a", "b"]) is None  # they do not follow one another
+    assert ranks_per_host(["a", "a", "b"]) is None
+    assert ranks_per_host(["a", "b", "b"]) is None
+
+
+def test_two_transfers_leave_one_host():
+    for num_ranks, per_host in [(3, 1), (4, 1), (6, 2), (12, 3), (4, 2), (6, 3)]:
+        (one, to_one), (other, to_other) = crossing_at_once(num_ranks, per_host)
+        assert one // per_host == other // per_host
+        assert one // per_host not in (to_one // per_host, to_other // per_host)
+        assert len({frozenset((one, to_one)), frozenset((other, to_other))}) == 2
+        assert max(one, other, to_one, to_other) < num_ranks
+    assert crossing_at_once(2, 1) is None
+    assert crossing_at_once(4, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "both", "aside", "found"),
+    [
+        ("abcd", 1.1, 1.0, ("full", None, 1)),
+        ("abcd", 1.9, 1.3, ("half", None, 1)),
+        ("abcd", 1.2, 1.9, ("full", 100.0, 1)),
+        ("aabb", 2.0, 2.0, ("half", 100.0, 2)),
+        ("abab", 1.0, 2.0, ("full", None, 1)),  # whose port it would be is not said by numbers
+        ("aaaa", 1.0, 2.0, ("half", None, 1)),
+    ],
+)
+def test_what_transfers_share_is_told_by_how_much_longer_they_take(monkeypatch, hosts, both, aside, found):
+    def seconds(flows, num_bytes, group, device):
+        if len(flows) == 4:
+            return both
+        return 1.0 if len(flows) == 1 or flows == [(0, 1), (2, 3)] else aside
+
+    def gather(result, mine, group):
+        result[:] = hosts
+
+    monkeypatch.setattr(links.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(links.dist, "all_gather_object", gather)
+    monkeypatch.setattr(links, "_shared_seconds", seconds)
+    link = links._with_sharing(links.Link(bandwidth=100.0, latency_seconds=0.0), None, torch.device("cpu"))
+    assert (link.duplex, link.port_bandwidth, link.devices_per_port) == found
 
 
 def test_a_group_of_some_ranks(report):

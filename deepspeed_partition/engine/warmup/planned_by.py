@@ -13,7 +13,10 @@ from deepspeed_partition.planner.allocation import Allocation
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
-OPTIONS = ("algorithm", "memory", "bandwidth", "latency_seconds", "weight_copies", "plan")
+OPTIONS = (
+    "algorithm", "memory", "bandwidth", "latency_seconds", "duplex", "port_bandwidth", "devices_per_port",
+    "weight_copies", "plan",
+)  # fmt: skip
 
 
 def planned_by(engine: MadPipeEngine) -> dict[str, Any]:

@@ -6,7 +6,6 @@ is to be made.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, mak
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.remedies import with_remedies
 from deepspeed_partition.planner.renumbering import renumbered
+from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 from deepspeed_partition.planner.warm_up_report import LinkUse, TrialRun
 from deepspeed_partition.profiling import Link, measure_links, measure_stage
@@ -141,17 +141,20 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
 
     def plan() -> Plan:
         chain = _with_loss_of_batch(measured, cost, max(flushes))
-        made = make_plan(
-            chain,
-            present.platform,
-            engine.options.algorithm,
-            num_micro_batches=sum(flushes),
-            flushes=flushes,
-            every_device_trains=True,
-            time_limit_seconds=engine.options.time_limit_seconds,
-            recompute=_recompute(engine),
-        )
-        made = on_ranks_with_data(made)
+
+        def plan_on(platform: Platform) -> Plan:
+            return make_plan(
+                chain,
+                platform,
+                engine.options.algorithm,
+                num_micro_batches=sum(flushes),
+                flushes=flushes,
+                every_device_trains=True,
+                time_limit_seconds=engine.options.time_limit_seconds,
+                recompute=_recompute(engine),
+            )
+
+        made = on_hosts(plan_on, present.platform, chain)
         announce(made.summary())
         save_plan(engine, made, chain)
         return made
@@ -327,9 +330,12 @@ def _plan(
         "recompute": _recompute(engine),
     }
     seconds = options.time_limit_seconds
-    make = functools.partial(make_plan, chain, platform, deadline=deadline, time_limit_seconds=seconds, **how)
+
+    def make(platform: Platform, algorithm: str | Sequence[int]) -> Plan:
+        return make_plan(chain, platform, algorithm, deadline=deadline, time_limit_seconds=seconds, **how)
+
     try:
-        plan = on_ranks_with_data(make(algorithm=options.algorithm))
+        plan = on_hosts(lambda platform: make(platform, options.algorithm), platform, chain)
     except InfeasibleError as error:
         if engine.flushes is not None:  # a smaller micro-batch changes them, too
             raise
@@ -341,7 +347,7 @@ def _plan(
             "layers were frozen meanwhile: the plan gives every rank some"
         )
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
-        plan = _unless_present_is_as_good(plan, lambda: make(algorithm=engine.module.parts))
+        plan = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))
     announce(plan.summary())
     if deadline.starved:
         announce(
@@ -463,6 +469,22 @@ def _corrected(platform: Platform, run: TrialRun) -> Platform:
     return replace(platform, fixed_bytes=platform.fixed_bytes + most)
 
 
+def on_hosts(plan_on: Callable[[Platform], Plan], platform: Platform, chain: Chain) -> Plan:
+    """Return a plan for a platform, on the ranks to which scripts give data.
+
+    Which devices share a host changes with their numbers. Where the plan does not run so, it is made without
+    ports, which is said.
+    """
+    plan = on_ranks_with_data(plan_on(platform))
+    if platform.devices_per_port == 1 or not replay(plan, chain).violations:
+        return plan
+    announce(
+        "the plan does not count that links of one host share its port: it has several stages on a device, and "
+        "data comes to other hosts than the plan's"
+    )
+    return on_ranks_with_data(plan_on(replace(platform, port_bandwidth=None, devices_per_port=1)))
+
+
 def on_ranks_with_data(plan: Plan) -> Plan:
     """Return the plan with its first stage on the first rank, and its last one there or on the last rank.
 
@@ -497,4 +519,14 @@ def _platform(
         weight_copies=options.weight_copies or kept / weights,
         optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
         fixed_bytes=header_bytes() if needs and options.weight_copies is None else 0,
+        duplex=options.duplex or link.duplex,
+        port_bandwidth=options.port_bandwidth or link.port_bandwidth,
+        devices_per_port=_devices_per_port(options, link),
     )
+
+
+def _devices_per_port(options: Options, link: Link) -> int:
+    """Return the option where it is given, else what was measured with the ports; 1 where there are none."""
+    if options.devices_per_port is not None:
+        return options.devices_per_port
+    return 1 if link.port_bandwidth is None else link.devices_per_port

@@ -98,6 +98,9 @@ def main() -> None:
         memory_bytes=10**12,
         bandwidth=link.bandwidth,
         latency_seconds=link.latency_seconds,
+        duplex=link.duplex,
+        port_bandwidth=link.port_bandwidth,
+        devices_per_port=link.devices_per_port,
     )
     shared = how_links_share()
     rows = [row_of(megabytes, platform, arguments.rounds) for megabytes in arguments.megabytes]
