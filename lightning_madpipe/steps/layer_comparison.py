@@ -26,12 +26,10 @@ from lightning_madpipe.steps.batches import some_of
 from lightning_madpipe.steps.captured_check import CapturedCheck
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
+from lightning_madpipe.steps.layer_settings import LayerSettings
 from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
-
-NUMBERS = (int, float, str)
-MISSING = object()
 
 
 class LayerComparison:
@@ -68,7 +66,7 @@ class LayerComparison:
         self._noted = set(self._notes_on_hooks())  # of which a fit has told
         self._named: set[str] = set()
         """Layers, and what they keep, that were told of."""
-        self._settings: dict[str, Any] | None = None
+        self._settings = LayerSettings(module, pipeline.elsewhere, self._named)
         self._watches: dict[Any, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module and the call that the layers run."""
 
@@ -87,28 +85,18 @@ class LayerComparison:
         watch = self._watches.get(self._state)
         return [] if watch is None else watch.changed()
 
-    def settings_changed(self) -> bool:
-        """Whether hooks have set modes, numbers or hooks of layers since the last call, on this rank.
+    def look_is_due(self, *, epoch_begins: bool) -> bool:
+        """Whether hooks have changed something in the layers of this rank, by which they may mix samples now.
 
-        Such as ``layer.train()`` or ``layer.alpha = 0.5``, by which a layer may mix samples from now on. What
-        layers change themselves whenever they run does not count.
+        Such as ``layer.train()``, ``layer.alpha = 0.5`` or ``layer.mask.fill_(1)``. What layers change themselves
+        whenever they run does not count.
         """
-        before, self._settings = self._settings, dict(self._read_settings())
-        if before is None:
-            return False
-        return any(
-            before.get(name, MISSING) != value for name, value in self._settings.items() if name not in self._named
-        )
+        return self._is_wanted and self._settings.is_look_due(epoch_begins=epoch_begins)
 
-    def _read_settings(self) -> Iterator[tuple[str, Any]]:
-        inside = self._pipeline.elsewhere.inside
-        for path, part in self._module.named_modules():
-            if part in inside:
-                for name, value in vars(part).items():
-                    if isinstance(value, NUMBERS):
-                        yield f"self.{path}.{name}", value
-                    elif name.endswith("_hooks") and value:
-                        yield f"self.{path}.{name}", tuple(value)
+    def note_settings(self) -> None:
+        """Note what the layers hold when those of a step have run, and before hooks may change it."""
+        if self._is_wanted:
+            self._settings.note()
 
     def compare_if_changed(self, run: BatchRun) -> None:
         """Compare the layers again if what ``forward`` reads has changed. Collective over the job."""
@@ -120,6 +108,7 @@ class LayerComparison:
 
     def compare_again(self, run: BatchRun, changed: Sequence[str]) -> None:
         """Compare the layers for the first micro-batch of ``run``. Collective; see :meth:`compare`."""
+        self._settings.bring()
         with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
             inputs = self._steps.inputs(run.micro_batches[0])
         self.compare(inputs, run, changed)

@@ -142,7 +142,7 @@ class BatchRunner:
         # A rank that has met an error since the last step says so where the others begin the next one.
         self._structure.check()
         changed = self._comparison.changed()
-        asks = bool(changed) or (self._epoch_begins and self._comparison.settings_changed())
+        asks = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
         self._epoch_begins = False
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             self._comparison.compare_again(window[0], changed)
@@ -247,6 +247,7 @@ class BatchRunner:
 
     def _before_optimizer_step(self, window: Sequence[BatchRun]) -> None:
         """Let every rank have what the steps did, then call the hooks that see the gradients of all of it."""
+        self._comparison.note_settings()
         self._results = self._outcomes.share_with_pipeline(window)
         for result in self._results:
             self._outcomes.log_again(result)

@@ -288,6 +288,41 @@ class ChangedLater(cases.SequentialClassifier):
             self.net[0].register_forward_hook(lambda layer, arguments, output: output - output.mean(0))
 
 
+class MixingWithin(nn.Module):
+    """Mixes samples by as much as its buffers, its dict and its list say together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("share", torch.zeros(()))
+        self.settings, self.shares = {"share": 0.0}, [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x + (self.share + self.settings["share"] + sum(self.shares)) * x.mean(0)
+
+
+class ChangedWithin(cases.SequentialClassifier):
+    """A hook lets one layer after the other mix samples within an epoch, on either rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in (1, 2, 5, 6, 7):
+            self.net.insert(place, MixingWithin())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.net[1].share.data.fill_(0.5)
+        elif self.global_step == 2:
+            self.net[2].shares.append(0.5)
+        elif self.global_step == 3:
+            self.net[5].share.fill_(0.5)
+        elif self.global_step == 4:
+            self.net[6].share = torch.tensor(0.5)
+        elif self.global_step == 5:
+            self.net[7].settings["share"] = 0.5
+
+
 class Tempered(nn.Module):
     def __init__(self, settings: dict[str, float]) -> None:
         super().__init__()
@@ -319,10 +354,10 @@ def whole_batches(host: Host) -> dict[str, Any]:
 
 
 def said_of_layers(host: Host) -> dict[str, Any]:
-    def refused(module: Any, max_epochs: int = 1, **strategy: Any) -> str:
+    def refused(module: Any, max_epochs: int = 1, num_samples: int = 16, **strategy: Any) -> str:
         try:
             trainer = host.trainer(max_epochs=max_epochs, strategy=strategy)
-            trainer.fit(module, cases.loader(16), cases.loader(16, seed=3))
+            trainer.fit(module, cases.loader(num_samples), cases.loader(16, seed=3))
         except MisconfigurationException as refusal:
             return str(refusal)
         return "not refused"
@@ -343,6 +378,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
         "centered": warned(CenteredClassifier, warmup_epochs=0),
         "changed later": warned(ChangedLater, warmup_epochs=0, max_epochs=4),
+        "changed within": warned(ChangedWithin, algorithm=[0, 5, 10], num_samples=96),
         "tempered": warned(TemperedClassifier, warmup_epochs=0),
     }
 

@@ -103,6 +103,15 @@ def test_layers_that_hooks_let_mix_samples_later_are_told(two: Records) -> None:
     assert two.ranks[1]["said_of_layers"]["changed later"] == []
 
 
+def test_layers_that_hooks_let_mix_samples_within_an_epoch_are_told(two: Records) -> None:
+    """By a buffer or a container of a layer, on either rank: losses were others, and nothing was said."""
+    said = two.ranks[0]["said_of_layers"]["changed within"]
+    places = [1, 2, 5, 6, 7]
+    assert len(said) == len(places)
+    for place, sentence in zip(places, said, strict=True):
+        assert f"what self.net.{place} (MixingWithin) gives for a sample depends on the others" in sentence
+
+
 def test_what_a_step_changes_under_a_layer_is_told_once(two: Records) -> None:
     """What a step changed in a dict came to layers at another time than in one process, in silence."""
     said = [each for rank in two.ranks for each in rank["said_of_layers"]["tempered"] if "in place" in each]
