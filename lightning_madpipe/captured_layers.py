@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, raised_together
@@ -22,7 +23,8 @@ from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, fin
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
 from lightning_madpipe.steps.batches import batch_size_of, not_by_samples, split_batch
 from lightning_madpipe.steps.early_optimizers import optimizers_for_steps
-from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone
+from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone, without_data_undone
+from lightning_madpipe.steps.hooks_that_collect import read_around
 
 
 def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
@@ -58,7 +60,7 @@ def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: i
         if before.captured.holds_for(call.args, call.kwargs):
             return before
     try:
-        found = _captured(module, call, lambda: undone(module, lightning))
+        found = _captured(module, call, lightning)
     except Exception as error:  # also the model's own, where it runs with data
         reason = state_of_other_size(module, (call.args, call.kwargs))
         reason = reason or _why_not_in_pieces(module, step, whole, batch, lightning)
@@ -76,11 +78,17 @@ def _why_not_in_pieces(module: Any, step: str, whole: Any, piece: Any, lightning
     size = batch_size_of(whole)
     if batch_size_of(piece) == size:
         return None
-    try:
-        call = find_call(module, step, whole, lambda: undone(module, lightning))
-        with preserved_random_state(), undone(module, lightning), torch.no_grad():
-            module.get_submodule(call.path)(*call.args, **call.kwargs)
-    except Exception:  # what it raises for the micro-batch says more
+
+    def runs(batch: Any) -> bool:
+        try:
+            call = find_call(module, step, batch, lambda: undone(module, lightning))
+            with preserved_random_state(), undone(module, lightning), torch.no_grad():
+                module.get_submodule(call.path)(*call.args, **call.kwargs)
+        except Exception:  # what it raises for the micro-batch says more
+            return False
+        return True
+
+    if runs(piece) or not runs(whole):
         return None
     few = batch_size_of(piece)
     return f"it runs for a whole batch of {size}, and not for {few} of its samples: {not_by_samples(size)}"
@@ -107,17 +115,18 @@ def _call_before(module: Any) -> PipelineCall | None:
     return call if call is not None and call.captured is not None else None
 
 
-def _captured(module: Any, call: StepCall, undone: Callable[[], AbstractContextManager[None]]) -> PipelineCall:
+def _captured(module: Any, call: StepCall, lightning: Lightning) -> PipelineCall:
     """The layers of a call: of its capture, or where data decides of what it runs in order. Collective then."""
     model = module.get_submodule(call.path)
     captured: CapturedCall | None = None
     try:
-        captured = CapturedCall(model, call.in_words, call.args, call.kwargs)
+        with without_data_undone(module, lightning):
+            captured = CapturedCall(model, call.in_words, call.args, call.kwargs)
         whole = captured.undivided()
     except CaptureError as error:
         whole = "", error
     if whole is not None:
-        captured = _of_elements(model, call, *whole, undone, captured)
+        captured = _of_elements(model, call, *whole, lambda: undone(module, lightning), captured)
     assert captured is not None
     return PipelineCall(layers=captured.layers, attribute=call.attribute, captured=captured)
 
@@ -132,9 +141,7 @@ def _of_elements(
         captured: What is taken where it runs nothing in order; None: that is refused.
     """
     try:
-        found = raised_together(
-            lambda: CoarseCall(model, call.in_words, call.args, call.kwargs, reason, within, undone)
-        )
+        found = raised_together(lambda: _coarse(model, call, within, reason, undone))
     except CaptureError as error:
         if captured is None:
             raise
@@ -145,6 +152,23 @@ def _of_elements(
         raise CaptureError(
             f"{reason}. Ranks go different ways there: make the module from the same random numbers on all of "
             "them (seed_everything)"
+        )
+    return found
+
+
+def _coarse(
+    model: nn.Module, call: StepCall, within: str, reason: CaptureError,
+    undone: Callable[[], AbstractContextManager[None]],
+) -> CoarseCall:  # fmt: skip
+    found = CoarseCall(model, call.in_words, call.args, call.kwargs, reason, within, undone)
+    elements = [model.get_submodule(element.name) for element in found.coarse.elements]
+    read = read_around(model, elements)
+    if read is not None:
+        collected, owner = read
+        raise CaptureError(
+            f"{reason}. Its elements cannot be layers either: {collected.hook} writes {collected.shown}, which "
+            f"forward() of {owner} reads around them, where another rank runs it: let the elements return it, as "
+            "in `return x, feature`, without the hook"
         )
     return found
 

@@ -31,6 +31,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime.collectives import own_groups
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
@@ -646,7 +647,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def _start_runner(self, trainer: Any) -> None:
         module, engine, call = self._module, self.deepspeed_engine, self.pipeline.call_of_module
-        traces = LayerTraces(module, call, self._lightning.exception)
+        traces = LayerTraces(module, call, self._lightning.exception, self._is_in_last_stage)
         traces.add(left_by_code(call))
         if self.pipeline.num_stages > 1:
             traces.add_of_hooks(collected_by_hooks(module, call))
@@ -691,6 +692,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         )
         self._let_metrics_go = gather_between_pipelines(module, self.gather_state)
         self.leave_out_needless_advice()
+
+    def _is_in_last_stage(self, layer: int | str) -> bool:
+        """Whether the stage behind which steps run has a layer, as layers lie now."""
+        return isinstance(layer, int) and layer >= allocation_of(self.pipeline).stages[-1].layers[0]
 
     @property
     def _batches(self) -> BatchRunner:

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from deepspeed_partition.capture import CaptureError
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall, kind_of_sizes
@@ -78,6 +80,20 @@ def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, light
 def trained_parts(module: Any) -> list[str]:
     """The parts of a module with trained weights."""
     return [path for path in trained(module)[1] if path]
+
+
+@contextmanager
+def without_data_undone(module: Any, lightning: Lightning) -> Iterator[None]:
+    """A context after which a module has no tensors without data that a capture has left in its attributes.
+
+    Such as what a hook collects. All else stays: libraries hang hooks on a model when it is first called, and keep
+    in an attribute that they did.
+    """
+    before = Leftovers(module, vars(lightning.module_class()), undoable=True)
+    try:
+        yield
+    finally:
+        before.undo(lambda change: any(isinstance(tensor, FakeTensor) for tensor in tensors_of(change.value)))
 
 
 @contextmanager

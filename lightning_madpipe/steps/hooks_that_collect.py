@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_madpipe.compat.unsupported import hooks_of
 from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.steps.code_names import function_of, is_librarys, names_in
 
 MUTATORS = frozenset((
     "__setitem__", "add", "append", "appendleft", "clear", "extend", "insert", "pop", "setdefault", "update",
@@ -35,6 +36,10 @@ class Collected(NamedTuple):
     name: str
     hook: str
     """The hook and where it hangs, in words."""
+    function: Any
+    """The hook."""
+    layer: int | str
+    """The number of its layer, or the key of a tie."""
 
 
 def collected_by_hooks(module: nn.Module, call: PipelineCall) -> Iterator[Collected]:
@@ -48,7 +53,35 @@ def collected_by_hooks(module: nn.Module, call: PipelineCall) -> Iterator[Collec
                 said = f"the hook {getattr(hook, '__name__', type(hook).__name__)} on {place}"
                 for owner, name in _writes(hook, part, module):
                     if id(owner) in shown_as:
-                        yield Collected(owner, f"{shown_as[id(owner)]}.{name}", name, said)
+                        yield Collected(owner, f"{shown_as[id(owner)]}.{name}", name, said, hook, number)
+
+
+def read_around(model: nn.Module, elements: Sequence[nn.Module]) -> tuple[Collected, str] | None:
+    """What code around the elements of a model reads that a hook in one of them writes, and whose code that is.
+
+    That code runs where the first and the last layer are, and the hook where its element is.
+    """
+    inside = {part for element in elements for part in element.modules()}
+    around = [part for part in model.modules() if part not in inside]
+    for collected in collected_by_hooks(model, PipelineCall(layers=tuple(elements), attribute="forward")):
+        for part in around:
+            kind: Any = part.__class__
+            if collected.name in _names_from_forward(kind):
+                return collected, type(part).__name__
+    return None
+
+
+@functools.cache
+def _names_from_forward(kind: Any) -> frozenset[str]:
+    """All names in the program's code of ``forward()`` of a class, of its base classes, and of what it calls."""
+    found, todo = set[str](), {"forward"}
+    while todo:
+        name = todo.pop()
+        functions = (function_of(vars(base).get(name)) for base in kind.__mro__ if not is_librarys(base))
+        for function in (function for function in functions if function is not None):
+            todo |= {*names_in(function.__code__)} - found
+            found.update(names_in(function.__code__))
+    return frozenset(found)
 
 
 def _objects(module: nn.Module) -> Iterator[tuple[int, str]]:

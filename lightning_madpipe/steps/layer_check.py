@@ -8,9 +8,10 @@ with the same random numbers, and compared within the precision of the type. The
 output and the gradients of all parameters and inputs are compared with those of ``forward``.
 
 All of it takes place on copies of parameters and buffers; attributes, modes and random numbers are put back, and
-hooks of the user are not called. It costs two forwards and two backwards of one micro-batch through the whole
-model on one process, while the others wait, and room for its activations and three times its weights. Where that
-does not fit, one layer at a time is on the device, for one forward.
+of the user's hooks those alone are called that write what ``forward`` may read. It costs two forwards and two
+backwards of one micro-batch through the whole model on one process, while the others wait, and room for its
+activations and three times its weights. Where that does not fit, one layer at a time is on the device, for one
+forward.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
+from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
 from lightning_madpipe.steps.module_state import (
     buffer_values,
@@ -115,6 +117,8 @@ class LayerCheck:
         self._functions = [unpacking(layer) for layer in self._layers]
         self._existing = [layer for _, layer in call.existing_modules()]
         self._notes: list[str] = []
+        self._collected = list(collected_by_hooks(module, call))
+        """What ``forward`` may read that hooks on layers write, which are called therefore."""
         self._in_segment = False
         self._reads: dict[Read, None] = {}
         self._left: dict[Left, None] = {}
@@ -145,7 +149,8 @@ class LayerCheck:
     def _found(self) -> Verdict:
         known = set(self._module.modules())
         strange = [part for layer in self._existing for part in layer.modules() if part not in known]
-        with silenced([self._module, *self._existing]), modes(dict.fromkeys(strange, self._mode)):
+        collecting = [each.function for each in self._collected]
+        with silenced([self._module, *self._existing], but=collecting), modes(dict.fromkeys(strange, self._mode)):
             whole = self._fits()
             if whole:
                 try:
@@ -246,10 +251,11 @@ class LayerCheck:
         finally:
             for name in silent:
                 object.__delattr__(self._module, name)
-            self._reads.update(reads)
+            collected = {each.shown for each in self._collected}
+            self._reads.update((read, None) for read in reads if str(read) not in collected)
             self._left.update(dict.fromkeys(self._left_by(before, within)))
             self._note_reads(list(watched.read_values))
-            changed = [str(change.place) for change in before.changes()]
+            changed = [place for place in (str(each.place) for each in before.changes()) if place not in collected]
             told += [f"sets {place}" for place in changed]
             if told:
                 kinds = list(dict.fromkeys(told))
@@ -455,7 +461,17 @@ class LayerCheck:
         named = self._named_weights()
         weights = list(named)
         # Before the list runs: batch normalization changes what its backward may ask for.
-        of_theirs = self._all_gradients(theirs, [*inputs, *weights])
+        try:
+            of_theirs = self._all_gradients(theirs, [*inputs, *weights])
+        except OUT_OF_MEMORY:
+            raise
+        except RuntimeError as error:  # such as of a tensor that a hook of an earlier step has kept
+            forget_failed_backward()
+            self._notes.append(
+                f"pipeline_layers() could not be compared with forward() of {self._name}, whose backward raises "
+                f"{type(error).__name__} here: {error}"
+            )
+            return False
         restore_buffers(buffers)
         restore()
         again = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
@@ -546,13 +562,17 @@ class LayerCheck:
 
     def _left_by(self, before: Leftovers, within: Leftovers) -> Iterator[Left]:
         """What ``forward`` and the layers have set; a buffer that changes is a statistic."""
+        collected = {(id(each.owner), each.name) for each in self._collected}
         for place in (change.place for change in before.changes()):
-            if place.kind == "attribute":
+            owner = self._module.get_submodule(place.owner) if place.kind == "attribute" else None
+            if owner is not None and (id(owner), place.name) not in collected:
                 yield Left(None, place.owner, place.name)
         for place in (change.place for change in within.changes()):
             layer, _, path = place.owner.partition(".")
             if place.kind == "attribute" and layer:
-                yield Left(int(layer), path, place.name)
+                owner = self._existing[int(layer)].get_submodule(path)
+                if (id(owner), place.name) not in collected:
+                    yield Left(int(layer), path, place.name)
 
     def _named_weights(self) -> dict[Tensor, str]:
         named = {w: f"self.{name}" for name, w in self._module.named_parameters() if w.requires_grad}

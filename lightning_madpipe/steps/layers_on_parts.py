@@ -59,6 +59,7 @@ from lightning_madpipe.steps.gradients_on_parts import (
     gradients_depend_on_others,
 )
 from lightning_madpipe.steps.handed_over import HandOver, hand_over
+from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.module_state import fits, modes, silenced
 from lightning_madpipe.steps.tensor_comparison import TOLERANCES
 from lightning_madpipe.steps.what_steps_leave import Numbers, numbers_of
@@ -153,7 +154,7 @@ def layers_on_parts(
     names = {part: f"self.{name}" for name, part in module.named_modules() if name}
     is_training = module.training and torch.is_grad_enabled()
     if is_cut:
-        found.handed_over = _handed_over(call, functions, names, samples, device, dtype)
+        found.handed_over = _handed_over(module, call, functions, names, samples, device, dtype)
     passed: Tensors | None = samples.inputs
     needed = tuple(tensor.requires_grad for tensor in samples.inputs)
     parts = _Parts.of(samples)
@@ -213,6 +214,7 @@ def _in_words(place: int, layer: Any, names: dict[nn.Module, str]) -> tuple[str,
 
 
 def _handed_over(
+    module: nn.Module,
     call: PipelineCall,
     functions: Sequence[Callable[[Any], Any] | None],
     names: dict[nn.Module, str],
@@ -226,7 +228,8 @@ def _handed_over(
     others = _times(samples.inputs, 0.5) if parts is None else parts.other_first
     modules = [_modules_of(layer) for layer in call.layers]
     everything = [module for group in modules for module in group]
-    with silenced(everything), ExitStack() as stack:
+    collecting = [each.function for each in collected_by_hooks(module, call)]
+    with silenced(everything, but=collecting), ExitStack() as stack:
         if device.type != "cpu" or dtype is not None:
             if not fits(everything, device, dtype):
                 return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_madpipe.steps.hook_values import value_of, why_not_logged
 from lightning_madpipe.steps.metrics import BatchMetrics, MetricValue, metrics_of
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 
@@ -36,15 +37,32 @@ class LogCalls:
         """A context in which what a step does to its metrics is seen."""
         return self._metrics.watching(self._module)
 
-    def checked(self, micro_batch: MicroBatch, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> LogCall:
+    def checked(
+        self,
+        micro_batch: MicroBatch,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        leave_out: Callable[[str, str], object],
+    ) -> LogCall | None:
         """The arguments of a call of ``self.log`` by their names, with values that can be sent.
+
+        Args:
+            leave_out: What is told the name of a value that is not logged, and why.
+
+        Returns:
+            None where the value is on another rank.
 
         Raises:
             Exception: it logs what is no number, or to a group of its own.
         """
         bound = self._signature.bind(self._module, *arguments, **keywords).arguments
         log_call = {name: value for name, value in bound.items() if name != "self"}
-        key, value, step = log_call["name"], log_call["value"], micro_batch.step
+        key, step = log_call["name"], micro_batch.step
+        why_not = why_not_logged(log_call["value"], step, key)
+        if why_not is not None:
+            leave_out(key, why_not)
+            return None
+        value = log_call["value"] = value_of(log_call["value"])
         if isinstance(value, Metric):
             log_call["value"] = self._metric_value(value, log_call, micro_batch)
         elif isinstance(value, Tensor) and value.numel() == 1:

@@ -366,6 +366,8 @@ class LossOfBatches:
                 f"before the first step failed ({finding.why_unknown}). If it is that mean, weighted by samples, "
                 "write MadPipeStrategy(loss='mean'); else num_micro_batches=1 gives the loss of the batch"
             )
+        elif finding.unknown is Unknown.MEETS_AGAIN:
+            self.steps.forget_trials()  # if the step does not fail, it is given up and tried once more
 
     def _explaining_all(self, findings: Sequence[Finding]) -> frozenset[Weight]:
         """The weights that explain these batches and all before."""

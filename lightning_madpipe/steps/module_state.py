@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -47,9 +48,13 @@ def modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
 
 
 @contextmanager
-def silenced(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave out the hooks of the user, but for torch's own, such as those of ``weight_norm``."""
-    before = []
+def silenced(modules: Sequence[nn.Module], but: Collection[Any] = ()) -> Iterator[None]:
+    """Leave out the hooks of the user, but for torch's own, such as those of ``weight_norm``.
+
+    Args:
+        but: Hooks that are not left out.
+    """
+    before, kept = [], set(map(id, but))
     try:
         for part in dict.fromkeys(part for module in modules for part in module.modules()):
             for table in HOOKS:
@@ -57,7 +62,9 @@ def silenced(modules: Sequence[nn.Module]) -> Iterator[None]:
                 if hooks:
                     before.append((part, table, hooks))
                     torchs = {
-                        key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.")
+                        key: hook
+                        for key, hook in hooks.items()
+                        if type(hook).__module__.startswith("torch.") or id(hook) in kept
                     }
                     vars(part)[table] = type(hooks)(torchs)
         yield

@@ -20,6 +20,7 @@ from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batches import map_children
+from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.left_untouched import left_untouched
 from lightning_madpipe.steps.micro_batches import MicroBatch
@@ -75,6 +76,7 @@ class StepRuns:
         again: bool,
         rehearsing: bool = False,
         only_inputs: bool = False,
+        is_behind: bool = False,
     ) -> Any:
         """Run the step while ``answer`` stands for the layers and ``log`` for ``self.log``.
 
@@ -83,6 +85,7 @@ class StepRuns:
             again: The step will run again on this micro-batch, so it gets a copy: it may change what it is given.
             rehearsing: Whether it is to leave no trace; then what it draws from is noted.
             only_inputs: It ends at its call of the layers.
+            is_behind: Whether it runs right behind the last stage, on the same micro-batch.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
 
@@ -99,11 +102,13 @@ class StepRuns:
                 *self._call.stand_ins(answer), (self._module, "log", log), (self._module, "print", show)
             ),
             _recorded(self._module, record),
-            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step),
+            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step, is_behind=is_behind),
             self._on_a_stage(micro_batch.step, rehearsing) if self._is_cut else nullcontext(),
         ):
             try:
-                return getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+                returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+                refuse_in_loss(returned)
+                return returned
             except StopIteration as error:  # by which Lightning would end the epoch
                 raise self._error(
                     f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning would "

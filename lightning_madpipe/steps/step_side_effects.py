@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.profiling.attributes import GENERATORS
@@ -169,9 +170,13 @@ class Leftovers:
         """The classes of objects, neither sent nor undone, whose attributes are not what they were."""
         return [type(value).__name__ for value, before in self._opaque if not _are_held(before, _held(value))]
 
-    def undo(self) -> None:
-        """Make the module what it was; tensors that were changed in place only if copies were kept."""
-        for change in self.changes():
+    def undo(self, is_wanted: Callable[[Change], bool] = lambda _: True) -> None:
+        """Make the module what it was; tensors that were changed in place only if copies were kept.
+
+        Args:
+            is_wanted: Which changes to undo; left out: all.
+        """
+        for change in filter(is_wanted, self.changes()):
             table = _table(self._module, change.place, self._beside)
             if change.place in self._before:
                 seen = self._before[change.place]
@@ -311,7 +316,9 @@ def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
     visited.add(id(value))
     known = seen.contents
     if isinstance(value, Tensor):
-        return seen.version == _version(value) and (known is None or torch.equal(value, known))
+        # What a capture has left, such as in a dictionary that a hook fills, has no data to be compared.
+        is_known = known is not None and not isinstance(value, FakeTensor)
+        return seen.version == _version(value) and (not is_known or torch.equal(value, known))
     if known is None:
         is_array = isinstance(value, numpy.ndarray)
         return seen.mark is None or seen.mark == _mark(value, is_array)

@@ -296,7 +296,7 @@ class UserSteps:
                 again, and every rank hears of it.
         """
         if isinstance(label, MicroBatch):
-            return self._loss_or_error(outputs, label)
+            return self._loss_or_error(outputs, label, is_behind=True)
         run, tensors = label.run, as_tuple(outputs)
         trains = torch.is_grad_enabled()
         if label.place == 0:
@@ -346,6 +346,11 @@ class UserSteps:
             self._dims[step] = run.dims  # seen, where micro-batches of one size show nothing
         return joined
 
+    def forget_trials(self) -> None:
+        """Let each training step that is watched show a sign of a loss that was not tried."""
+        self._tried.clear()
+        self._tried_names.clear()
+
     def share_dims(self, group: dist.ProcessGroup) -> None:
         """Let every rank know how outputs grow with the samples: layers have moved, and the last stage with them.
 
@@ -379,8 +384,13 @@ class UserSteps:
             passed.append(self.call.inputs(arguments, keywords))
             return self.call.answer(given if is_tuple else given[0], arguments, keywords)
 
+        def left_out(name: str, _: str) -> None:
+            self._tried_names.add(name)
+
         def log(*arguments: Any, **keywords: Any) -> None:
-            logged.append(self._logs.checked(micro_batch, arguments, keywords))
+            log_call = self._logs.checked(micro_batch, arguments, keywords, left_out)
+            if log_call is not None:
+                logged.append(log_call)
 
         with torch.enable_grad():
             start = _now(self._module.device)
@@ -408,9 +418,9 @@ class UserSteps:
             seconds=(middle - start, end - middle),
         )
 
-    def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+    def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch, *, is_behind: bool = False) -> Tensor:
         try:
-            return self._loss(outputs, micro_batch)
+            return self._loss(outputs, micro_batch, is_behind)
         except Exception as error:
             if not self.rehearsing:
                 if isinstance(error, ElsewhereError):
@@ -419,7 +429,7 @@ class UserSteps:
             self.error_in_rehearsal = error
             return _nothing_of(outputs)
 
-    def _loss(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+    def _loss(self, outputs: Any, micro_batch: MicroBatch, is_behind: bool) -> Tensor:
         micro_batch.log_calls, micro_batch.calls = [], []
         micro_batch.loss = micro_batch.returned = None
         if micro_batch.place == 0:
@@ -441,7 +451,9 @@ class UserSteps:
             return self.call.answer(outputs, arguments, keywords)
 
         def log(*arguments: Any, **keywords: Any) -> None:
-            micro_batch.log_calls.append(self._logs.checked(micro_batch, arguments, keywords))
+            log_call = self._logs.checked(micro_batch, arguments, keywords, lambda _, why: self._say(why))
+            if log_call is not None:
+                micro_batch.log_calls.append(log_call)
 
         ends = _graph_of(outputs)
         with self._logs.watching_metrics():
@@ -454,6 +466,7 @@ class UserSteps:
                 record=micro_batch.calls.append,
                 again=again,
                 rehearsing=self.rehearsing,
+                is_behind=is_behind,
             )
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)

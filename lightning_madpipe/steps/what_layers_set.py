@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.forward_reads import of_class, subclass_of
+from lightning_madpipe.steps.hook_values import NOT_HERE, HookValue
 from lightning_madpipe.steps.hooks_that_collect import Collected
 from lightning_madpipe.steps.step_side_effects import LIBRARIES
 
@@ -29,7 +30,8 @@ BY_A_HOOK = (
     "{step} reads {shown}, which {hook} writes while that layer runs: in a pipeline a layer runs on the rank that "
     "has it, once per micro-batch, and the step on the last stage, where neither the value nor its gradient "
     "comes: return it from forward(), `return logits, feature`, without the hook; layers that are named in "
-    "pipeline_layers() hand it on with the activations"
+    "pipeline_layers() hand it on with the activations. Where it is only logged, give self.log the tensor, "
+    "without float() or .item()"
 )
 
 
@@ -86,10 +88,18 @@ class LayerTraces:
         module: The LightningModule.
         call: Its layers.
         error: The host's exception with a sentence.
+        is_in_last_stage: Whether the last stage runs a layer, by its number or the key of its tie.
     """
 
-    def __init__(self, module: nn.Module, call: PipelineCall, error: Callable[[str], Exception]) -> None:
-        self._module, self._error = module, error
+    def __init__(
+        self,
+        module: nn.Module,
+        call: PipelineCall,
+        error: Callable[[str], Exception],
+        is_in_last_stage: Callable[[int | str], bool] = lambda _: False,
+    ) -> None:
+        self._module, self._error, self._is_in_last_stage = module, error, is_in_last_stage
+        self._is_behind = False
         self._called = f"self.{call.attribute}()"
         self._layers = [layer for _, layer in call.existing_modules()]
         self._names = {part: f"self.{name}" for name, part in module.named_modules() if name}
@@ -113,8 +123,15 @@ class LayerTraces:
         self._kinds.clear()
 
     @contextmanager
-    def hidden(self, step: str) -> Iterator[None]:
-        """Let a step raise, while it runs, where it reads what a layer sets."""
+    def hidden(self, step: str, *, is_behind: bool = False) -> Iterator[None]:
+        """Let a step raise, while it runs, where it reads what a layer sets.
+
+        What a hook writes it may log, see ``hook_values.py``.
+
+        Args:
+            is_behind: Whether the step runs right behind the last stage, on the same micro-batch.
+        """
+        self._is_behind = is_behind
         with ExitStack() as stack:
             for owner in self._hidden:
                 stack.enter_context(of_class(owner, self._refusing_class(owner, step)))
@@ -131,10 +148,17 @@ class LayerTraces:
     def _refusing(self, owner: Any, left: Left | Collected, step: str) -> property:
         def read(_: Any) -> Any:
             if isinstance(left, Collected):
-                raise self._error(BY_A_HOOK.format(step=step, shown=left.shown, hook=left.hook))
+                return self._value_by_a_hook(owner, left, step)
             raise self._error(self._sentence(owner, left, step))
 
         return property(read, lambda it, value: vars(it).__setitem__(left.name, value))
+
+    def _value_by_a_hook(self, owner: Any, left: Collected, step: str) -> HookValue:
+        def refuse() -> NoReturn:
+            raise self._error(BY_A_HOOK.format(step=step, shown=left.shown, hook=left.hook))
+
+        is_here = self._is_behind and self._is_in_last_stage(left.layer) and left.name in vars(owner)
+        return HookValue(vars(owner)[left.name] if is_here else NOT_HERE, (left.shown, left.hook), refuse)
 
     def _sentence(self, owner: nn.Module, left: Left, step: str) -> str:
         place = f"self.{left.name}" if owner is self._module else f"{self._name_of(owner, left)}.{left.name}"

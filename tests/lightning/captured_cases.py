@@ -174,6 +174,38 @@ class UNet(Sgd):
         return F.cross_entropy(self(batch["image"]), batch["segments"], weight=self.weights)
 
 
+class Featured(UNet):
+    """Its head reads what hooks on two layers keep, as that of DPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(1 if place == 0 else 4, 4, 3, padding=1), nn.Tanh()) for place in range(5)
+        )
+        self.head, self.features = nn.Conv2d(8, 2, 1), {}
+        del self.down, self.middle, self.up
+        for name, layer in {"first": self.blocks[0], "fourth": self.blocks[3]}.items():
+            layer.register_forward_hook(self.keep(name))
+
+    def keep(self, name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+            self.features[name] = output
+
+        return hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.cat([self.features["first"], self.features["fourth"]], dim=1)) + x[:, :2]
+
+
+class FeaturedDeciding(Featured):
+    """Cannot be written down, and its code around the blocks reads what hooks in them keep."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.nan_to_num() if x.isnan().any() else x)
+
+
 def images() -> DataLoader:
     generator = torch.Generator().manual_seed(7)
     samples = [
@@ -416,6 +448,10 @@ def sentence_classifier(host: cases.Host) -> dict[str, Any]:
 
 def u_net(host: cases.Host) -> dict[str, Any]:
     return trained(host, UNet, images())
+
+
+def featured(host: cases.Host) -> dict[str, Any]:
+    return trained(host, Featured, images())
 
 
 def translator(host: cases.Host) -> dict[str, Any]:
@@ -688,6 +724,8 @@ class Branching(Sgd):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        for block in self.blocks:
+            nn.init.constant_(block.bias, -20.0)  # type: ignore[arg-type]  # so that they are run in order
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -968,12 +1006,13 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
-        MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows,
+        MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows, FeaturedDeciding,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
         strategy: dict[str, Any] = {}
         data = sentences() if issubclass(build, CausalLanguageModel) else cases.loader(NUM_SAMPLES)
+        data = images() if build is FeaturedDeciding else data
         accumulate = 1
         if build is MixedWindow:
             samples, accumulate = list(data.dataset), 2  # type: ignore[call-overload]
@@ -1002,6 +1041,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         causal_language_model,
         sentence_classifier,
         u_net,
+        featured,
         translator,
         recurrent,
         several_calls,

@@ -146,6 +146,28 @@ def by_places(host: Host) -> dict[str, Any]:
     return {"rows": recorder.rows}
 
 
+class LogsFeatures(Module):
+    """Logs what a hook on the last layer keeps, which runs right before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, torch.Tensor] = {}
+        for name in ("embed", "head"):
+            self.get_submodule(name).register_forward_hook(self.keep(name))
+
+    def keep(self, name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+            self.features[name] = output
+
+        return hook
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("of head", self.features["head"].square().mean(), on_epoch=True)
+        self.log("of rows", 2.0 * self.features["head"].abs().sum(-1).mean())
+        return loss
+
+
 class Gate(nn.Module):
     """A block whose buffers hooks set, as annealing does."""
 
@@ -856,11 +878,18 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     return record
 
 
+def logged_features(host: Host) -> dict[str, Any]:
+    recorder = cases.Recorder()
+    trainer = trained(host, seeded(LogsFeatures), recorder)
+    return cases.fit_record(trainer, None, recorder.rows)
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         norms_over_ranks,
         each_by_itself,
         by_places,
+        logged_features,
         set_by_name,
         written_by_hooks,
         in_the_order_of_the_loader,

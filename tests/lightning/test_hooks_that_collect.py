@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_madpipe.module import PipelineCall
-from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
+from lightning_madpipe.steps.hook_values import refuse_in_loss, value_of, why_not_logged
+from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks, read_around
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 
@@ -27,6 +28,11 @@ class Module(nn.Module):
 
     def keep(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self.features = output * self.settings["scale"]
+
+
+class Reader(Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) + self.features["block"]
 
 
 class Saver:
@@ -94,11 +100,47 @@ def test_a_step_that_reads_what_a_hook_writes_is_told_which(hook: Any, shown: st
     read = f"module{shown.removeprefix('self').replace('.net.1', '.net[1]')}" if shown else "module.features"
     module.net(torch.zeros(1, 2))
     eval(read)  # before and after a step it can be read
-    with traces.hidden("training_step"):
+    with traces.hidden("training_step", is_behind=True):
         assert module.settings == {"scale": 2.0}
-        if shown is None:
-            eval(read)
-        else:
+        value = eval(read)
+        if shown is not None:
             with pytest.raises(RuntimeError, match=f"training_step reads {shown}, which the hook .* on self.net"):
-                eval(read)
+                float(value)
     eval(read)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_step_may_log_what_a_hook_writes_and_no_more(is_here: bool) -> None:
+    """To log it was refused, also on the last stage, where it was there and had been logged before."""
+    module = Module(fills_a_dict)
+    call = PipelineCall(layers=list(module.net), attribute="forward")
+    traces = LayerTraces(module, call, RuntimeError, is_in_last_stage=lambda layer: is_here and layer == 1)
+    traces.add_of_hooks(collected_by_hooks(module, call))
+    module.net(torch.zeros(3, 2))
+    feature = module.features["block"]
+    with traces.hidden("training_step", is_behind=True):
+        logged = 2 * module.features["block"].square().mean() + torch.ones(())
+        why = why_not_logged(logged, "training_step", "norm")
+        with pytest.raises(RuntimeError, match=r"reads self\.features"):
+            refuse_in_loss({"loss": torch.zeros(()) + module.features["block"].sum()})
+        if is_here:
+            assert why is None and torch.equal(value_of(logged), 2 * feature.square().mean() + 1)
+            assert len(module.features) == 1 and float(logged) == float(value_of(logged))
+        else:
+            assert why is not None and why.startswith("training_step logs 'norm', which is made of self.features")
+            for needs_it in (len, float, bool, list):
+                with pytest.raises(RuntimeError, match=r"reads self\.features"):
+                    needs_it(module.features)
+            with pytest.raises(RuntimeError, match=r"reads self\.features"):
+                module.features.clear()
+    with traces.hidden("validation_step"):  # on a whole batch, whose last micro-batch the hook has seen
+        assert why_not_logged(module.features["block"].mean(), "validation_step", "norm") is not None
+
+
+def test_code_around_layers_that_reads_what_a_hook_in_them_writes_is_told() -> None:
+    model = nn.Module()
+    model.inner = Reader(fills_a_dict)
+    elements = list(model.inner.net)
+    found = read_around(model, elements)
+    assert found is not None and found[0].shown == "self.inner.features" and found[1] == "Reader"
+    assert read_around(model, [model.inner]) is None

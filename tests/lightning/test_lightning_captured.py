@@ -61,6 +61,8 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("MixedWindow", "leave the short batch out (drop_last=True), or do not accumulate"),
         ("RateInForward", "asks for the optimizer or its rate at captured_cases.py:"),
         ("RateOfTrainer", "asks for the optimizer or its rate at captured_cases.py:"),
+        ("FeaturedDeciding", "the hook hook on self.blocks.0 writes self.features, which forward() of "),
+        ("FeaturedDeciding", "let the elements return it"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )

@@ -179,6 +179,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "norms_over_ranks",
         "each_by_itself",
         "by_places",
+        "logged_features",
         "set_by_name",
         "in_the_order_of_the_loader",
         "own_ratio",
