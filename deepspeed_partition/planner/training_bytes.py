@@ -109,7 +109,10 @@ class TrainingBytes:
         if int(weights[-1]) * factor >= 2**62:  # Python's integers, which take much longer
             weights = weights.astype(object)
         scaled = (weights[None, :] - weights[:, None]) * factor // self._copies.denominator
-        as_they_are = (self._as_they_are[None, :] - self._as_they_are[:, None]).astype(object) * unit
+        as_they_are = self._as_they_are[None, :] - self._as_they_are[:, None]
+        if int(self._as_they_are[-1]) * unit >= 2**61:
+            as_they_are = as_they_are.astype(object)
+        as_they_are = as_they_are * unit
         result: NDArray[np.int64] = np.clip(scaled + as_they_are, 0, 2 * MOST_BYTES).astype(np.int64)
         return result
 

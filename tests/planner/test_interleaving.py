@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -16,6 +17,7 @@ from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern.modulo_scheduling import early_pattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from deepspeed_partition.planner.solvers.step import step_search
 from deepspeed_partition.planner.solvers.step.interleaving import balanced, interleaved, moved_layers
 from deepspeed_partition.planner.solvers.step.order_search import better_orders
 from deepspeed_partition.planner.solvers.step.orders import DepthRule, GroupRule, megatron_limits
@@ -223,3 +225,24 @@ def test_limits_are_lowered_where_memory_is_short():
         assert max(use.total for use in replay(plan, made).memory) <= memory
         steps.append(plan.step_seconds)
     assert steps == sorted(steps)
+
+
+def test_stages_with_one_layer_more_stand_in_a_row():
+    """Devices run a round at a time: 64 stages of 2 or 1 blocks are 1.2 times as fast so as with these spread."""
+    problem = step_problem(blocks(102), Platform(num_devices=16, memory_bytes=10**9, bandwidth=1e9), 16)
+    found = {placement.cuts for placement in interleaved(problem) if len(placement.devices) == 64}
+    sizes = {tuple(stop - start for start, stop in pairwise(cuts)) for cuts in found}
+    assert (3, *[2] * 37, *[1] * 25, 2) in sizes
+    assert (2, *[1] * 25, *[2] * 37, 3) in sizes
+
+
+def test_where_not_all_can_be_simulated_the_promising_come_first(monkeypatch):
+    m, made = 8, blocks(30)
+    platform = Platform(num_devices=4, memory_bytes=10**9, bandwidth=FREE)
+    monkeypatch.setattr(step_search, "MOST_OPERATIONS", 5_000)
+    monkeypatch.setattr(step_search, "MOST_OPERATIONS_POLISHED", 0)
+    plan = make_plan(made, platform, num_micro_batches=m)
+    assert not replay(plan, made).violations
+    by_hand = Placement.of([0, *range(3, 32, 2), 32], [0, 1, 2, 3] * 4)  # 3 layers, 14 times 2, and 1
+    seconds, _ = run_in(one_at_a_time(made, platform, by_hand), made, megatron(4, 4, m), m)
+    assert plan.step_seconds <= seconds

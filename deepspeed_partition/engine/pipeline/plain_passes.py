@@ -202,10 +202,7 @@ class PlainPasses:
     def told_loss(self, bits: int) -> torch.Tensor:
         """Do what DeepSpeed does when the last stage has told the loss of a batch; return it."""
         engine: Any = self._engine
-        if engine.is_last_stage():
-            loss = engine._scale_loss_by_gas(engine.total_loss)
-        else:
-            loss = loss_of_bits(bits)
+        loss = engine._scale_loss_by_gas(engine.total_loss) if engine.is_last_stage() else loss_of_bits(bits)
         engine.agg_additional_losses, engine.dp_group_loss = None, loss.clone().detach()
         return loss.clone().detach()
 

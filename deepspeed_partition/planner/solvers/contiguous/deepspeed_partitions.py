@@ -81,13 +81,14 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     position = np.zeros((n + 1, m + 1), dtype=int)
     heaviest[0, 0] = 0.0
     for i in range(1, n + 1):
-        for j in range(1, min(i, m) + 1):
-            last_part = total[i] - total[:i]
-            most = np.maximum(heaviest[:i, j - 1], last_part)
-            least = np.minimum(lightest[:i, j - 1], last_part)
-            spread = most - least
-            k = i - 1 - int(np.argmin(spread[::-1]))  # the last of equal minima
-            heaviest[i, j], lightest[i, j], position[i, j] = most[k], least[k], k
+        parts_before = np.arange(min(i, m))  # all numbers of parts at once
+        last_part = (total[i] - total[:i])[:, None]
+        most = np.maximum(heaviest[:i, : len(parts_before)], last_part)
+        least = np.minimum(lightest[:i, : len(parts_before)], last_part)
+        k = i - 1 - np.argmin((most - least)[::-1], axis=0)  # the last of equal minima
+        heaviest[i, parts_before + 1] = most[k, parts_before]
+        lightest[i, parts_before + 1] = least[k, parts_before]
+        position[i, parts_before + 1] = k
     parts = [n]
     for j in reversed(range(1, m + 1)):
         parts.append(int(position[parts[-1], j]))

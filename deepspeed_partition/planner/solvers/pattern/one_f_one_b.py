@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
@@ -76,11 +76,9 @@ def least_period(loads: Sequence[int], max_in_flight: Sequence[int]) -> int | No
 def shortest_that(fits: Callable[[int], bool], loads: Sequence[int], shortest: int) -> int:
     """Return the first period from ``shortest`` on that fits, in ticks; the sum of all loads must fit.
 
-    Groups shrink as the period grows, and change only where it passes a sum of consecutive loads; so a binary
-    search over those sums is exact.
+    Groups shrink as the period grows, so a binary search over all periods is exact.
     """
-    sums = {total for first in range(len(loads)) for total in accumulate(loads[first:]) if total > shortest}
-    candidates = [shortest, *sorted(sums)]
+    candidates = range(shortest, max(shortest, sum(loads)) + 1)
     return candidates[bisect_left(candidates, True, key=fits)]
 
 

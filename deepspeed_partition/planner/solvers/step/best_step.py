@@ -26,6 +26,7 @@ from deepspeed_partition.planner.solvers.step.recomputing_step import (
     MixedChoices,
     lacks_room,
 )
+from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
 
@@ -50,13 +51,15 @@ def with_best_step(problem: Problem, answer: Answer) -> Answer:
     if problem.recomputation is not None:
         return replace(answer, steps=best_recomputing_step(problem, cuts, patterns, shared=shared))
     search = searched(problem, cuts, patterns, shared=shared)
+    if shared:
+        search.polish()
     return replace(answer, steps=tuple(islice(search.steps(patterns), 1)))
 
 
 def searched(
     problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool, share: float = SEARCH_SHARE
 ) -> StepSearch:
-    """Return the search for the shortest step, at its end.
+    """Return the search for the shortest step, at its end but for the orders that are changed one by one.
 
     Args:
         cuts: the boundaries of the contiguous partition of the shortest period; None where none fits.
@@ -65,15 +68,18 @@ def searched(
         share: the part of the time that is left for it.
     """
     search = StepSearch(problem)
+    interleaving = InterleavedSearch(search) if shared and not problem.flushes else None
+    if interleaving is not None:
+        search.deadline = problem.deadline.part(share)
+        interleaving.begin()
     if cuts is not None:
         search.deadline = problem.deadline.part(share * CONTIGUOUS_SHARE / SEARCH_SHARE if shared else share)
         search.search_contiguous(cuts)
     if shared:
         search.deadline = problem.deadline.part(share)
         search.search_shared(patterns)
-        if not problem.flushes:
-            InterleavedSearch(search).search_all()
-            search.polish()
+        if interleaving is not None:
+            interleaving.search_all()
     return search
 
 
@@ -92,6 +98,9 @@ def best_recomputing_step(
     if not search.found or lacks_room(problem, search):
         _search_recomputing(problem, search, cuts, shared=shared)
     MixedChoices(problem, search).try_all()
+    if shared:
+        search.deadline = problem.deadline.part(SEARCH_SHARE)
+        search.polish()
     return tuple(islice(search.steps(patterns), 1))
 
 
@@ -115,6 +124,8 @@ def _search_recomputing(problem: Problem, search: StepSearch, cuts: Cuts | None,
 def _adopt(search: StepSearch, uniform: Uniform, *, shared: bool) -> None:
     """Take over the steps that are found where everything is recomputed."""
     problem = replace(uniform.problem, deadline=search.problem.deadline.part(UNIFORM_SHARE))
+    if step_lower_bound(problem, contiguous=not shared) >= search.best:
+        return
     best = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
     if best is None and not shared:
         return

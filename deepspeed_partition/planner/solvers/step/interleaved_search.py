@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import inf
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.step.interleaving import balanced, interleaved, moved_layers
+from deepspeed_partition.planner.solvers.step.order_times import look_at
 from deepspeed_partition.planner.solvers.step.orders import (
     GroupRule,
     in_flight,
@@ -26,14 +28,22 @@ from deepspeed_partition.planner.solvers.step.orders import (
     megatron_limits,
     natural_limits,
 )
-from deepspeed_partition.planner.solvers.step.step_search import MOST_NEIGHBOURS, Outcome, StepSearch
+from deepspeed_partition.planner.solvers.step.step_search import (
+    MOST_NEIGHBOURS,
+    Outcome,
+    StepSearch,
+    step_engine,
+)
 
-NUM_TRIED_MORE, NUM_CENTRES = 6, 24
-"""Numbers of allocations that are tried under more orders, and between whose stages layers are moved."""
+NUM_BEGUN, NUM_TRIED_MORE, NUM_CENTRES = 3, 6, 24
+"""Numbers of allocations that are tried first, that are tried under more orders, and between whose stages layers
+are moved."""
 SHARE_OF_MORE = 0.5
 """Simulations for more orders, as a share of those for all allocations."""
-NUM_BALANCED, LEAST_SCREENED = 200, 16
+NUM_BALANCED, LEAST_SCREENED = 200, 32
 """Number of allocations whose devices are balanced, and fewest micro-batches with which all are compared."""
+MOST_OPERATIONS_LOOKED_AT = 4_000_000
+"""Number of operations up to which allocations are compared before any is simulated: a second or two."""
 NUM_STEPS = 8
 """Number of limits between the least and the wanted one among which bisection looks for what has room."""
 
@@ -45,6 +55,22 @@ class InterleavedSearch:
         assert not search.problem.flushes
         self.search, self.problem = search, search.problem
         self.m = search.simulated
+
+    def begin(self) -> None:
+        """Where not all allocations can be simulated: try the most promising, before anything else is searched.
+
+        A step that is short already leaves little to look at among contiguous partitions.
+        """
+        search = self.search
+        search.must_find = False
+        search.start_again()
+        every = list(interleaved(self.problem, search.out_of_time))
+        if self._are_many(every):
+            for placement in self._by_looks(search.promising(every))[:NUM_BEGUN]:
+                if not search.ended():
+                    self.try_usual(placement)
+        search.start_again()
+        search.must_find = True
 
     def search_all(self) -> None:
         """Try all interleaved allocations, then more orders and other cuts for the best."""
@@ -95,7 +121,7 @@ class InterleavedSearch:
         """Try all interleaved allocations under the usual orders, and the most promising ones balanced, too."""
         search = self.search
         first = search.promising(interleaved(self.problem, search.out_of_time), search.near())
-        for number, placement in enumerate(first):
+        for number, placement in enumerate(self._by_looks(first)):
             every = [placement]
             if number < NUM_BALANCED:
                 every.append(balanced(self.problem, placement, search.out_of_time))
@@ -104,6 +130,40 @@ class InterleavedSearch:
                     return
                 if each not in search.tried and search.may_be_better(each):
                     self.try_usual(each)
+
+    def _by_looks(self, placements: list[Placement]) -> list[Placement]:
+        """Return allocations by the ticks that Megatron-LM's order takes at least, if not all can be simulated.
+
+        Where even this takes too long, some of each number of stages and pattern of devices come first.
+        """
+        search, group = self.search, min(self.problem.platform.num_devices, self.m)
+        if not self._are_many(placements):
+            return placements
+        patterns: dict[tuple[int, ...], int] = {}
+        turns = []
+        for placement in placements:
+            turn = patterns[placement.devices] = patterns.get(placement.devices, 0) + 1
+            turns.append((turn, -len(placement.devices)))
+        in_turn = [
+            placement for _, placement in sorted(zip(turns, placements, strict=True), key=lambda each: each[0])
+        ]
+        least: dict[Placement, float] = {}
+        left = MOST_OPERATIONS_LOOKED_AT
+        for placement in in_turn:
+            if left <= 0 or search.ended():
+                break
+            engine = step_engine(self.problem, placement)  # most are never simulated, so none is kept
+            left -= len(engine.ticks) * self.m
+            orders = GroupRule(group, megatron_limits(placement.devices, group), alternates=True).orders(
+                engine, self.m
+            )
+            if least_bytes(engine, orders) <= self.problem.platform.memory_bytes:
+                least[placement] = look_at(engine, orders, self.m, search.near()).least
+        return sorted(in_turn, key=lambda each: least.get(each, inf))
+
+    def _are_many(self, placements: list[Placement]) -> bool:
+        """Return whether there are too many allocations to simulate each once."""
+        return sum(2 * len(each.devices) * self.m for each in placements) > self.search.operations_left
 
     def try_usual(self, placement: Placement) -> None:
         """Try the orders that are most often the best."""

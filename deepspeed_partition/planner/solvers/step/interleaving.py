@@ -16,7 +16,7 @@ for each move of a layer between two of S stages, and at most ``MOST_MOVES`` mov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -112,18 +112,34 @@ def moved_layers(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _cuts(problem: Problem, per_device: int) -> Iterator[tuple[int, ...]]:
     """Yield cuts into ``per_device`` rounds over all devices.
 
-    Stages have as many layers each, or, for each way to share the layers of a device among the rounds, times or
-    numbers of layers in that proportion: small stages in the first rounds fill the pipeline sooner. The first and
-    the last layer, often an embedding and a head, do not count as layers there.
+    Stages have as many layers each, those with one more in a row or spread; or, for each way to share the layers
+    of a device among the rounds, times or numbers of layers in that proportion: small stages in the first rounds
+    fill the pipeline sooner. The first and the last layer, often an embedding and a head, do not count as layers
+    there.
     """
     size, num_devices = problem.chain.num_layers, problem.platform.num_devices
     num_stages = per_device * num_devices
+    yield from _cuts_in_a_row(size, num_stages)
     yield tuple(size * stage // num_stages for stage in range(num_stages + 1))
     for rounds in dict.fromkeys(_rounds(size // num_devices, per_device)):
         weights = [share for share in rounds for _ in range(num_devices)]
         yield _cuts_by_time(problem, weights)
         if size - 2 >= num_stages:
             yield _cuts_between_ends(size, weights)
+
+
+def _cuts_in_a_row(size: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield cuts into stages of as many layers, those with one more first or last; both ends do not count.
+
+    Devices that run stages of one round at a time wait for the longest of these, so all of a round are equal, but
+    for one round.
+    """
+    ends = int(size - 2 >= num_stages)
+    few, more = divmod(size - 2 * ends, num_stages)
+    sizes = [few + 1] * more + [few] * (num_stages - more)
+    for each in dict.fromkeys((tuple(sizes), tuple(reversed(sizes)))):
+        cuts = [0, *accumulate(each)]
+        yield (0, *(cut + ends for cut in cuts[1:-1]), size)
 
 
 def _rounds(layers: int, per_device: int) -> Iterator[tuple[int, ...]]:

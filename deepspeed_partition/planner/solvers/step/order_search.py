@@ -12,7 +12,9 @@ one simulation for each neighbour.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 
+from deepspeed_partition.planner.solvers.step.order_times import look_at
 from deepspeed_partition.planner.solvers.step.step_simulator import (
     Positions,
     StepEngine,
@@ -48,8 +50,11 @@ def better_orders(
                 continue
             if not may_run():
                 return best
-            found = _simulated(engine, neighbour, run)
-            if found is None or not fits(found):
+            at_most = None if chosen is None else chosen[0] - 1
+            found = _simulated(engine, neighbour, run, at_most)
+            if found is None:
+                continue
+            if not fits(found):
                 seen.add(neighbour)
                 continue
             if chosen is None or found.ticks < chosen[0]:
@@ -69,9 +74,15 @@ def _orders_of(run: StepRun) -> Orders:
     return tuple(tuple(order) for order in run.orders)
 
 
-def _simulated(engine: StepEngine, orders: Orders, like: StepRun) -> StepRun | None:
+def _simulated(engine: StepEngine, orders: Orders, like: StepRun, at_most: int | None) -> StepRun | None:
+    """Return the run of orders; None where they wait in a circle or take longer than ``at_most``."""
+    num_micro_batches = len(like.begins[0])
+    most = inf if at_most is None else at_most
+    look = look_at(engine, orders, num_micro_batches, most)
+    if look.run is not None or look.least == inf or look.least > most:
+        return look.run
     try:
-        return engine.run(len(like.begins[0]), in_order(orders))
+        return engine.run(num_micro_batches, in_order(orders), at_most)
     except WaitInCircleError:
         return None
 

@@ -41,10 +41,16 @@ class DepthRule:
     """Most micro-batches in flight of each stage."""
 
     def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
-        depths = [min(depth, num_micro_batches) for depth in self.depths]
         if self.name == "1F1B":
-            return in_order(one_f_one_b(engine, depths, num_micro_batches))
-        return eager(engine, depths, oldest_first=self.name == "oldest")
+            return in_order(self.orders(engine, num_micro_batches))
+        return eager(engine, self._depths(num_micro_batches), oldest_first=self.name == "oldest")
+
+    def orders(self, engine: StepEngine, num_micro_batches: int) -> tuple[Positions, ...]:
+        """Return what each device does in 1F1B; a device has one stage."""
+        return one_f_one_b(engine, self._depths(num_micro_batches), num_micro_batches)
+
+    def _depths(self, num_micro_batches: int) -> list[int]:
+        return [min(depth, num_micro_batches) for depth in self.depths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,17 @@ class FixedRule:
 
 
 Rule = DepthRule | GroupRule | PatternRule | FixedRule
+
+
+def fixed_orders(rule: Rule, engine: StepEngine, num_micro_batches: int) -> tuple[Positions, ...] | None:
+    """Return what each device does where a rule says so beforehand; None where it chooses among what has come."""
+    if isinstance(rule, FixedRule):
+        return rule.orders
+    if isinstance(rule, GroupRule) and rule.alternates:
+        return rule.orders(engine, num_micro_batches)
+    if isinstance(rule, DepthRule) and rule.name == "1F1B":
+        return rule.orders(engine, num_micro_batches)
+    return None
 
 
 def natural_limits(engine: StepEngine, orders: Sequence[Sequence[int]]) -> tuple[int, ...]:

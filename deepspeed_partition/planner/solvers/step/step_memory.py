@@ -77,7 +77,7 @@ class _Spans:
     def peak(self, place: int) -> int:
         """Return the most bytes of a device, transients included."""
         engine = self.engine
-        stages = [stage for stage in range(engine.num_stages) if engine.device[stage] == place]
+        stages = engine.stages_of[place]
         held = _Bytes(engine.kept[place] - sum(engine.late_gradients[stage] for stage in stages))
         for stage in stages:
             back = self.size - 1 - stage

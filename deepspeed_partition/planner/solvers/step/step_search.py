@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import accumulate, combinations, product
+from itertools import accumulate, combinations, islice, product
 from math import ceil, comb, inf
 
 import numpy as np
@@ -50,8 +50,14 @@ from deepspeed_partition.planner.solvers.pattern import one_f_one_b as steady_1f
 from deepspeed_partition.planner.solvers.pattern.modulo_scheduling import early_pattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.step.order_search import better_orders
-from deepspeed_partition.planner.solvers.step.orders import DepthRule, FixedRule, PatternRule, Rule
-from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, StepRun, WaitInCircleError
+from deepspeed_partition.planner.solvers.step.order_times import look_at
+from deepspeed_partition.planner.solvers.step.orders import DepthRule, FixedRule, PatternRule, Rule, fixed_orders
+from deepspeed_partition.planner.solvers.step.step_simulator import (
+    StepEngine,
+    StepRun,
+    WaitInCircleError,
+    in_order,
+)
 from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
 MOST_OPERATIONS = 500_000
@@ -73,6 +79,8 @@ NUM_POLISHED, MOST_OPERATIONS_POLISHED = 40, 200_000
 """Number of allocations whose orders are changed operation by operation, and of operations simulated for that."""
 MOST_STAGES_OF_PROGRAM = 10
 """Most stages for whose steady state the integer program is asked: beyond, it seldom ends within seconds."""
+SHARE_OF_LOOK = 6
+"""Number of times that one pass over given orders is sooner done than their simulation."""
 NEAR = 1.1
 """Factor of the best within which an allocation is remembered: with other depths it may become the best."""
 
@@ -151,7 +159,8 @@ class StepSearch:
         else:
             for placement in self.promising(map(Placement.contiguous, _balanced(self.problem))):
                 self.try_contiguous(placement)
-            for placement in self.leaders()[:NUM_CENTRES]:
+            contiguous = [placement for placement in self.leaders() if placement.is_contiguous]
+            for placement in contiguous[:NUM_CENTRES]:
                 self.descend(placement, moved_boundaries)
         self.refine_leaders()
 
@@ -198,7 +207,9 @@ class StepSearch:
             every = dict.fromkeys(Placement.of(range(size + 1), (0, *rest)) for rest in owners)
             for placement in self.promising(every):
                 self.try_shared(placement)
-        for placement in self.leaders()[:1]:
+        # Interleaved ones have a search of their own.
+        short = (placement for placement in self.leaders() if len(placement.devices) < 2 * num_devices)
+        for placement in islice(short, 1):
             self._refine(placement)
             self.descend(placement, lambda centre: neighbours(self.problem, centre))
         self.refine_leaders()
@@ -366,7 +377,7 @@ class StepSearch:
             if least >= self.best:
                 continue
 
-            def may_run(stop: int = share, cost: int = len(engine.ticks) * self.simulated) -> bool:
+            def may_run(stop: int = share, cost: int = len(engine.ticks) * self.simulated // 2) -> bool:
                 self.operations_left -= cost
                 return self.operations_left > stop and not self.out_of_time()
 
@@ -410,11 +421,22 @@ class StepSearch:
             return Outcome.TOO_LARGE  # there is no room for a batch
         engine, rest = self.engine(placement), self.num_micro_batches - self.simulated
         at_most = None if shorter_than == inf else ceil(shorter_than) - 1 - max(engine.load) * rest
-        self.operations_left -= len(engine.ticks) * self.simulated
-        try:
-            run = engine.run(self.simulated, rule.choice(engine, self.simulated), at_most)
-        except WaitInCircleError:
-            run = None  # a limit below what the order needs
+        cost = len(engine.ticks) * self.simulated
+        orders = None if self.problem.flushes else fixed_orders(rule, engine, self.simulated)
+        run = None
+        if orders is not None:
+            self.operations_left -= cost // SHARE_OF_LOOK
+            look = look_at(engine, orders, self.simulated, inf if at_most is None else at_most)
+            if look.least == inf or (at_most is not None and look.least > at_most):
+                return Outcome.TOO_SLOW
+            run = look.run
+        if run is None:
+            self.operations_left -= cost
+            choice = rule.choice(engine, self.simulated) if orders is None else in_order(orders)
+            try:
+                run = engine.run(self.simulated, choice, at_most)
+            except WaitInCircleError:
+                run = None  # a limit below what the order needs
         if run is None:
             return Outcome.TOO_SLOW
         if max(engine.peaks(run)) > self.problem.platform.memory_bytes:

@@ -87,6 +87,10 @@ class StepEngine:
         """Ticks of each position, for one micro-batch."""
         self.device = [*devices, *reversed(devices)]
         self.num_devices = max(devices) + 1
+        self.stages_of: list[list[int]] = [[] for _ in range(self.num_devices)]
+        """Stages of each device, in their order."""
+        for stage, place in enumerate(devices):
+            self.stages_of[place].append(stage)
         self.names = [f"F{stage}" for stage in range(len(stages))] + [
             f"B{stage}" for stage in reversed(range(len(stages)))
         ]
@@ -96,7 +100,7 @@ class StepEngine:
         self.allreduce = [0] * self.num_stages + list(reversed(tails))
         self.tail = self._tails()
         """Ticks from the end of each position to the end of the step, if nothing waits."""
-        self.load = [sum(self._ticks_on(device)) for device in range(self.num_devices)]
+        self.load = [sum(down[stage] + up[stage] for stage in mine) for mine in self.stages_of]
         """Ticks that each device computes for one micro-batch."""
         self._describe_memory(times, table, stages, chosen, costs)
 
@@ -136,7 +140,7 @@ class StepEngine:
         size, m = len(self.ticks), num_micro_batches
         bounds = []
         for place, load in enumerate(self.load):
-            first = self.device.index(place)
+            first = self.stages_of[place][0]
             bounds.append(head[first] + m * load + self.tail[size - 1 - first])
         for users in self.users:
             first, last = users[0], users[-1]
@@ -176,8 +180,11 @@ class StepEngine:
         """Numbers of all that the transfer after each position occupies: its link, then its ports."""
         self.has_ports = bool(ports)
         self.all_transfers_take_time = all(ticks != 0 for ticks in self.send)
-        self.users = [[p for p in range(last) if index in self.ways[p]] for index in range(len(number))]
+        self.users: list[list[int]] = [[] for _ in number]
         """Positions whose transfers occupy each link and each port."""
+        for position, numbers in enumerate(self.ways):
+            for each in numbers:
+                self.users[each].append(position)
         crossing = [position for position in range(last) if self.send[position] is not None]
         # If several could begin at once, the replay takes the first by name: S, kind, stage before the link.
         by_name = sorted(crossing, key=self._transfer_name)
@@ -201,7 +208,7 @@ class StepEngine:
         self.first_backward = up
         """Transient bytes of each stage in its first backward, with the gradients that have come by then."""
         for place in range(self.num_devices if table.training.has_gradients else 0):
-            here = [stage for stage in range(len(stages)) if self.device[stage] == place]
+            here = self.stages_of[place]
             come = table.training.late_gradients([stages[stage] for stage in here])
             for stage, late in zip(here, come, strict=True):
                 self.late_gradients[stage] = int(late.sum())
@@ -213,13 +220,10 @@ class StepEngine:
         """Bytes of each device for its weights, with all gradients, and for the process itself."""
         self.floor: list[int] = []
         """Bytes of each device behind the last backward of a step."""
-        for place in range(self.num_devices):
-            mine = [each for stage, each in enumerate(stages) if self.device[stage] == place]
+        for here in self.stages_of:
+            mine = [stages[stage] for stage in here]
             self.kept.append(table.training.of(mine) + table.fixed_bytes)
             self.floor.append(self.kept[-1] + table.training.after_backwards(mine))
-
-    def _ticks_on(self, place: int) -> list[int]:
-        return [ticks for ticks, device in zip(self.ticks, self.device, strict=True) if device == place]
 
     def _tails(self) -> list[int]:
         tails = [self.allreduce[-1]]
@@ -261,7 +265,7 @@ class _Simulation:
         begin_transfers = self._begin_through_ports if engine.has_ports else self._begin_transfers
         size, now = len(ticks), 0
         # The last operation of a device is the backward of its first stage.
-        last_of = [size - 1 - device.index(place) for place in range(engine.num_devices)]
+        last_of = [size - 1 - stages[0] for stages in engine.stages_of]
         latest = inf if at_most is None else at_most
         slack = [
             latest - self.num_micro_batches * load - engine.tail[last]
