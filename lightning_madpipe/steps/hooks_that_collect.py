@@ -44,14 +44,15 @@ class Collected(NamedTuple):
 
 def collected_by_hooks(module: nn.Module, call: PipelineCall) -> Iterator[Collected]:
     """What hooks on the layers of a pipeline write on the module, on its parts and on objects that these have."""
-    shown_as = dict(_objects(module))
+    owners = list(_objects(module))
+    shown_as = {id(owner): shown for owner, shown in owners}
     names = {part: f"self.{name}" for name, part in module.named_modules()}
     for number, layer in call.existing_modules():
         for path, part in layer.named_modules():
             place = names.get(part, f"layer {number}{'.' if path else ''}{path}")
             for hook in (hook for hooks in hooks_of(part).values() for hook in hooks):
                 said = f"the hook {getattr(hook, '__name__', type(hook).__name__)} on {place}"
-                for owner, name in _writes(hook, part, module):
+                for owner, name in _writes(hook, part, [owner for owner, _ in owners]):
                     if id(owner) in shown_as:
                         yield Collected(owner, f"{shown_as[id(owner)]}.{name}", name, said, hook, number)
 
@@ -84,18 +85,18 @@ def _names_from_forward(kind: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def _objects(module: nn.Module) -> Iterator[tuple[int, str]]:
+def _objects(module: nn.Module) -> Iterator[tuple[Any, str]]:
     """The module, its parts, and the objects of classes of the program that these have, as a step writes them."""
     for path, part in module.named_modules():
         shown = f"self.{path}" if path else "self"
         for name, value in vars(part).items():
             if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
-                yield id(value), f"{shown}.{name}"
+                yield value, f"{shown}.{name}"
     for path, part in module.named_modules():
-        yield id(part), f"self.{path}" if path else "self"
+        yield part, f"self.{path}" if path else "self"
 
 
-def _writes(hook: Any, part: nn.Module, module: nn.Module) -> Iterator[tuple[Any, str]]:
+def _writes(hook: Any, part: nn.Module, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     """The owners and names of attributes that a hook sets, or whose containers it changes."""
     given: list[Any] = []
     while isinstance(hook, functools.partial):
@@ -114,12 +115,28 @@ def _writes(hook: Any, part: nn.Module, module: nn.Module) -> Iterator[tuple[Any
         tree = ast.parse(textwrap.dedent(inspect.getsource(hook)))
     except (OSError, SyntaxError):  # typed into a shell, or a part of a line
         return
+    aliases = _aliases(tree)
     for target in _targets(tree):
+        passed = set[str]()
+        while isinstance(target, ast.Name) and target.id in aliases and target.id not in passed:
+            passed.add(target.id)
+            target = aliases[target.id]
         if isinstance(target, ast.Attribute):
             yield _value(target.value, known), target.attr
         elif isinstance(target, ast.Name) and isinstance(held := known.get(target.id), list | dict | set):
-            for owner in module.modules():
+            for owner in owners:
                 yield from ((owner, name) for name, value in vars(owner).items() if value is held)
+
+
+def _aliases(tree: ast.AST) -> dict[str, ast.AST]:
+    """The containers that local names stand for, or are taken out of, as in ``own = self.features[name]``."""
+    return {
+        node.targets[0].id: _container(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript)
+    }
 
 
 def _targets(tree: ast.AST) -> Iterator[ast.AST]:

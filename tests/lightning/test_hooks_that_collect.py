@@ -59,6 +59,18 @@ def fills_a_dict(module: Module) -> Any:
     return named("block")
 
 
+def by_a_local_name(module: Module) -> Any:
+    """As torchdistill's manager of hooks does: its dict is that of an object which the module has."""
+    held: dict[str, Any] = {"block": {}}
+    module.saver.held = held  # type: ignore[attr-defined]
+
+    def hook(layer: Any, inputs: Any, output: Any) -> None:
+        own = held["block"]
+        own["output"] = output
+
+    return hook
+
+
 def set_on_the_layer(module: Module) -> Any:
     def hook(layer: Any, inputs: Any, output: Any) -> None:
         layer.output = output
@@ -82,6 +94,7 @@ HOOKS = [
     (lambda module: module.saver, "self.saver.output"),
     (fills_a_list, "self.outputs"),
     (fills_a_dict, "self.features"),
+    (by_a_local_name, "self.saver.held"),
     (set_on_the_layer, "self.net.1.output"),
     (partial, "self.features"),
     (changes_the_output, None),
