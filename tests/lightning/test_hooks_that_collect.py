@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.hook_values import refuse_in_loss, value_of, why_not_logged
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks, read_around
+from lightning_madpipe.steps.loss_mode import LossOfBatches
+from lightning_madpipe.steps.losses import Finding, Unknown
+from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 
@@ -148,6 +153,32 @@ def test_a_step_may_log_what_a_hook_writes_and_no_more(is_here: bool) -> None:
                 module.features.clear()
     with traces.hidden("validation_step"):  # on a whole batch, whose last micro-batch the hook has seen
         assert why_not_logged(module.features["block"].mean(), "validation_step", "norm") is not None
+
+
+def test_what_a_capture_has_left_without_data_is_left_out_of_comparisons() -> None:
+    """The trial of a loss raised DataDependentOutputException, and its first batch was trained as a plain mean."""
+    module = Module(fills_a_dict)
+    with FakeTensorMode():
+        module.features["block"] = torch.zeros(2)
+    before = Leftovers(module, frozenset(vars(nn.Module())), undoable=True)
+    module.outputs.append(1.0)
+    before.undo()
+    assert module.outputs == []
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_trial_that_failed_is_made_again_where_the_step_does_not_fail(is_last: bool) -> None:
+    """The step's operations were taken for tried, so that nothing gave the batch up."""
+    calls: list[str] = []
+    steps = SimpleNamespace(forget_trials=lambda: calls.append("forgotten"))
+    losses: Any = SimpleNamespace(_fitting=None, steps=steps, refusal=RuntimeError)
+    failed = Finding(unknown=Unknown.MEETS_AGAIN, why_unknown="it raises")
+    if is_last:
+        with pytest.raises(RuntimeError, match="it raises"):
+            LossOfBatches._go_on_without(losses, (), failed, is_last)
+    else:
+        LossOfBatches._go_on_without(losses, (), failed, is_last)
+    assert calls == ([] if is_last else ["forgotten"])
 
 
 def test_code_around_layers_that_reads_what_a_hook_in_them_writes_is_told() -> None:
