@@ -384,3 +384,14 @@ def test_tables_of_uniform_choices_go_with_them():
         assert [table() for table in tables] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_partition_without_room_for_its_steady_state_is_no_answer():
+    """One micro-batch at a time, its step has room; the smallest memory that is told has room for both."""
+    made, platform = random_instance(1205, most_layers=5)
+    with pytest.raises(InfeasibleError) as refusal:
+        make_plan(made, platform, "contiguous", num_micro_batches=1)
+    enough = refusal.value.smallest_memory_bytes
+    assert enough is not None and enough > platform.memory_bytes
+    plan = make_plan(made, replace(platform, memory_bytes=enough), "contiguous", num_micro_batches=1)
+    assert not replay(plan, made).violations

@@ -22,7 +22,7 @@ from math import comb
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
+from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.step.order_program import (
@@ -182,7 +182,12 @@ class ExactStep:
         return self.best.ticks <= solved.bound
 
     def _keep(self, each: _Open, run: StepRun) -> None:
-        steady = each.placement.cuts if each.placement.is_contiguous else self._steady(each.placement)
+        steady: Cuts | Pattern | None
+        if each.placement.is_contiguous:
+            has_room = min(each.engine.most_in_flight) > 0
+            steady = each.placement.cuts if has_room else None
+        else:
+            steady = self._steady(each.placement)
         if steady is not None:
             self.best = Step(steady, each.engine.named(run.orders), run.ticks)
 

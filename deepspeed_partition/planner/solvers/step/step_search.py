@@ -420,6 +420,8 @@ class StepSearch:
         if isinstance(rule, DepthRule) and min(rule.depths) < self.problem.fewest_in_flight:
             return Outcome.TOO_LARGE  # there is no room for a batch
         engine, rest = self.engine(placement), self.num_micro_batches - self.simulated
+        if placement.is_contiguous and min(engine.most_in_flight) < 1:
+            return Outcome.TOO_LARGE  # a step of one micro-batch may have room where the steady state has none
         at_most = None if shorter_than == inf else ceil(shorter_than) - 1 - max(engine.load) * rest
         cost = len(engine.ticks) * self.simulated
         orders = None if self.problem.flushes else fixed_orders(rule, engine, self.simulated)
