@@ -155,3 +155,52 @@ def test_hosts_vanish_with_the_one_who_started_them(tmp_path):
 def _network() -> list[str]:
     lists = (["ip", "-brief", "link"], ["ip", "netns", "list"])
     return [subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in lists]
+
+
+def test_the_ideal_of_an_order_of_torch():
+    """1F1B fills and drains as it must; halves of backwards fill its bubbles; links delay; circles are refused.
+
+    Red where a link costs nothing, where a stage does not wait for another, or where the first stage, which leaves
+    both halves of its backward to the second one, is charged for one and a half.
+    """
+    links = loaded("sleeping_schedules/torch_links.py")
+    ranks, number = 3, 6
+
+    def one_f_one_b(rank):
+        order = [("F", rank, micro_batch) for micro_batch in range(ranks - rank)]
+        for micro_batch in range(number):
+            order.append(("B", rank, micro_batch))
+            if micro_batch + ranks - rank < number:
+                order.append(("F", rank, micro_batch + ranks - rank))
+        return order
+
+    orders = [one_f_one_b(rank) for rank in range(ranks)]
+    assert links.least_seconds(orders, 1.0, 0.0) == 3.0 * (number + ranks - 1)
+    assert links.least_seconds(orders, 1.0, 0.25) > 3.0 * (number + ranks - 1) + 2 * (ranks - 1) * 0.25 - 1e-9
+    halves = [
+        [half for kind, stage, at in order for half in ([(kind, stage, at)] if kind == "F" else
+                                                         [("I", stage, at), ("W", stage, at)])]
+        for order in orders
+    ]  # fmt: skip
+    assert 3.0 * number < links.least_seconds(halves, 1.0, 0.0) < links.least_seconds(orders, 1.0, 0.0)
+    assert links.least_seconds([[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)]], 1.0, 0.0) == 3.0
+    with pytest.raises(ValueError, match="standstill"):
+        links.least_seconds([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]], 1.0, 0.0)
+
+
+def test_layers_sleep_both_halves_of_a_backward():
+    """A pass through a stage sleeps each of its parts once. Red where the first layer's has no gradient to go to."""
+    import torch
+
+    layers = loaded("sleeping_schedules/split_layers.py")
+    slept = []
+
+    class Noted(layers.SplitLayer):
+        def sleep(self, kind, begin):
+            slept.append((self.number, kind))
+
+    stage = torch.nn.Sequential(*(Noted(number, 0.0, 0.0, 4) for number in range(2)))
+    stage(torch.zeros(1, 4)).sum().backward()
+    assert slept[:2] == [(0, "F"), (1, "F")]
+    assert sorted(slept[2:]) == [(0, "I"), (0, "W"), (1, "I"), (1, "W")]
+    assert all(weight.grad is not None for weight in stage.parameters())
