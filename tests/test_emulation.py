@@ -189,7 +189,7 @@ def test_the_ideal_of_an_order_of_torch():
 
 
 def test_layers_sleep_both_halves_of_a_backward():
-    """A pass through a stage sleeps each of its parts once. Red where the first layer's has no gradient to go to."""
+    """A pass through a stage sleeps each of its parts once. Red where the first layer has no gradient to give."""
     import torch
 
     layers = loaded("sleeping_schedules/split_layers.py")
