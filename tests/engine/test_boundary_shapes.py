@@ -103,3 +103,18 @@ def test_a_mark_is_found_and_data_is_not_taken_for_one() -> None:
         assert not shapes.bears(MARK, shapes.marked(MARK[:-1] + b"\0"))
     assert TINY.marked_tensor is None and not TINY.bears(MARK, torch.zeros(1))
     assert Shapes.of(()).marked_tensor is None
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 2), (0, 5), (2, 1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_room_is_made_anew_for_each_message(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Red where two messages share their room, or where room is not as dense as what is sent."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    shapes = Shapes.of(tensor)
+    assert shapes is Shapes.of(torch.ones(shape, dtype=dtype))
+    rooms = [shapes.empty(torch.device("cpu")) for _ in range(3)]
+    for room in rooms:
+        assert isinstance(room, torch.Tensor)
+        assert (room.shape, room.dtype, room.stride()) == (tensor.shape, dtype, tensor.stride())
+        room.copy_(tensor)
+    assert len({room.untyped_storage().data_ptr() for room in rooms}) == (3 if tensor.numel() else 1)

@@ -153,7 +153,7 @@ class PlainPasses:
             engine.pipe_buffers["inputs"][slot] = own
         if is_last:
             if isinstance(labels, torch.Tensor):
-                labels = labels.to(engine.device)
+                labels = labels if labels.device == engine.device else labels.to(engine.device)
             elif isinstance(labels, tuple | list):
                 labels = tuple([each.to(engine.device).detach() for each in labels])
             engine.pipe_buffers["labels"][slot] = labels

@@ -348,6 +348,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self._batch = Batch(self, self.batch_state, program.num_micro_batches, self._runner())
             self._is_plain = self._passes.begin()
             with self._recorded() as execute:
+                if execute == self._execute and type(self)._execute is AnyPlanEngine._execute:
+                    execute = self._batch.execute
                 runs = watch.runs
                 for instruction in program.lists[self.stage_id]:
                     runs(instruction)
@@ -412,7 +414,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _run(self, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):
-            own, module = self.__dict__, self.module  # past ``__setattr__``, here and below: see there
+            own = self.__dict__  # past ``__setattr__``, here and below: see there
+            module = own["_modules"]["module"]
             run = self._run_forward if instruction.kind == "F" else self._run_backward
             own["_active"] = instruction.stage
             module.activate(instruction.stage)

@@ -39,6 +39,8 @@ class Shapes:
     is_tuple: bool
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
     _marked_tensor: int | None = field(default=_NOT_LOOKED_FOR, compare=False, repr=False)
+    _like: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """One number that looks like the only tensor: making another one like it is half as long as by its shape."""
 
     @classmethod
     def of(cls, boundary: Boundary) -> Shapes:
@@ -74,8 +76,12 @@ class Shapes:
 
     def empty(self, device: torch.device) -> Boundary:
         if not self.is_tuple:
-            [(shape, dtype)] = self.tensors
-            return torch.empty(shape, dtype=dtype, device=device)
+            like = self._like
+            if like is None or like.device != device:
+                [(shape, dtype)] = self.tensors
+                like = torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
+                object.__setattr__(self, "_like", like)
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
 
     @property
