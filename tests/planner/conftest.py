@@ -6,18 +6,23 @@ import json
 
 import pytest
 
-from deepspeed_partition.planner.solvers.step import exact_step
+from deepspeed_partition.planner.solvers.step import exact_step, step_search
 from tests.planner.test_files import CHAIN
 
 
 @pytest.fixture(autouse=True, scope="module")
 def search_alone(request):
-    """Plan steps without the exact program, which would hide what a search misses, but in its own tests."""
-    most = exact_step.MOST_OPERATIONS
+    """Plan steps without the exact program, which would hide what a search misses, but in its own tests.
+
+    So would long changes of single orders, which are half of what planning a small step costs.
+    """
+    most = exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED
     if not request.module.__name__.endswith("test_exact_step"):
         exact_step.MOST_OPERATIONS = 0
+        if not request.module.__name__.endswith("test_interleaving"):
+            step_search.MOST_OPERATIONS_POLISHED = 20_000
     yield
-    exact_step.MOST_OPERATIONS = most
+    exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED = most
 
 
 @pytest.fixture
