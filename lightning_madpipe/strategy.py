@@ -46,6 +46,7 @@ from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
+from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
 from lightning_madpipe.compat.optimizers import configured_optimizer, tell_of_zeros
 from lightning_madpipe.compat.signals import end_together_on_sigterm
 from lightning_madpipe.compat.unsupported import clips_by_value
@@ -234,12 +235,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._warm_up: WarmUpOfFit | None = None
         self._let_metrics_go: Callable[[], None] = lambda: None
         self._hook_watch: HookWatch | None = None
+        self._optimizer_hooks: OptimizerHooks | None = None
         self._distributes_data: bool | None = None
         self._engine_optimizers: list[Any] = []
         self._asked_at_start: tuple[Any, Any] = (None, None)
         self._engine: MadPipeEngine | None = None
         self._runner: BatchRunner | None = None
-        self._base_seed = 0
+        self._base_seed, self._num_groups = 0, 0
         self._batch_numbers = count(1)
         self._is_first_batch = False
         self._number_of_batch: int | None = None
@@ -404,9 +406,24 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     states=states_for_hook,
                     leaves_loop=self._leave_loop,
                 )
+            self._watch_optimizer()
         self._start_runner(trainer)
         end_together_on_sigterm(trainer, self.deepspeed_engine, self.launcher)
         self.barrier()
+
+    def _watch_optimizer(self) -> None:
+        """Let hooks of the user's optimizer run when they do in one process, and be watched."""
+        is_cut = self.pipeline.num_stages > 1
+        inner = self.deepspeed_engine.basic_optimizer
+        self._num_groups = len(inner.param_groups)
+        self._optimizer_hooks = OptimizerHooks(
+            inner,
+            None if self._hook_watch is None or not is_cut else self._hook_watch.of_optimizer,
+            closure_is_first=self.precision_plugin.precision.startswith("16"),
+            refusal=self._lightning.refusal,
+        )
+        if is_cut:
+            tell_of_states(inner)
 
     def _keep_samplers(self, trainer: Any) -> None:
         """Let one pipeline read data as one process does, in the order of the user's own sampler.
@@ -435,6 +452,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if self._hook_watch is not None:
             self._hook_watch.end()
             self._hook_watch = None
+        if self._optimizer_hooks is not None:
+            self._optimizer_hooks.end()
+            self._optimizer_hooks = None
 
     def _share_dims(self, group: Any) -> None:
         """Let the ranks of a pipeline know what steps have found out on some of them."""
@@ -586,6 +606,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         """Run the closure, that is ``training_step``, whose ``engine.train_batch`` ends with the step."""
         call, trainer = self._lightning.module("trainer.call"), self._module.trainer
         self._refuse_what_changed(trainer)
+        if self._optimizer_hooks is not None:
+            self._optimizer_hooks.run_before_closure()
         call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         return closure()
@@ -597,6 +619,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 f"trainer.optimizers has another optimizer ({type(self.optimizers[0]).__name__}) than when fit "
                 f"began, "
                 "and the pipeline's engine steps with that one: let configure_optimizers return it, and fit again"
+            )
+        num_groups = len(self.deepspeed_engine.basic_optimizer.param_groups)
+        if num_groups != self._num_groups and not self.wraps_optimizer:
+            raise self._lightning.refusal(
+                f"the optimizer had {self._num_groups} parameter groups when fit began and has {num_groups} now "
+                "(add_param_group), and the pipeline's engine knows those of the beginning: make the group in "
+                "configure_optimizers, with a learning rate of 0 that a hook sets later, or fit once without and "
+                "once with the group"
             )
         now = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         if now != self._asked_at_start and "norm" in (now[1] or "norm", self._asked_at_start[1] or "norm"):

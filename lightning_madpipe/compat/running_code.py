@@ -16,7 +16,10 @@ OTHERS = (
 def is_of_the_user(frame: FrameType | None) -> bool:
     """Whether the code at ``frame`` computes for a hook's user, and not a library for itself."""
     for caller in _callers(frame):
-        package = (caller.f_globals.get("__name__") or "").partition(".")[0]
+        name = caller.f_globals.get("__name__") or ""
+        package = name.partition(".")[0]
+        if name.startswith(OPTIMIZERS):  # what they compute for each parameter, called by whomever
+            return False
         if package != "torch" and not caller.f_code.co_filename.endswith(WATCHING):
             return package not in OTHERS or caller.f_code.co_filename.endswith(LIGHTNING_NORMS)
     return True
@@ -67,6 +70,9 @@ WATCHING = tuple(
     os.path.join("lightning_madpipe", "compat", file) for file in ("watched_hooks.py", "followed_values.py")
 )
 """The files that watch a hook, whose frames are between it and the function of torch that it calls."""
+
+OPTIMIZERS = "torch.optim."
+"""Modules of torch whose own arithmetic is an optimizer's step."""
 
 LIGHTNING_NORMS = os.path.join("utilities", "grads.py")
 """The file of Lightning's ``grad_norm``, which a hook calls for its user."""

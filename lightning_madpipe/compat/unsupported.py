@@ -235,7 +235,7 @@ def notes_on_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
     on_weights = [
         f"self.{name}"
         for name, weight in module.named_parameters()
-        if not all(map(_is_librarys, _hooks_of_weight(weight)))
+        if not all(map(is_of_library, _hooks_of_weight(weight)))
     ]
     if on_weights:
         yield (
@@ -253,7 +253,7 @@ def hooks_of(part: nn.Module) -> dict[str, list[Any]]:
     """The hooks of a module by their kind, but for those of libraries, such as ``weight_norm``."""
     found = {}
     for table, kind in HOOKS.items():
-        hooks = [hook for hook in (vars(part).get(table) or {}).values() if not _is_librarys(hook)]
+        hooks = [hook for hook in (vars(part).get(table) or {}).values() if not is_of_library(hook)]
         if hooks:
             found[kind] = hooks
     return found
@@ -277,7 +277,7 @@ LIBRARIES = (
 return by hooks of its own, which it hangs on when a model is first called."""
 
 
-def _is_librarys(hook: Any) -> bool:
+def is_of_library(hook: Any) -> bool:
     """Whether a library hung the hook on; Lightning's profilers, for one, hang hooks on every module."""
     while isinstance(hook, partial):
         hook = hook.func
@@ -286,7 +286,14 @@ def _is_librarys(hook: Any) -> bool:
 
 
 def _named(hooks: Sequence[Any]) -> str:
-    return getattr(hooks[0], "__qualname__", type(hooks[0]).__name__).rpartition("<locals>.")[2]
+    return name_of_function(hooks[0])
+
+
+def name_of_function(function: Any) -> str:
+    """How people call a hook: its name without the functions around it, or its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
 def layers_of_statistics(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -40,6 +40,9 @@ WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 AFTER_A_STEP = ("on_train_batch_end", "on_train_epoch_end", "on_before_zero_grad")
 """Hooks in which one process still has the gradients of the last step."""
+
+PRE_HOOK = "the step pre hook"
+"""How the name begins of what an optimizer runs before its closure, with the gradients of the step before."""
 
 NOT_WATCHED = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 
@@ -106,6 +109,10 @@ class HookWatch:
     def _watched(self, action: str) -> Iterator[Any]:
         with self._profile(action) as profiled:
             owner, hook = self._hook_of(action)
+            if hook == "lr_scheduler_step" and owner is None:
+                with self._of_schedule():
+                    yield profiled
+                return
             if owner is None:
                 yield profiled
                 if action == "run_training_epoch" and self._is_cut:
@@ -126,6 +133,26 @@ class HookWatch:
                 yield profiled
 
     @contextmanager
+    def of_optimizer(self, name: str, owner: str) -> Iterator[None]:
+        """Watch code that an optimizer runs for its user, such as a hook of its step, as a hook is watched.
+
+        Args:
+            name: Of the code, such as ``the step post hook shrink``.
+            owner: The class of the optimizer.
+        """
+        mode = FollowedValues(
+            self._names,
+            self._values,
+            lambda *found: self._tell(owner, name, *found),
+            list,
+            lambda *found: self._refuse_write(f"{name} of {owner}", *found),
+        )
+        told = self._instead(mode, lambda *found: self._tell_of_count(owner, name, *found))
+        masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
+        with masters, told, reached_in_hooks(self._module):
+            yield
+
+    @contextmanager
     def _instead(self, mode: FollowedValues | None, tell: Tell | None = None) -> Iterator[None]:
         """Follow values by ``mode`` meanwhile, and by nothing else; tell of numbers by ``tell``."""
         before = self._mode
@@ -139,6 +166,12 @@ class HookWatch:
             self._mode = before
             if before is not None:
                 before.__enter__()
+
+    def _of_schedule(self) -> AbstractContextManager[None]:
+        """Watch a schedule's step, which may compute rates from weights or gradients."""
+        configs = self._trainer.lr_scheduler_configs
+        kind = type(configs[0].scheduler).__name__ if configs else "schedule"
+        return self.of_optimizer("step", kind)
 
     def _hook_of(self, action: str) -> tuple[str | None, str]:
         """Whose hook a context of the profiler is around, and its name; None: nobody's that is watched."""
@@ -230,4 +263,6 @@ class HookWatch:
             return None
         if hook == "optimizer_step":
             return AFTER_THE_CLOSURE if self._step_is_made else None
-        return CLEARED if hook in AFTER_A_STEP and self._trainer.global_step else None
+        return (
+            CLEARED if (hook in AFTER_A_STEP or hook.startswith(PRE_HOOK)) and self._trainer.global_step else None
+        )

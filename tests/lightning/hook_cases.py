@@ -694,7 +694,6 @@ class OptimizerRead(Module):
             self.weights = list(group["params"])
             self.moments = [optimizer.state[weight].get("momentum_buffer") for weight in group["params"]]
             self.with_states = list(optimizer.state) if optimizer.state else []
-        self.copied = copy.deepcopy(optimizer.state_dict())
         self.groups = copy.copy(optimizer.param_groups[0]["params"])
 
 
@@ -827,10 +826,119 @@ def lines() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+class WithStepHooks(Module):
+    """One process runs a hook before the step before the closure, so that clipping there clips nothing."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+
+        def clip(optimizer: Any, arguments: Any, keywords: Any) -> None:
+            clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], LARGEST)
+
+        def clamp(optimizer: Any, arguments: Any, keywords: Any) -> None:
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.9
+                    for weight in group["params"]:
+                        weight.clamp_(-0.3, 0.3)
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_pre_hook(clamp)
+        optimizer.register_step_post_hook(clamp)
+        return optimizer
+
+
+def hooks_of_steps(host: Host) -> dict[str, Any]:
+    recorder = cases.Recorder()
+    with lines() as said:
+        trainer = trained(host, seeded(WithStepHooks), recorder)
+    record = cases.fit_record(trainer, None, recorder.rows)
+    return {**record, "said": [line for line in said if "clamp of" in line]}
+
+
+class NormAfterStep(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(self.shrink)
+        return optimizer
+
+    @torch.no_grad()
+    def shrink(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        norm = math.sqrt(sum(float(weight.square().sum()) for weight in weights))
+        for weight in weights:
+            weight.mul_(3 / norm)
+
+
+class StepReplaced(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        step = optimizer.step
+
+        def normalized(closure: Any = None) -> Any:
+            loss = None if closure is None else closure()
+            norm = torch.stack([weight.grad.norm() for weight in self.parameters()]).norm()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / norm.item()
+            step()
+            return loss
+
+        optimizer.step = normalized
+        return optimizer
+
+
+class StepReplacedByItself(Module):
+    """Does nothing that is another one on a rank; the optimizer's own arithmetic is none of the user's."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+        step = optimizer.step
+
+        def counted(closure: Any = None) -> Any:
+            for weight in self.parameters():
+                weight.grad.clamp_(-0.1, 0.1)
+            return step(closure)
+
+        optimizer.step = counted
+        return optimizer
+
+
+class RateOfWeights(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[float]:
+        total = sum(
+            float(w.detach().abs().sum()) for group in self.optimizer.param_groups for w in group["params"]
+        )
+        return [10 / total for _ in self.optimizer.param_groups]
+
+
+class ScheduledByWeights(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": RateOfWeights(optimizer), "interval": "step"}]
+
+
+class StatesAsked(Module):
+    def on_train_epoch_end(self) -> None:
+        self.optimizers().state_dict()
+
+
+class GroupAdded(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.optimizers().add_param_group({"params": list(self.head.parameters()), "lr": 0.01})
+
+
 def own_ratio(host: Host) -> dict[str, Any]:
     recorder = cases.Recorder()
     trained(host, seeded(OfTheirOwn), recorder)
     return {"rows": recorder.rows}
+
+
+SAID_OF_HOOKS = (
+    "on_", "training_step counts", "trainer.world_size is", "the step p", "step of", "state_dict() of",
+)  # fmt: skip
 
 
 def told_of_hooks(host: Host) -> dict[str, Any]:
@@ -843,9 +951,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
             end = refused(lambda: trained(host, seeded(build), *callbacks, max_epochs=1, **arguments))
         record[name] = {
             "end": end,
-            "said": [
-                line for line in said if line.startswith(("on_", "training_step counts", "trainer.world_size is"))
-            ],
+            "said": [line for line in said if line.startswith(SAID_OF_HOOKS)],
         }
 
     for build in (
@@ -857,6 +963,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
         WithSAM, EvaluatedTwice, WithLBFGS, LearnedWeights,
+        NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, StatesAsked, GroupAdded,
         RateOfWorld, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
@@ -894,6 +1001,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         written_by_hooks,
         in_the_order_of_the_loader,
         own_ratio,
+        hooks_of_steps,
         asked_in_steps,
         taught,
     ],

@@ -183,6 +183,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "set_by_name",
         "in_the_order_of_the_loader",
         "own_ratio",
+        "hooks_of_steps",
         "asked_in_steps",
         "taught",
     ],
@@ -229,6 +230,14 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         ("RateOfWorld", "trainer.world_size is asked for at hook_cases.py:"),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
+        # Code that the optimizer or the schedule ran saw a part of the parameters, and nothing was said.
+        (
+            "NormAfterStep",
+            "the step post hook NormAfterStep.shrink of SGD takes numbers out of several parameters",
+        ),
+        ("StepReplaced", "step of SGD computes with several parameters or gradients together"),
+        ("ScheduledByWeights", "step of RateOfWeights takes numbers out of several parameters"),
+        ("StatesAsked", "state_dict() of the optimizer is asked for, which has the states of this rank's"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
         ("looking bf16", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
     ],
@@ -251,6 +260,7 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
     assert all(rank["told_of_hooks"]["DrawnOnce"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["CopyingItself"]["said"] == [] for rank in two.ranks)
+    assert all(rank["told_of_hooks"]["StepReplacedByItself"]["said"] == [] for rank in two.ranks)
 
 
 def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: Records) -> None:
@@ -306,6 +316,7 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
             "EpochEndedAlone",
             "rank 1 has left the loop over the batches of epoch 0 after 1 of them, and rank 0",
         ),
+        ("GroupAdded", "the optimizer had 1 parameter groups when fit began and has 2 now (add_param_group)"),
         ("OptimizerReplaced", "trainer.optimizers has another optimizer (Adam) than when fit began"),
         ("ClippingReplaced", "trainer.gradient_clip_val was None when fit began and is 0.05 now"),
         ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
