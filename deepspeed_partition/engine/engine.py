@@ -33,6 +33,7 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
+from deepspeed_partition.engine.pipeline.optimizers_in_parts import StepOfUser, refuse_what_needs_all
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
@@ -89,6 +90,8 @@ class MadPipeEngine(ResumingEngine):
     when_given_up: Callable[[], object] | None = None
     """Function called where a rank ran out of memory in a step of the warm-up: the step runs again, as if it had
     not begun."""
+    watches_optimizer = True
+    """Whether the engine says what hooks of the optimizer's step see; a host may do so itself."""
     around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context that every rank enters while the layers and the loss function run to be measured."""
     folder_of_logs: str | None = None
@@ -121,6 +124,8 @@ class MadPipeEngine(ResumingEngine):
             self._record_into(self.options.save_timeline)
         self._let_shapes_differ()
         tell_how_gradients_are_clipped(self)
+        refuse_what_needs_all(self)
+        self._step_of_user = StepOfUser(self)
 
     def _broadcast_model(self) -> None:
         with viewed_as_bytes(self.module):
@@ -498,7 +503,8 @@ class MadPipeEngine(ResumingEngine):
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()
         self._planned_peak.ended(REDUCTION)
-        super()._exec_optimizer_step(lr_kwargs)
+        with self._step_of_user.over_all_ranks() if self.watches_optimizer else nullcontext():
+            super()._exec_optimizer_step(lr_kwargs)
         self._planned_peak.ended(OPTIMIZER)
         if self.owns_cut and self.global_steps == 1:
             link_states_of_all_groups(self.optimizer)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, why_not_in_parts
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
-from lightning_madpipe.compat.own_optimizers import TrialError, why_not_in_parts
 from lightning_madpipe.compat.source_lines import line_of_method
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"

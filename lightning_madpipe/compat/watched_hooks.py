@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.engine.pipeline.gradient_norms import GradientNorms
 from deepspeed_partition.engine.runtime.environment import warn_once
-from lightning_madpipe.compat.absent_parameters import reached_in_hooks
+from lightning_madpipe.compat.absent_parameters import Absent, reached_in_hooks
 from lightning_madpipe.compat.followed_values import FLAT, GRADIENT, NO_GRADIENT, FollowedValues
-from lightning_madpipe.compat.gradient_norms import GradientNorms
 from lightning_madpipe.compat.hook_sentences import (
     AFTER_THE_CLOSURE,
     CLEARED,
@@ -78,7 +78,14 @@ class HookWatch:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
         self._leaves_loop = leaves_loop
         self._is_cut, self._flattened, self._refusal = is_cut, flattened, refusal
-        self._norms = GradientNorms(module, mpu, flattened=flattened, refusal=refusal)
+        self._norms = GradientNorms(
+            module.parameters,
+            mpu,
+            flattened=flattened,
+            refusal=refusal,
+            is_elsewhere=lambda tensor: isinstance(tensor, Absent),
+            clips="Trainer(gradient_clip_val=...)",
+        )
         self._mode: FollowedValues | None = None
         self._states_for_hook = states
         self._states: dict[str, Callable[[], list[int]]] = {}

@@ -1009,7 +1009,98 @@ def a_schedule_and_an_optimizer_that_are_set_later(_: Path) -> None:
         assert engine.global_steps == 0
 
 
+# What the optimizer computes with all parameters
+
+
+def _sgd(module: nn.Module, kind: Any = torch.optim.SGD) -> torch.optim.Optimizer:
+    return kind(module.parameters(), lr=0.5)
+
+
+def clipped_by_hook(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = _sgd(module)
+
+    def clip(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], 0.05)
+
+    def clamp(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+class OfGlobalNorm(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    num_seen = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.num_seen += 1
+                weight.grad.mul_(1 / self.num_seen)
+        return super().step(closure)
+
+
+class OfGlobalNormOverRanks(torch.optim.SGD):
+    """Does what a refusal advises."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
+        squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        if self.is_spread:
+            dist.all_reduce(squares)
+        for gradient in gradients:
+            gradient.div_(squares.sqrt())
+        return super().step(closure)
+
+    is_spread = True
+
+
+class OfGlobalNormAlone(OfGlobalNormOverRanks):
+    is_spread = False
+
+
+def optimizers_that_see_a_part(_: Path) -> None:
+    """A hook that clipped took the norm of a rank's gradients, and so did a class of the program's own."""
+    data, off = batches(), {"gradient_clipping": 0.0}
+    alone = partial(train_alone, mlp(), data, clip=0.0)
+    for options in ({}, {"warmup_steps": 2}):
+        with heard() as sentences:
+            engine, _, _ = start(mlp(), "madpipe", {**planned(cut(), **options), **off}, optimizer=clipped_by_hook)
+            same(train(engine, data), alone(clipped_by_hook))
+        [line] = [each for each in sentences if "of the optimizer (SGD) runs on each rank" in each]
+        assert (
+            line.startswith("the step pre hook clip, the step post hook clamp of") and "counts all ranks" in line
+        )
+    for kind, words in (
+        (OfGlobalNorm, "depends on the others"),
+        (Counting, "depends on which others it is given"),
+    ):
+        with raised(ValueError, f"the optimizer of the pipeline is {kind.__name__}, ", words):
+            start(mlp(), "madpipe", {**planned(cut()), **off}, optimizer=partial(_sgd, kind=kind))
+    with heard() as sentences:
+        start(mlp(), "uniform", off, optimizer=partial(_sgd, kind=OfGlobalNorm))
+    assert any("OfGlobalNorm, whose step of a parameter depends on the others" in each for each in sentences)
+    engine, _, _ = start(
+        mlp(), "madpipe", {**planned(cut()), **off}, optimizer=partial(_sgd, kind=OfGlobalNormOverRanks)
+    )
+    same(train(engine, data), alone(partial(_sgd, kind=OfGlobalNormAlone)))
+
+
 CASES = [
+    optimizers_that_see_a_part,
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
     attributes_and_hooks_of_layers_that_move, what_layers_count_goes_with_them, averages_of_weights,

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
@@ -35,6 +39,16 @@ TOLERANCE = 1e-3
 
 WAYS_OUT = "use an optimizer that updates each parameter by itself, such as those of torch.optim"
 
+RETURNED = "configure_optimizers returns {kind}, "
+CLIPPED = "Trainer(gradient_clip_val=...)"
+
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+)  # fmt: skip
+"""Functions of ``torch.distributed`` by which an optimizer brings the parts of the ranks together itself."""
+
 DRAWN_BY_NAME = (
     "draw in a hook, such as on_train_batch_end, for each parameter with a generator that is seeded by its name "
     "and the step, `for name, p in self.named_parameters(): seed = zlib.crc32(f'{name} "
@@ -43,59 +57,118 @@ DRAWN_BY_NAME = (
 )
 
 
+_tried_before: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+class CommunicatesError(Exception):
+    """The step of an optimizer asks other ranks, which a trial on this one cannot judge."""
+
+
 class TrialError(Exception):
     """The copy of an optimizer could not make its steps."""
 
 
-def why_not_in_parts(optimizer: torch.optim.Optimizer, *, flattened: bool) -> str | None:
+def was_tried(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`why_not_in_parts` has been asked about ``optimizer``."""
+    return optimizer in _tried_before
+
+
+def why_not_in_parts(
+    optimizer: torch.optim.Optimizer,
+    *,
+    flattened: bool,
+    returned: str = RETURNED,
+    clipped: str = CLIPPED,
+    drawn: str = DRAWN_BY_NAME,
+) -> str | None:
     """Say why ``optimizer`` would train otherwise on the parameters of one rank; None if it would not.
 
     Args:
         optimizer: The user's, with all parameters.
         flattened: Whether DeepSpeed will give it one flat tensor per group.
+        returned: How sentences begin, with ``{kind}`` for its class.
+        clipped: What clips the norm of all gradients without it, in words.
+        drawn: What to do in the place of draws, in words.
+
+    Returns:
+        The sentence; None also where its step communicates with other ranks, whose parts it may bring together.
 
     Raises:
         TrialError: nobody knows, for its copy raises.
     """
-    kind = type(optimizer).__name__
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return None
-    with preserved_random_state():
-        if _needs_closure(optimizer):
-            return (
-                f"the step of {kind} calls its closure without asking whether there is one, and the engine of a "
-                "pipeline, which has the gradients by then, gives none: write `if closure is not None: ...` "
-                "there; an optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"
+    _tried_before.add(optimizer)
+    try:
+        with preserved_random_state(), _refused_collectives():
+            return _found_reason(
+                optimizer, flattened, returned.format(kind=type(optimizer).__name__), clipped, drawn
             )
-        before = _drawn_so_far()
-        alone = _tried(optimizer, beside=False)
-        if _drawn_so_far() != before:
-            return (
-                f"configure_optimizers returns {kind}, whose step draws from the common random generators, and in "
-                "a pipeline each rank draws for the parameters of its own layers, which are other numbers than in "
-                f"one process: {DRAWN_BY_NAME}"
-            )
-        if not _is_same(alone, _tried(optimizer, beside=True)):
-            return (
-                f"configure_optimizers returns {kind}, whose step of a parameter depends on the others (a norm or "
-                "an estimate over all of them), and in a pipeline each rank has the parameters of its own layers: "
-                f"{WAYS_OUT}; the norm of all gradients is clipped by Trainer(gradient_clip_val=...)"
-            )
-        if not _is_same(alone, _tried_alone(optimizer)):
-            return (
-                f"configure_optimizers returns {kind}, whose step of a parameter depends on which others it is "
-                f"given "
-                "(by their places in its groups, or by what it draws for them), and in a pipeline each rank "
-                "gives it "
-                f"the parameters of its own layers: {WAYS_OUT}"
-            )
-        if flattened and not _is_same(alone, _tried_flat(optimizer)):
-            return (
-                f"configure_optimizers returns {kind}, whose step of an element depends on the tensor that it "
-                "stands in, and DeepSpeed's ZeRO, bf16 and fp16 optimizers flatten tensors: use "
-                "precision='32-true' and stage=0, or another optimizer"
-            )
+    except CommunicatesError:
+        return None
+
+
+def _found_reason(
+    optimizer: torch.optim.Optimizer, flattened: bool, returned: str, clipped: str, drawn: str
+) -> str | None:
+    kind = type(optimizer).__name__
+    if _needs_closure(optimizer):
+        return (
+            f"the step of {kind} calls its closure without asking whether there is one, and the engine of a "
+            "pipeline, which has the gradients by then, gives none: write `if closure is not None: ...` "
+            "there; an optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"
+        )
+    before = _drawn_so_far()
+    alone = _tried(optimizer, beside=False)
+    if _drawn_so_far() != before:
+        return (
+            f"{returned}whose step draws from the common random generators, and in "
+            "a pipeline each rank draws for the parameters of its own layers, which are other numbers than in "
+            f"one process: {drawn}"
+        )
+    if not _is_same(alone, _tried(optimizer, beside=True)):
+        return (
+            f"{returned}whose step of a parameter depends on the others (a norm or "
+            "an estimate over all of them), and in a pipeline each rank has the parameters of its own layers: "
+            f"{WAYS_OUT}; the norm of all gradients is clipped by {clipped}"
+        )
+    if not _is_same(alone, _tried_alone(optimizer)):
+        return (
+            f"{returned}whose step of a parameter depends on which others it is "
+            f"given "
+            "(by their places in its groups, or by what it draws for them), and in a pipeline each rank "
+            "gives it "
+            f"the parameters of its own layers: {WAYS_OUT}"
+        )
+    if flattened and not _is_same(alone, _tried_flat(optimizer)):
+        return (
+            f"{returned}whose step of an element depends on the tensor that it "
+            "stands in, and DeepSpeed's ZeRO, bf16 and fp16 optimizers flatten tensors: use "
+            "precision='32-true' and stage=0, or another optimizer"
+        )
     return None
+
+
+@contextmanager
+def _refused_collectives() -> Iterator[None]:
+    here = threading.get_ident()
+
+    def refused(function: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*arguments: Any, **keywords: Any) -> Any:
+            if threading.get_ident() == here:
+                raise CommunicatesError
+            return function(*arguments, **keywords)
+
+        return refuse
+
+    before = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    for name, function in before.items():
+        setattr(dist, name, refused(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
 
 
 def _drawn_so_far() -> tuple[Any, ...]:
@@ -244,6 +317,8 @@ class _Trial:
                     for weight in group["params"]:
                         weight.grad = self._gradients[weight][step].clone()
                 self._optimizer.step(*(() if closure is None else (closure,)))
+        except CommunicatesError:
+            raise
         except Exception as error:  # of the user's class
             raise TrialError(f"a copy of it raises {type(error).__name__}: {error}") from error
         return [self._now(weight) - start for weight, start in self._starts.items()]

@@ -1,14 +1,14 @@
 """``torch.nn.utils.clip_grad_norm_`` in a hook, by the norm over the gradients of all ranks of a pipeline.
 
 A rank has the gradients of its own layers. What a hook gives to ``clip_grad_norm_`` is a part of what it gives in
-one process, and so would be the norm. While the two hooks run that see the gradients of a step, each call brings
-together the norms of all ranks.
+one process, and so would be the norm. While hooks run that see the gradients of a step, each call brings together
+the norms of all ranks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from lightning_madpipe.compat.absent_parameters import Absent
 
 NAME = "_get_total_norm"
 """The function of ``clip_grad`` (torch 2.6 to 2.13) that ``clip_grad_norm_`` takes its norm from. An older torch
@@ -28,12 +27,12 @@ ONE_BY_ONE = (
     "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each rank: a rank has "
     "the parameters of its own layers, and so makes another number of calls. Write `clip_grad_norm_(parameter, "
     "...)`, of a tensor and no list, for single parameters, `clip_grad_norm_(self.parameters(), ...)` for the "
-    "norm of all, on every rank, or Trainer(gradient_clip_val=...)"
+    "norm of all, on every rank, or {clips}"
 )
 
 NOT_THERE = (
     "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers of DeepSpeed's, so that "
-    "nothing would be clipped: use Trainer(gradient_clip_val=...)"
+    "nothing would be clipped: use {clips}"
 )
 
 
@@ -41,14 +40,26 @@ class GradientNorms:
     """Norms over the gradients of all ranks.
 
     Args:
-        module: The LightningModule.
+        parameters: Gives the parameters of this rank.
         mpu: Who is who in the pipelines, as DeepSpeed's ``PipelineModule.mpu()`` says.
         flattened: Whether DeepSpeed keeps the gradients of a step in buffers of its own.
         refusal: Makes the error that says a sentence.
+        is_elsewhere: Whether a tensor stands for one of another rank, where it is counted.
+        clips: What clips the norm of all gradients without a hook, in words.
     """
 
-    def __init__(self, module: Any, mpu: Any, *, flattened: bool, refusal: Callable[[str], Exception]) -> None:
-        self._module, self._mpu = module, mpu
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[Tensor]],
+        mpu: Any,
+        *,
+        flattened: bool,
+        refusal: Callable[[str], Exception],
+        is_elsewhere: Callable[[Tensor], bool],
+        clips: str,
+    ) -> None:
+        self._parameters, self._mpu = parameters, mpu
+        self._is_elsewhere, self._clips = is_elsewhere, clips
         self._flattened, self._refusal = flattened, refusal
         self._have_met_for_the_last_time = True
 
@@ -65,7 +76,7 @@ class GradientNorms:
             tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
         ) -> Tensor:
             if self._flattened:
-                raise self._refusal(NOT_THERE)
+                raise self._refusal(NOT_THERE.format(clips=self._clips))
             given_to_clip = _first_argument(sys._getframe(1))
             if isinstance(given_to_clip, Tensor):
                 return of_one_rank(tensors, norm_type, error_if_nonfinite, foreach)
@@ -79,22 +90,22 @@ class GradientNorms:
             raise
         else:
             if self._end():
-                raise self._refusal(ONE_BY_ONE)
+                raise self._refusal(ONE_BY_ONE.format(clips=self._clips))
         finally:
             setattr(clip_grad, NAME, of_one_rank)
 
     def _total(self, tensors: Any, order: float, error_if_nonfinite: bool, given_to_clip: Any) -> Tensor:
         everything = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = [each for each in everything if not isinstance(each, Absent)]  # those are counted where they are
+        given = [each for each in everything if not self._is_elsewhere(each)]  # those are counted where they are
         names_all = isinstance(given_to_clip, Iterator) or len(given) < len(everything)
-        elsewhere = {id(weight.grad) for weight in self._module.parameters() if _is_counted_elsewhere(weight)}
+        elsewhere = {id(weight.grad) for weight in self._parameters() if _is_counted_elsewhere(weight)}
         norms = [float(torch.linalg.vector_norm(each, order)) for each in given if id(each) not in elsewhere]
         everyone = self._gathered((norms, names_all))
         told = [theirs for theirs in everyone if theirs is not None]
         alone = sum(len(theirs) == 1 and not of_all for theirs, of_all in told)
         if len(told) < len(everyone) or alone > 1:
             self._have_met_for_the_last_time = True
-            raise self._refusal(ONE_BY_ONE)
+            raise self._refusal(ONE_BY_ONE.format(clips=self._clips))
         total = torch.linalg.vector_norm(torch.tensor([norm for theirs, _ in told for norm in theirs]), order)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(

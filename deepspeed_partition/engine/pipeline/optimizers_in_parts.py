@@ -1,0 +1,153 @@
+"""An optimizer that a program gives DeepSpeed, on the parameters that one rank of a pipeline has.
+
+What the optimizer computes with several parameters together is that of the rank's own ones: a global norm in its
+``step``, in a hook of it, or in a function that was put in its place. Plain DeepSpeed says nothing of it. A class
+of the program's own is tried on small tensors. Hooks are told of once, and their ``clip_grad_norm_`` counts all
+ranks, where a cut of MadPipe's runs in fp32 without ZeRO.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from deepspeed_partition.engine.pipeline.gradient_norms import GradientNorms
+from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, was_tried, why_not_in_parts
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import announce, warn_here
+
+LIBRARIES = ("accelerate", "deepspeed", "deepspeed_partition", "lightning_madpipe", "torch", "transformers")
+CLIPPING = "gradient_clipping of DeepSpeed's configuration"
+DRAWN = (
+    "draw for each parameter with a generator that is seeded by its name and the step, which is the same in one "
+    "process and in a pipeline"
+)
+HOOKS_OF_A_PART = (
+    "{names} of the optimizer ({kind}) runs on each rank with the parameters of its own stages: a norm, a sum or "
+    "a decision over several of them is that of a part, another one on each rank{norms}. What is done to each "
+    "parameter by itself is as in one process. Else bring the ranks' parts together, as by "
+    "torch.distributed.all_reduce"
+)
+NORMS_OF_ALL = "; torch.nn.utils.clip_grad_norm_ alone counts all ranks there"
+
+
+def refuse_what_needs_all(engine: Any) -> None:
+    """Refuse an optimizer whose step of a parameter depends on the others. Collective.
+
+    On a cut of DeepSpeed's own, which plain DeepSpeed would train alike, a warning says so.
+
+    Raises:
+        ValueError: on every rank, what a trial on any of them has found.
+    """
+    optimizer = engine.basic_optimizer
+    if engine.num_stages == 1:
+        return
+    reason = None
+    if isinstance(optimizer, torch.optim.Optimizer) and not _is_known(optimizer):
+        returned = "the optimizer of the pipeline is {kind}, "
+        try:
+            reason = why_not_in_parts(optimizer, flattened=False, returned=returned, clipped=CLIPPING, drawn=DRAWN)
+        except TrialError as error:
+            warn_here(
+                f"whether the step of {type(optimizer).__name__} updates each parameter by itself could not be "
+                f"tried ({error}). If it does not, each rank of the pipeline makes other steps than one process"
+            )
+    reason = next(filter(None, gather_objects(reason)), None)
+    if reason is not None and engine.owns_cut:
+        raise ValueError(reason)
+    if reason is not None:
+        announce(f"{reason}. The layers stay cut as DeepSpeed cuts them, and train so", logging.WARNING)
+
+
+def _is_known(optimizer: Any) -> bool:
+    return type(optimizer).__module__.partition(".")[0] in LIBRARIES or was_tried(optimizer)
+
+
+class StepOfUser:
+    """What a program lets the optimizer run beside the step of its class.
+
+    Args:
+        engine: A pipeline's.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._norms: GradientNorms | None = None
+        self._has_looked = False
+
+    @contextmanager
+    def over_all_ranks(self) -> Iterator[None]:
+        """Let hooks clip by the norm over all ranks meanwhile, and say once what else they see. Collective."""
+        if not self._has_looked:
+            self._look()
+        if self._norms is None:
+            yield
+            return
+        with self._norms.over_all_ranks():
+            yield
+
+    def _look(self) -> None:
+        self._has_looked = True
+        engine, optimizer = self._engine, self._engine.basic_optimizer
+        if engine.num_stages == 1:
+            return
+        names = next(filter(None, gather_objects(run_by(optimizer))), None)
+        if names is None:
+            return
+        counts_all = engine.owns_cut and engine.optimizer is optimizer
+        norms = NORMS_OF_ALL if counts_all else ""
+        kind = type(optimizer).__name__
+        announce(HOOKS_OF_A_PART.format(names=", ".join(names), kind=kind, norms=norms), logging.WARNING)
+        if counts_all:
+            self._norms = GradientNorms(
+                engine.module.parameters,
+                engine.grid,
+                flattened=False,
+                refusal=RuntimeError,
+                is_elsewhere=lambda _: False,
+                clips=CLIPPING,
+            )
+
+
+def run_by(optimizer: Any) -> list[str]:
+    """The hooks of an optimizer's step, and what replaced the step, that no library has set, in words.
+
+    torch (2.4 to 2.13) keeps them in these attributes.
+    """
+    found = []
+    tables = {
+        "the step pre hook": ("_global_optimizer_pre_hooks", "_optimizer_step_pre_hooks"),
+        "the step post hook": ("_global_optimizer_post_hooks", "_optimizer_step_post_hooks"),
+    }
+    for kind, (of_all, own) in tables.items():
+        for hook in (*getattr(torch_optimizer, of_all, {}).values(), *getattr(optimizer, own, {}).values()):
+            if not _is_of_library(hook):
+                found.append(f"{kind} {_name(hook)}")
+    step = getattr(optimizer, "__dict__", {}).get("step")
+    step = getattr(step, "__wrapped__", step)  # a schedule's counter of steps is around it
+    if step is not None and step is not type(optimizer).step and not _is_of_library(step):
+        found.append(f"the replaced step {_name(step)}")
+    return found
+
+
+def _is_of_library(function: Callable[..., Any]) -> bool:
+    named = _inner(function)
+    named = named if hasattr(named, "__qualname__") else type(named)
+    return (getattr(named, "__module__", None) or "").partition(".")[0] in LIBRARIES
+
+
+def _name(function: Callable[..., Any]) -> str:
+    named = _inner(function)
+    return getattr(named, "__qualname__", type(named).__name__).rpartition("<locals>.")[2]
+
+
+def _inner(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function
