@@ -126,8 +126,12 @@ class _StepRun:
         for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
             transfer = ticks(plan.platform.transfer_seconds(num_bytes))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
+        # What a name alone tells is told once: a long step has a million operations and transfers.
         self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
+        self.line = {name: self._line(name) for name in self.durations if name[0] == "S"}
+        self.receiver = {name: _receiver(name) for name in self.line}
         self.near = {name: self._near(name) for name in self.durations}
+        self.device_and_send = {name: self._device_and_send(name) for name in self.needs}
         self.slots = max(1, plan.platform.comm_buffers // 2)
         self.begun: dict[tuple[str, int], int] = {}
         self.ended: dict[tuple[str, int], int] = {}
@@ -155,10 +159,7 @@ class _StepRun:
                 continue  # something else could start there since
             start, _, name, micro_batch = candidate
             self._commit(start, name, micro_batch)
-            stages, boundaries = self.near[name]
-            for place in dict.fromkeys(self.plan.stages[stage].device for stage in stages):
-                self._look_at(place)
-            for place in dict.fromkeys(self._line(f"S{kind}{each}") for each in boundaries for kind in "FB"):
+            for place in self.near[name]:
                 self._look_at(place)
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
@@ -169,23 +170,32 @@ class _StepRun:
     def _look_at(self, place: _Place) -> None:
         """Find out what could start first on a device or link."""
         candidate = self._operation(place) if isinstance(place, int) else self._transfer(place)
+        if candidate == self.candidates.get(place):
+            return
         self.candidates[place] = candidate
         if candidate is not None:
             # Two that are equal are of one place: the places themselves are never compared.
             heapq.heappush(self.heap, (candidate, place))
 
-    def _near(self, name: str) -> tuple[list[int], list[int]]:
-        """Return the stages and the boundaries that the end of an operation or transfer may unblock."""
+    def _near(self, name: str) -> list[_Place]:
+        """Return the devices and the lines that the end of an operation or transfer may unblock."""
         index = int(name.lstrip("SFB"))
         stages, boundaries = (
             ([index, index + 1], [index])
             if name[0] == "S"
             else ([index - 1, index, index + 1], [index - 1, index])
         )
-        return (
-            [stage for stage in stages if 0 <= stage < len(self.plan.stages)],
-            [boundary for boundary in boundaries if f"SF{boundary}" in self.durations],
-        )
+        every = self.plan.stages
+        devices = [every[stage].device for stage in stages if 0 <= stage < len(every)]
+        sends = [f"S{kind}{boundary}" for boundary in boundaries for kind in "FB"]
+        lines = [self.line[send] for send in sends if send in self.line]
+        return [*dict.fromkeys(devices), *dict.fromkeys(lines)]
+
+    def _device_and_send(self, name: str) -> tuple[int, str | None]:
+        """Return the device of an operation, and the transfer that follows it, if one does."""
+        kind, index = name[0], int(name[1:])
+        send = f"S{kind}{index if kind == 'F' else index - 1}"
+        return self.plan.stages[index].device, send if send in self.durations else None
 
     def _needs(self, name: str) -> list[str]:
         """Return the operations that must have ended on the same micro-batch."""
@@ -206,14 +216,18 @@ class _StepRun:
         if self.position[device] == len(order):
             return None
         name, micro_batch = order[self.position[device]]
-        ready = [self.ended.get((need, micro_batch)) for need in self.needs[name]]
-        known = [end for end in ready if end is not None]
-        return (
-            (max([self.device_free[device], *known]), 0, name, micro_batch) if len(known) == len(ready) else None
-        )
+        start = self.device_free[device]
+        for need in self.needs[name]:
+            ready = self.ended.get((need, micro_batch))
+            if ready is None:
+                return None
+            start = max(start, ready)
+        return start, 0, name, micro_batch
 
     def _transfer(self, line: tuple[int, ...]) -> _Candidate | None:
         """Return the first transfer of the line and when it can start; None where none is ready and has room."""
+        if not self.to_send[line]:
+            return None
         first: dict[str, tuple[int, int, str]] = {}
         for entry in sorted(self.to_send[line]):
             first.setdefault(entry[2], entry)
@@ -231,12 +245,10 @@ class _StepRun:
 
     def _room_from(self, name: str) -> int | None:
         """Return the tick from which the receiver has a free slot; None while that is not known."""
-        index = int(name[2:])
-        consumer = f"F{index + 1}" if name[1] == "F" else f"B{index}"
         sent = self.received[name]
         if len(sent) < self.slots:
             return 0
-        return self.begun.get((consumer, sent[-self.slots]))
+        return self.begun.get((self.receiver[name], sent[-self.slots]))
 
     def _commit(self, start: int, name: str, micro_batch: int) -> None:
         end = start + self.durations[name]
@@ -244,18 +256,15 @@ class _StepRun:
         if name[0] == "S":
             for each in self.occupied[name]:
                 self.free_from[each] = end
-            line = self._line(name)
+            line = self.line[name]
             self.received[name].append(micro_batch)
             self.to_send[line] = [entry for entry in self.to_send[line] if entry[1:] != (micro_batch, name)]
             return
-        kind, index = name[0], int(name[1:])
-        device = self.plan.stages[index].device
+        device, send = self.device_and_send[name]
         self.device_free[device] = end
         self.position[device] += 1
-        boundary = index if kind == "F" else index - 1
-        send = f"S{kind}{boundary}"
-        if send in self.durations:
-            self.to_send[self._line(send)].append((end, micro_batch, send))
+        if send is not None:
+            self.to_send[self.line[send]].append((end, micro_batch, send))
 
     def _line(self, transfer: str) -> tuple[int, ...]:
         """Return the place in which a transfer waits: transfers of other places have nothing in common with it."""
@@ -266,3 +275,9 @@ class _StepRun:
         if platform.duplex == "full":
             return ends if transfer[1] == "F" else ends[::-1]
         return min(ends), max(ends)
+
+
+def _receiver(transfer: str) -> str:
+    """Return the operation that uses what a transfer brings."""
+    boundary = int(transfer[2:])
+    return f"F{boundary + 1}" if transfer[1] == "F" else f"B{boundary}"

@@ -14,6 +14,7 @@ al., 2021), breadth-first (J. Lamy-Poirier, 2022) and depth-first pipelines. Cos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf
@@ -66,7 +67,8 @@ class InterleavedSearch:
         search.start_again()
         every = list(interleaved(self.problem, search.out_of_time))
         if self._are_many(every):
-            for placement in self._by_looks(search.promising(every))[:NUM_BEGUN]:
+            least = self._least(every)
+            for placement in sorted(least, key=least.__getitem__)[:NUM_BEGUN]:
                 if not search.ended():
                     self.try_usual(placement)
         search.start_again()
@@ -132,34 +134,33 @@ class InterleavedSearch:
                     self.try_usual(each)
 
     def _by_looks(self, placements: list[Placement]) -> list[Placement]:
-        """Return allocations by the ticks that Megatron-LM's order takes at least, if not all can be simulated.
+        """Return allocations by the ticks that Megatron-LM's order takes at least, if not all can be simulated."""
+        least = self._least(placements) if self._are_many(placements) else {}
+        return sorted(placements, key=lambda each: least.get(each, inf))
 
-        Where even this takes too long, some of each number of stages and pattern of devices come first.
+    def _least(self, placements: list[Placement]) -> dict[Placement, float]:
+        """Return the ticks that Megatron-LM's order takes at least, of the allocations where it has room.
+
+        Where not all can be looked at, it is some of each number of stages and pattern of devices: the first.
         """
         search, group = self.search, min(self.problem.platform.num_devices, self.m)
-        if not self._are_many(placements):
-            return placements
-        patterns: dict[tuple[int, ...], int] = {}
+        numbers: Counter[tuple[int, ...]] = Counter()
         turns = []
         for placement in placements:
-            turn = patterns[placement.devices] = patterns.get(placement.devices, 0) + 1
-            turns.append((turn, -len(placement.devices)))
-        in_turn = [
-            placement for _, placement in sorted(zip(turns, placements, strict=True), key=lambda each: each[0])
-        ]
+            numbers[placement.devices] += 1
+            turns.append((numbers[placement.devices], -len(placement.devices)))
         least: dict[Placement, float] = {}
         left = MOST_OPERATIONS_LOOKED_AT
-        for placement in in_turn:
+        for _, placement in sorted(zip(turns, placements, strict=True), key=lambda each: each[0]):
             if left <= 0 or search.ended():
                 break
             engine = step_engine(self.problem, placement)  # most are never simulated, so none is kept
             left -= len(engine.ticks) * self.m
-            orders = GroupRule(group, megatron_limits(placement.devices, group), alternates=True).orders(
-                engine, self.m
-            )
+            limits = megatron_limits(placement.devices, group)
+            orders = GroupRule(group, limits, alternates=True).orders(engine, self.m)
             if least_bytes(engine, orders) <= self.problem.platform.memory_bytes:
                 least[placement] = look_at(engine, orders, self.m, search.near()).least
-        return sorted(in_turn, key=lambda each: least.get(each, inf))
+        return least
 
     def _are_many(self, placements: list[Placement]) -> bool:
         """Return whether there are too many allocations to simulate each once."""
