@@ -66,7 +66,7 @@ class BesideModule:
         self._told: set[Place] = set()
         # Its own package is the program's even where it is installed.
         self._package = type(module).__module__.partition(".")[0]
-        search = _Search(self._is_of_program)
+        search = CodeSearch(self.is_programs)
         for step in STEPS:
             search.read(inspect.getattr_static(type(module), step, None), type(module))
         for _, owner in outside_pipeline(module):
@@ -154,9 +154,10 @@ class BesideModule:
 
     def is_of_program(self, value: Any) -> bool:
         """Whether the class of an object is the program's own, and not one of an installed package."""
-        return self._is_of_program(type(value).__module__)
+        return self.is_programs(type(value).__module__)
 
-    def _is_of_program(self, module: str | None) -> bool:
+    def is_programs(self, module: str | None) -> bool:
+        """Whether a file, by the name of its module, is the program's own, and not one of an installed package."""
         return (module or "").partition(".")[0] == self._package or not is_installed(module)
 
     def _found_owners(self) -> dict[str, Any]:
@@ -173,9 +174,16 @@ class BesideModule:
         }
 
 
-class _Search:
+class CodeSearch:
+    """Finds the names in code of a program and in what it calls.
+
+    Args:
+        is_of_program: Whether a file, by the name of its module, is the program's.
+    """
+
     def __init__(self, is_of_program: Callable[[str | None], bool]) -> None:
         self.found: dict[tuple[str, str], Name] = {}
+        """The names that stand for data, by whom they belong to and their own."""
         self.written = set[str]()
         """All names in the code."""
         self._is_of_program, self._seen = is_of_program, set[int]()

@@ -72,6 +72,8 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
                 yield from (Name(value.__name__, inner, vars(value), f"{key}.{inner}") for inner in inside)
         elif key in function.__globals__:
             yield Name(function.__module__, key, function.__globals__, key)
+            if isinstance(value, type) and not is_librarys(value) and value is not kind:
+                yield from _data_of_class(value, key)
         if kind is not None:
             owner = next((each for each in kind.__mro__ if key in vars(each)), None)
             if owner is not None and not is_librarys(owner):
@@ -82,6 +84,14 @@ def is_librarys(value: Any) -> bool:
     """Whether a function, a class or a module belongs to a library that runs steps or computes in them."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
     return name.partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")
+
+
+def _data_of_class(kind: Any, written: str) -> Iterator[Name]:
+    """The attributes of a class that code names, but for its functions; ``written`` is how it calls the class."""
+    for owner in kind.__mro__:
+        for key, value in () if is_librarys(owner) or owner is object else list(vars(owner).items()):
+            if not key.startswith("__") and not callable(value) and not hasattr(type(value), "__get__"):
+                yield Name(owner.__name__, key, _Members(owner), f"{written}.{key}")
 
 
 @cache

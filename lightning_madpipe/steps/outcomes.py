@@ -82,11 +82,17 @@ class Outcomes:
     def forget(self) -> None:
         """Forget what the module was before the steps: nothing of them stays."""
         self._before = None
+        self._left_on_layers()
+
+    def _left_on_layers(self) -> list[Change]:
+        states = self._steps.call_states
+        return [] if states is None else states.left()
 
     def undo(self) -> None:
         """Undo what the steps of a batch that is given up have left on the module."""
         if self._undo is not None:
             self._undo()
+        self._left_on_layers()
         self._before = self._undo = None
 
     def share_with_pipeline(self, window: Sequence[BatchRun]) -> list[StepResult]:
@@ -144,6 +150,7 @@ class Outcomes:
                 f"{self._steps.call.called} also MadPipeStrategy(loss='batch') or num_micro_batches=1 does as one "
                 "process"
             )
+        changes += self._left_on_layers()
         self._before = None
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
         return Outcome(results, changes, calls, self._trainer.should_stop, error, self._steps.draws.left())

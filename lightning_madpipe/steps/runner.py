@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch
+from lightning_madpipe.steps.call_state import OtherStateError
 from lightning_madpipe.steps.followed_calls import follow_step, key_of
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.layer_structure import Structure
@@ -173,7 +174,7 @@ class BatchRunner:
         engine.around_measurements = lambda: self._measurement(in_order)
         self.steps.draws.begin(len(window))
         try:
-            with self._announced_shapes(window):
+            with self._announced_shapes(window), self._layers_within("training_step", in_order):
                 engine.train_batch(self._feed(in_order))
         except ShapeError as error:
             if len({run.call for run in window}) == 1:
@@ -188,7 +189,24 @@ class BatchRunner:
                 raise
             self._outcomes.undo()
             return False
+        except OtherStateError as error:
+            self._run_within(error, "training_step")
+            return self._is_trained_on(window)
         return True
+
+    def _run_within(self, error: OtherStateError, step: str) -> None:
+        """Let a batch that was given up begin anew, and its layers run within the step from now on."""
+        if not is_raised_by_all(error) or self.steps.call_states is None:
+            raise error
+        self._outcomes.undo()
+        self.steps.call_states.steps.add(step)
+
+    def _layers_within(self, step: str, labels: Sequence[MicroBatch | Piece]) -> AbstractContextManager[None]:
+        """Let the layers of a micro-batch run within its step, where this calls them in a state of its own."""
+        states = self.steps.call_states
+        if states is None or step not in states.steps:
+            return nullcontext()
+        return self._pipeline.run_within(lambda number, run: self.steps.run_layers(labels[number], run))
 
     def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run ``batch`` through the pipeline.
@@ -214,7 +232,14 @@ class BatchRunner:
         return None if result.loss is None else torch.tensor(result.loss, device=self._device)
 
     def _go_forward(self, run: BatchRun) -> None:
-        with self._announced_shapes([run]):
+        try:
+            self._evaluate(run)
+        except OtherStateError as error:
+            self._run_within(error, run.whole.step)
+            self._evaluate(run)
+
+    def _evaluate(self, run: BatchRun) -> None:
+        with self._announced_shapes([run]), self._layers_within(run.whole.step, run.labels):
             self._engine.eval_batch(
                 self._feed(run.labels),
                 compute_loss=True,
@@ -277,10 +302,12 @@ class BatchRunner:
             self._follow(step, run)
         if key not in self._rehearsed:
             self._random_numbers.share(self.steps.draws)
+            if self.steps.call_states is not None:
+                self.steps.call_states.runs_within = self._engine.runs_lists
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
             with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
-                inputs = self.steps.inputs(run.micro_batches[0])
+                inputs = self.steps.inputs(run.micro_batches[0], on_all_ranks=True)
             if self._comparison.is_due:
                 self._comparison.compare(inputs, run, [])
             self._rehearsed.add(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy
@@ -77,6 +77,8 @@ class StepRuns:
         rehearsing: bool = False,
         only_inputs: bool = False,
         is_behind: bool = False,
+        begins: Callable[[], AbstractContextManager[object]] | None = None,
+        within: list[ExitStack] | None = None,
     ) -> Any:
         """Run the step while ``answer`` stands for the layers and ``log`` for ``self.log``.
 
@@ -86,25 +88,37 @@ class StepRuns:
             rehearsing: Whether it is to leave no trace; then what it draws from is noted.
             only_inputs: It ends at its call of the layers.
             is_behind: Whether it runs right behind the last stage, on the same micro-batch.
+            begins: A context that is entered last, right before the step.
+            within: Is given the contexts of this run: whoever closes them at the call of the layers is left with
+                what the step itself has set.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
 
         def show(*values: Any, **keywords: Any) -> None:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
 
-        what = "inputs" if only_inputs else "all"
-        with (
-            self._context(),
-            _seeded(micro_batch),
-            self._draws.of_step(what, micro_batch.batch_seed, self._note_end if rehearsing else None),
-            self._call.within(micro_batch.step, data),
-            _all_replaced(
-                *self._call.stand_ins(answer), (self._module, "log", log), (self._module, "print", show)
-            ),
-            _recorded(self._module, record),
-            nullcontext() if self._traces is None else self._traces.hidden(micro_batch.step, is_behind=is_behind),
-            self._on_a_stage(micro_batch.step, rehearsing) if self._is_cut else nullcontext(),
-        ):
+        what = "layers" if within is not None else "inputs" if only_inputs else "all"
+        ends = self._note_end if rehearsing else None
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(self._context())
+            enter(_seeded(micro_batch))
+            enter(self._draws.of_step(what, micro_batch.batch_seed, ends))
+            enter(self._call.within(micro_batch.step, data))
+            enter(
+                _all_replaced(
+                    *self._call.stand_ins(answer), (self._module, "log", log), (self._module, "print", show)
+                )
+            )
+            enter(_recorded(self._module, record))
+            if self._traces is not None:
+                enter(self._traces.hidden(micro_batch.step, is_behind=is_behind))
+            if self._is_cut:
+                enter(self._on_a_stage(micro_batch.step, rehearsing))
+            if within is not None:
+                within.append(stack)
+            if begins is not None:
+                enter(begins())
             try:
                 returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
                 refuse_in_loss(returned)
@@ -114,6 +128,7 @@ class StepRuns:
                     f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning would "
                     "end the epoch on some ranks alone: catch it there; -1 from on_train_batch_start ends an epoch"
                 ) from error
+        raise AssertionError("no context here takes an exception")
 
     @contextmanager
     def _on_a_stage(self, step: str, rehearsing: bool) -> Iterator[None]:

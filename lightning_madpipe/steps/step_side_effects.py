@@ -85,7 +85,7 @@ class Change(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
     """A value as it was."""
 
     value: Any
@@ -93,10 +93,14 @@ class _Seen:
     """The version of a tensor; torch counts what changes it in place."""
     contents: Any = None
     """What a container held; a copy of an array, and of a tensor where one was asked for."""
-    inner: dict[Any, _Seen] = field(default_factory=dict)
+    inner: dict[Any, Seen] = field(default_factory=dict)
     """The contents of a container that may change themselves, by index or key."""
     mark: int | None = None
     """What tells of a large one that it has changed, where its contents are not kept."""
+
+    def difference(self, place: Place, value: Any) -> Change | None:
+        """How another value, or the same one as it is now, differs; None where it does not."""
+        return _difference(place, self, value)
 
 
 class Leftovers:
@@ -121,10 +125,10 @@ class Leftovers:
         beside: Beside | None = None,
     ) -> None:
         self._module, self.ignored, self._beside = module, frozenset(ignored), beside
-        memo: dict[int, _Seen] = {}
+        memo: dict[int, Seen] = {}
         # Buffers are compared by their values: batch normalization changes them, and torch does not count that.
         self._before = {
-            place: _look(value, undoable, memo, copied=undoable or may_be_undone or place.kind == "buffer")
+            place: look(value, undoable, memo, copied=undoable or may_be_undone or place.kind == "buffer")
             for place, value in self._places()
         }
         self._opaque: list[tuple[Any, list[Any]]] = []
@@ -135,16 +139,16 @@ class Leftovers:
     def _look_beside(self, beside: Beside, undoable: bool) -> None:
         beside.begin(undoable=undoable)
         for place, value in beside.places():
-            within: dict[int, _Seen] = {}
-            look = beside.look(place, value)
-            copies = undoable and look == "whole"
-            if look in ("checksum", "identity"):
-                self._before[place] = _Seen(value, mark=_mark(value, look == "checksum"))
+            within: dict[int, Seen] = {}
+            kind = beside.look(place, value)
+            copies = undoable and kind == "whole"
+            if kind in ("checksum", "identity"):
+                self._before[place] = Seen(value, mark=_mark(value, kind == "checksum"))
             else:
-                self._before[place] = _look(value, copies, within)
+                self._before[place] = look(value, copies, within)
             self._note_opaque(within, lambda value: isinstance(value, nn.Module) or beside.is_of_program(value))
 
-    def _note_opaque(self, memo: dict[int, _Seen], is_wanted: Callable[[Any], bool]) -> None:
+    def _note_opaque(self, memo: dict[int, Seen], is_wanted: Callable[[Any], bool]) -> None:
         """Note what is held by objects that are neither sent nor undone, to say that a step changes one."""
         found = [seen.value for seen in memo.values() if _is_opaque(seen.value) and is_wanted(seen.value)]
         if any(isinstance(value, nn.Module) for value in found):
@@ -153,12 +157,19 @@ class Leftovers:
             found = [value for value in found if id(value) not in own]
         self._opaque += [(value, _held(value)) for value in found]
 
-    def changes(self) -> list[Change]:
-        """What is different now."""
+    def changes(self, is_looked_at: Callable[[Place, Any], bool] | None = None) -> list[Change]:
+        """What is different now.
+
+        Args:
+            is_looked_at: Which places to compare, given with their values; left out: all.
+        """
         now = dict(self._places())
         if self._beside is not None:
             now.update(self._beside.places())
         gone = [Change(place, "delete") for place in self._before if place not in now]
+        if is_looked_at is not None:
+            gone = [change for change in gone if is_looked_at(change.place, None)]
+            now = {place: value for place, value in now.items() if is_looked_at(place, value)}
         differences = (_difference(place, self._before.get(place), value) for place, value in now.items())
         found = gone + [change for change in differences if change is not None]
         for place in {change.place for change in found}:
@@ -166,9 +177,17 @@ class Leftovers:
                 self._beside.note_change(place)
         return found
 
-    def changed_objects(self) -> list[str]:
-        """The classes of objects, neither sent nor undone, whose attributes are not what they were."""
-        return [type(value).__name__ for value, before in self._opaque if not _are_held(before, _held(value))]
+    def changed_objects(self, among: Collection[int] | None = None) -> list[str]:
+        """The classes of objects, neither sent nor undone, whose attributes are not what they were.
+
+        Args:
+            among: The identities of those that are looked at; left out: all.
+        """
+        return [
+            type(value).__name__
+            for value, before in self._opaque
+            if (among is None or id(value) in among) and not _are_held(before, _held(value))
+        ]
 
     def undo(self, is_wanted: Callable[[Change], bool] = lambda _: True) -> None:
         """Make the module what it was; tensors that were changed in place only if copies were kept.
@@ -186,7 +205,7 @@ class Leftovers:
                         f"a step changes {change.place} in place, which is large and beside its module, and what "
                         "trials of the step have done to it stays: make it a buffer of the module",
                     )
-                _restore(seen, set())
+                restore(seen, set())
                 table[change.place.name] = seen.value
             else:
                 del table[change.place.name]
@@ -228,7 +247,7 @@ def _table(module: nn.Module, place: Place, beside: Beside | None) -> MutableMap
     return owner._buffers if place.kind == "buffer" else vars(owner)
 
 
-def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | None = None) -> _Seen:
+def look(value: Any, copies: bool, memo: dict[int, Seen], *, copied: bool | None = None) -> Seen:
     """Record a value as it is now.
 
     Args:
@@ -237,7 +256,7 @@ def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | No
     """
     if id(value) in memo:
         return memo[id(value)]
-    seen = memo[id(value)] = _Seen(value)
+    seen = memo[id(value)] = Seen(value)
     if isinstance(value, nn.Parameter):
         pass  # the optimizer changes it
     elif isinstance(value, Tensor):
@@ -250,12 +269,10 @@ def _look(value: Any, copies: bool, memo: dict[int, _Seen], *, copied: bool | No
         seen.contents = list(value)
         children = enumerate(seen.contents)
         # Most lists are long because they hold numbers or strings.
-        seen.inner = {i: _look(child, copies, memo) for i, child in children if type(child) not in PLAIN}
+        seen.inner = {i: look(child, copies, memo) for i, child in children if type(child) not in PLAIN}
     elif (table := _fields(value)) is not None:
         seen.contents = dict(table)
-        seen.inner = {
-            name: _look(child, copies, memo) for name, child in table.items() if type(child) not in PLAIN
-        }
+        seen.inner = {name: look(child, copies, memo) for name, child in table.items() if type(child) not in PLAIN}
     return seen
 
 
@@ -308,7 +325,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
+def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
     if value is not seen.value:
         return False
     if id(value) in visited or isinstance(value, nn.Parameter):
@@ -330,7 +347,7 @@ def _is_same(seen: _Seen, value: Any, visited: set[int]) -> bool:
     return len(value if table is None else table) == len(known) and _begins_with(value, seen, visited)
 
 
-def _begins_with(value: Any, seen: _Seen, visited: set[int]) -> bool:
+def _begins_with(value: Any, seen: Seen, visited: set[int]) -> bool:
     """Whether the items of a container are those that it held, and perhaps more."""
     table = _fields(value)
     if table is not None:
@@ -340,7 +357,7 @@ def _begins_with(value: Any, seen: _Seen, visited: set[int]) -> bool:
     return same and all(_is_same(child, child.value, visited) for child in seen.inner.values())
 
 
-def _difference(place: Place, seen: _Seen | None, value: Any) -> Change | None:
+def _difference(place: Place, seen: Seen | None, value: Any) -> Change | None:
     if seen is None:
         return Change(place, "bind", value)
     if _is_same(seen, value, set()):
@@ -353,7 +370,7 @@ def _difference(place: Place, seen: _Seen | None, value: Any) -> Change | None:
     return Change(place, "refill" if kept else "bind", value)
 
 
-def _restore(seen: _Seen, visited: set[int]) -> None:
+def restore(seen: Seen, visited: set[int]) -> None:
     value, contents = seen.value, seen.contents
     if contents is None or id(value) in visited:
         return
@@ -366,7 +383,7 @@ def _restore(seen: _Seen, visited: set[int]) -> None:
         _refilled(value, contents)
         return
     for child in seen.inner.values():
-        _restore(child, visited)
+        restore(child, visited)
     if isinstance(contents, dict):
         table = _fields(value)
         assert table is not None, "what was seen by its fields has some"

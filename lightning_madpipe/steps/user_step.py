@@ -6,7 +6,8 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.finding.batch_states import FROM_THE_FIRST
 from lightning_madpipe.finding.captured_call import CapturedCall
@@ -31,6 +33,7 @@ from lightning_madpipe.steps.batch_runs import (
 )
 from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
 from lightning_madpipe.steps.beside_module import BesideModule
+from lightning_madpipe.steps.call_state import CallStates
 from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.log_calls import LogCalls
 from lightning_madpipe.steps.loss_signs import (
@@ -46,7 +49,7 @@ from lightning_madpipe.steps.other_weights import has_other_weights, loss_depend
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
-from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.step_side_effects import Leftovers, Place
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
@@ -56,7 +59,7 @@ class NoLossError(Exception):
     """A training step that is tried returns no loss that depends on the outputs."""
 
 
-class _InputTaken(BaseException):
+class InputTaken(BaseException):
     """Ends a step at the pipeline's call; no ``except Exception`` of the user's may stop it."""
 
 
@@ -118,6 +121,8 @@ class UserSteps:
         self.beside = BesideModule(module)
         """What steps may change beside the module."""
         self._runs = StepRuns(module, self.call, context, error, self.draws, is_cut, traces)
+        self.call_states = CallStates(module, error, self.beside) if is_cut else None
+        """The state in which steps call the layers; None where this rank runs them all."""
 
     @property
     def running(self) -> str | None:
@@ -155,18 +160,25 @@ class UserSteps:
             self.rehearsing = rehearsed_already
             before.undo()
 
-    def inputs(self, micro_batch: MicroBatch, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
+    def inputs(
+        self, micro_batch: MicroBatch, *, is_last_stage: bool = True, on_all_ranks: bool = False
+    ) -> Tensor | tuple[Tensor, ...]:
         """What the step passes to the pipeline; it ends there, and what it did until then is undone.
 
         Args:
             is_last_stage: Whether this rank runs all of the step, too. Otherwise tensors that it changed in place
                 stay so until the last stage's arrive.
+            on_all_ranks: Whether all ranks of the pipeline do this.
+
+        Raises:
+            OtherStateError: it calls the layers in another state than it began with, and this is not done on all
+                ranks.
         """
         try:
-            taken = self._taken(micro_batch, is_last_stage)
+            taken = self._taken(micro_batch, is_last_stage, on_all_ranks)
         except ElsewhereError as error:
             with pipeline_of(self._module).elsewhere.lifted():
-                taken = self._taken(micro_batch, is_last_stage)
+                taken = self._taken(micro_batch, is_last_stage, on_all_ranks)
             if taken is not None:
                 raise self._error(uses_weights(micro_batch.step, self.call.called, error)) from None
         if taken is None:
@@ -182,21 +194,24 @@ class UserSteps:
             )
         return taken[0] if len(taken) == 1 else taken
 
-    def _taken(self, micro_batch: MicroBatch, is_last_stage: bool) -> tuple[Any, ...] | None:
+    def _taken(self, micro_batch: MicroBatch, is_last_stage: bool, on_all_ranks: bool) -> tuple[Any, ...] | None:
         """What the step calls the layers with; None if it does not."""
         taken: tuple[Any, ...] | None = None
+        states = self.call_states
 
         def take(*arguments: Any, **keywords: Any) -> None:
             nonlocal taken
+            if states is not None:
+                states.note()
             taken = self.call.inputs(arguments, keywords)
-            raise _InputTaken
+            raise InputTaken
 
         if self.call.is_of_several:
             with self.call.within(micro_batch.step, micro_batch.data):
                 return self.call.inputs_for_data()
         before = self.leftovers(undoable=is_last_stage)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if states is None else states.undone():
                 self._runs.run(
                     micro_batch,
                     take,
@@ -205,12 +220,67 @@ class UserSteps:
                     again=True,
                     rehearsing=self.rehearsing,
                     only_inputs=True,
+                    begins=None if states is None else lambda: states.begun(before),
                 )
-        except _InputTaken:
+        except InputTaken:
             pass
         finally:
             before.undo()
+        if states is not None and taken is not None:
+            states.settle(micro_batch.step, alike=on_all_ranks)
         return taken
+
+    def run_layers(self, label: MicroBatch | Piece, run: Callable[[], Any]) -> Any:
+        """Run layers of this rank in the state in which the step of a micro-batch calls them.
+
+        The step runs up to its call, as on the first stage, where it gives the inputs, and the layers run there.
+        """
+        micro_batch, states = label.run.whole if isinstance(label, Piece) else label, self.call_states
+        assert states is not None, "this rank has a part of the layers"
+        contexts: list[ExitStack] = []
+        outputs: list[Any] = []
+        errors: list[BaseException] = []
+        changed: set[Place] = set()
+        before, back = self.leftovers(undoable=True), random_state()
+
+        def take(*_: Any, **__: Any) -> None:
+            nonlocal back
+            try:
+                changed.update(change.place for change in before.changes())
+                states.freeze()
+                contexts[0].close()  # all but the step's own
+                outputs.append(run())
+            except BaseException as error:  # which no code of the step's is to see
+                errors.append(error)
+            back = random_state()
+            raise InputTaken
+
+        def run_up_to_call() -> None:
+            self._runs.run(
+                micro_batch,
+                take,
+                log=lambda *_, **__: None,
+                record=lambda _: None,
+                again=True,
+                rehearsing=self.rehearsing,
+                only_inputs=True,
+                begins=lambda: states.begun(None),
+                within=contexts,
+            )
+
+        try:
+            with states.undone():
+                copy_context().run(run_up_to_call)
+        except InputTaken:
+            pass
+        finally:
+            back()  # from where the step had its own
+            before.undo(lambda change: change.place in changed)
+        if errors:
+            raise errors[0]
+        if not outputs:
+            raise self._error(f"{micro_batch.step} does not call {self.call.called}, which runs the pipeline")
+        return outputs[0]
 
     def inputs_of(self, label: MicroBatch | Piece, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
         """The inputs of a micro-batch: what its own step passes to the pipeline, or its piece of the batch's."""
@@ -376,6 +446,7 @@ class UserSteps:
         ends = _graph_of(given)
         passed: list[tuple[Any, ...]] = []
         logged: list[LogCall] = []
+        states = self.call_states
 
         def answer(*arguments: Any, **keywords: Any) -> Any:
             if self.call.is_of_several:
@@ -394,9 +465,16 @@ class UserSteps:
 
         with torch.enable_grad():
             start = _now(self._module.device)
-            returned = self._runs.run(
-                micro_batch, answer, log, record=lambda _: None, again=True, rehearsing=self.rehearsing
-            )
+            with nullcontext() if states is None else states.undone():
+                returned = self._runs.run(
+                    micro_batch,
+                    answer,
+                    log,
+                    record=lambda _: None,
+                    again=True,
+                    rehearsing=self.rehearsing,
+                    begins=None if states is None else lambda: states.begun(None),
+                )
             middle = _now(self._module.device)
             loss = returned.get("loss") if isinstance(returned, Mapping) else returned
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
@@ -434,13 +512,13 @@ class UserSteps:
         micro_batch.loss = micro_batch.returned = None
         if micro_batch.place == 0:
             self._logs.begin_batch()
-        num_calls = 0
+        num_calls, states = 0, self.call_states
 
         def answer(*arguments: Any, **keywords: Any) -> Any:
             nonlocal num_calls
             if self.call.is_of_several:
                 self.draws.note_call()
-                return self.call.answers(outputs)
+                return self._checked(micro_batch.step, self.call.answers(outputs))
             num_calls += 1
             if num_calls > 1:
                 raise self._error(
@@ -459,15 +537,17 @@ class UserSteps:
         with self._logs.watching_metrics():
             # A step that is watched may show a sign of another loss: then its batch runs again.
             again = self.rehearsing or self._may_run_again() or self._is_watched(micro_batch)
-            returned = self._runs.run(
-                micro_batch,
-                answer,
-                log,
-                record=micro_batch.calls.append,
-                again=again,
-                rehearsing=self.rehearsing,
-                is_behind=is_behind,
-            )
+            with nullcontext() if states is None else states.undone() if self.rehearsing else states.kept():
+                returned = self._runs.run(
+                    micro_batch,
+                    answer,
+                    log,
+                    record=micro_batch.calls.append,
+                    again=again,
+                    rehearsing=self.rehearsing,
+                    is_behind=is_behind,
+                    begins=None if states is None else lambda: states.begun(None),
+                )
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
@@ -487,6 +567,16 @@ class UserSteps:
                 "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
             )
         return torch.zeros((), device=self._module.device)
+
+    def _checked(self, step: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        """What answers the calls of several modules, and refuses those in a state that the step has changed."""
+
+        def checked(path: str, *arguments: Any, **keywords: Any) -> Any:
+            if self.call_states is not None:
+                self.call_states.refuse(step, f"self.{path}()" if path else "self()")
+            return answer(path, *arguments, **keywords)
+
+        return checked
 
     def _is_watched(self, micro_batch: MicroBatch) -> bool:
         return self.watches and not self.rehearsing and micro_batch.step == "training_step"

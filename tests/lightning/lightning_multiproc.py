@@ -32,6 +32,7 @@ from tests.engine.harness import forget_engines, share_groups  # noqa: E402
 from tests.lightning import (  # noqa: E402
     after_fit_cases,
     beside_cases,
+    call_state_cases,
     callback_cases,
     captured_cases,
     epoch_cases,
@@ -334,7 +335,7 @@ KINDS: dict[str, list[Any]] = {
     "steps": [step_cases, gradient_cases],
     "losses": [loss_cases],
     "callbacks": [callback_cases],
-    "names": [naming_cases, hook_cases, beside_cases],
+    "names": [naming_cases, hook_cases, beside_cases, call_state_cases],
     "after": [after_fit_cases],
     "captured": [captured_cases],
 }

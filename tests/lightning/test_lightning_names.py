@@ -365,3 +365,25 @@ def test_what_is_not_looked_into_beside_the_module_is_told(two: Records) -> None
     assert sorted(unseen) == [named.format("FILED") + " is in a file", named.format("OUTSIZE") + " has 1,024 MiB"]
     changed = [line.partition(", and objects")[0].rpartition(" ")[2] for line in said if ", and objects" in line]
     assert sorted(changed) == ["MeanMetric", "Meter", "MetricCollection"]
+
+
+# The state in which steps call their layers
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "attributes", "attributes, recomputed", "attributes, once per batch", "set back", "late", "names",
+        "hooks and modes", "autocast",
+    ],
+)  # fmt: skip
+def test_layers_run_in_the_state_in_which_the_step_calls_them(two: Records, run: str) -> None:
+    """What a step set before its call held on the first rank alone, and stayed there; autocast around it did
+    nothing."""
+    assert_same(two.of("in_another_state")[run], two.reference["in_another_state"][run])
+
+
+def test_calls_of_several_modules_in_another_state_are_refused(two: Records) -> None:
+    said = two.of("refused_states")["parts"]
+    assert "training_step changes torch.autocast before it calls self.encoder()" in said
+    assert "put the calls into forward(), and call self(...)" in said

@@ -524,6 +524,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _run_forward(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
         buffers, is_last = self.pipe_buffers, stage + 1 == len(devices)
+        self.module.__dict__["micro_batch"] = number
         if stage == 0 or is_last:
             self._load(number, slot, stage, devices)
         if stage > 0:

@@ -9,7 +9,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import deepspeed.pipe
 import torch
@@ -26,6 +26,9 @@ from deepspeed_partition.engine.runtime.random_state import drawn_state
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
+
+Within: TypeAlias = Callable[[int, Callable[[], Any]], Any]
+"""What stands around a run of layers: it is given the number of the micro-batch and what runs them."""
 
 
 class StagesModule(deepspeed.pipe.PipelineModule):
@@ -51,6 +54,23 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     is_checkpointable_results: list[bool]
     is_checkpointable_results_interval: int | None
     _loads_stages = False
+    micro_batch = -1
+    """The micro-batch that the active stage runs, counted from the begin of the batch."""
+    _within: Within | None = None
+
+    @contextmanager
+    def run_within(self, within: Within) -> Iterator[None]:
+        """Let something meanwhile stand around each run of a stage's layers.
+
+        Args:
+            within: Is given the number of the micro-batch and what runs the layers, and returns what that returns.
+                Where layers are recomputed it is called again, for these.
+        """
+        self.__dict__["_within"] = within
+        try:
+            yield
+        finally:
+            self.__dict__["_within"] = None
 
     def place(self, allocation: Allocation) -> None:
         """Say which stages this rank is to build."""
@@ -196,6 +216,11 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 "cannot run: call deepspeed_partition.install() first, or start the engine by "
                 "deepspeed_partition.engine.initialize"
             )
+        if self._within is not None:
+            return self._within(self.micro_batch, lambda: self._forward(forward_input))
+        return self._forward(forward_input)
+
+    def _forward(self, forward_input: Any) -> Any:
         blocks = self._recomputed_blocks()
         if not blocks and not self.activation_checkpoint_interval and self._is_active and not self.seed_layers:
             return self._forward_in_turn(forward_input)
@@ -221,14 +246,16 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
         The outputs of DeepSpeed's default, a reentrant checkpoint, have a gradient only where an input has one.
         """
-        checkpoint = self.activation_checkpoint_func
-        if not self.activation_checkpoint_interval or checkpoint is not checkpointing.checkpoint:
+        checkpoint, within, micro_batch = self.activation_checkpoint_func, self._within, self.micro_batch
+        is_default = checkpoint is checkpointing.checkpoint
+        if not self.activation_checkpoint_interval or (within is None and not is_default):
             yield
             return
 
         def either(run: Callable[..., Any], *inputs: Any) -> Any:
             begins = not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
-            return (checkpointing.non_reentrant_checkpoint if begins else checkpoint)(run, *inputs)
+            chosen = checkpointing.non_reentrant_checkpoint if begins and is_default else checkpoint
+            return chosen(run if within is None else _again_within(run, within, micro_batch), *inputs)
 
         self.activation_checkpoint_func = either
         try:
@@ -283,7 +310,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                     passed = function(passed)
             return passed
 
-        return run
+        return run if self._within is None else _again_within(run, self._within, self.micro_batch)
 
     def _watched_at_first(self, run: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
         """What runs these layers, and says once which attributes they change in both runs of a micro-batch."""
@@ -352,6 +379,18 @@ def _with_stages(module_class: Any) -> type:
     kept = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (StagesModule, module_class)
     return types.new_class(module_class.__name__, bases, exec_body=lambda namespace: namespace.update(kept))
+
+
+def _again_within(run: Callable[..., Any], within: Within, micro_batch: int) -> Callable[..., Any]:
+    """What runs layers, of which the first run is within already, and a second one in a backward is not."""
+    has_run = False
+
+    def run_again(*tensors: Any) -> Any:
+        nonlocal has_run
+        is_second, has_run = has_run, True
+        return within(micro_batch, lambda: run(*tensors)) if is_second else run(*tensors)
+
+    return run_again
 
 
 def hold_stages(module: deepspeed.pipe.PipelineModule, allocation: Allocation) -> None:

@@ -1,0 +1,370 @@
+"""The state in which a step calls its layers: what it has set until then, and torch's modes.
+
+In one process ``self.grl.alpha = f(self.global_step)`` before ``self(x)``, a global that layers read, or
+``with torch.autocast(...): self(x)`` hold for the layers from that line on. In a pipeline most ranks run no step.
+So what is another thing at the call than where the step began is found here, where the step runs up to its call:
+attributes, modes and hooks of layers, names that the code of layers reads, context variables, torch's modes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from types import FunctionType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed_partition.profiling.attributes import GENERATORS
+from lightning_madpipe.compat.unsupported import HOOKS
+from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.steps.beside_module import BesideModule, CodeSearch
+from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, Place, look, restore
+
+MOST_NUMBERS = 1000
+"""Numbers of a tensor, or items of a container, up to which what a step does to one in place is undone."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_MISSING = object()
+
+
+class OtherStateError(Exception):
+    """A step calls its layers in another state than it began with, and the ranks of a pipeline do not know it."""
+
+
+class LayerAttributes:
+    """The attributes of layers that a step sets, and the hooks that it hangs on them.
+
+    Args:
+        parts: The modules that the layers consist of, each with its path in the LightningModule.
+    """
+
+    def __init__(self, parts: Mapping[nn.Module, str]) -> None:
+        self._parts = parts
+        self._containers: list[tuple[nn.Module, str]] = []
+        self.find_containers()
+
+    def find_containers(self) -> None:
+        """Find the attributes of layers that may change in place."""
+        self._containers = [
+            (part, name)
+            for part in self._parts
+            for name, value in vars(part).items()
+            if name not in _OF_TORCH and _may_change(value)
+        ]
+
+    def held(self) -> set[int]:
+        """The objects that attributes of layers name, by their identities."""
+        return {
+            id(value)
+            for part in self._parts
+            for name, value in vars(part).items()
+            if name not in _OF_TORCH and type(value) not in PLAIN
+        }
+
+    @contextmanager
+    def noted(self) -> Iterator[NotedAttributes]:
+        """Note meanwhile what is set; it costs nothing where nothing is."""
+        noted = NotedAttributes(self._parts, self._containers)
+        thread, set_attribute, make_handle = threading.get_ident(), nn.Module.__setattr__, RemovableHandle.__init__
+
+        def setting(owner: Any, name: str, value: Any) -> None:
+            if threading.get_ident() == thread:
+                noted.note(owner, name)
+            set_attribute(owner, name, value)
+
+        def making(handle: Any, *arguments: Any, **keywords: Any) -> None:
+            make_handle(handle, *arguments, **keywords)
+            if threading.get_ident() == thread:
+                noted.handles.append(handle)
+
+        torch_module: Any = nn.Module
+        torch_handle: Any = RemovableHandle
+        torch_module.__setattr__, torch_handle.__init__ = setting, making
+        try:
+            yield noted
+        finally:
+            torch_module.__setattr__, torch_handle.__init__ = set_attribute, make_handle
+
+
+class NotedAttributes:
+    """What a run of a step has set on layers.
+
+    Args:
+        parts: The modules that the layers consist of, each with its path.
+        containers: Their attributes that may change in place.
+    """
+
+    def __init__(self, parts: Mapping[nn.Module, str], containers: list[tuple[nn.Module, str]]) -> None:
+        self._parts = parts
+        self._before: dict[tuple[nn.Module, str], Any] = {}
+        self.handles: list[Any] = []
+        """The handles of hooks that were hung on something."""
+        self._seen = {
+            (part, name): look(vars(part)[name], _is_small(vars(part)[name]), {})
+            for part, name in containers
+            if name in vars(part)
+        }
+
+    def note(self, owner: Any, name: str) -> None:
+        """Note an attribute that is about to be set."""
+        if owner in self._parts and (owner, name) not in self._before and name not in _OF_TORCH:
+            self._before[owner, name] = vars(owner).get(name, _MISSING)
+
+    def changes(self) -> list[Change]:
+        """What is another thing now than before."""
+        found: dict[tuple[nn.Module, str], Change] = {}
+        for (owner, name), seen in self._seen.items():
+            value = vars(owner).get(name, _MISSING)
+            place = Place(self._parts[owner], "attribute", name)
+            if value is seen.value and seen.difference(place, value) is not None:
+                found[owner, name] = Change(place, "refill", value)
+        for (owner, name), before in self._before.items():
+            now = vars(owner).get(name, _MISSING)
+            if now is before or (type(now) in PLAIN and type(before) is type(now) and before == now):
+                continue
+            place = Place(self._parts[owner], "attribute", name)
+            if now is _MISSING:
+                found[owner, name] = Change(place, "delete")
+            elif not isinstance(now, nn.Module | nn.Parameter):
+                found[owner, name] = Change(place, "bind", now)
+        return list(found.values())
+
+    def hooked(self) -> list[Any]:
+        """The handles of hooks that hang on layers."""
+        if not self.handles:
+            return []
+        tables = {id(vars(part).get(name)) for part in self._parts for name in HOOKS}
+        return [
+            handle
+            for handle in self.handles
+            if id(table := handle.hooks_dict_ref()) in tables and handle.id in (table or ())
+        ]
+
+    def freeze(self) -> None:
+        """Let what is changed in place from now on, by the layers themselves, stay."""
+        self._seen = {
+            (owner, name): seen
+            for (owner, name), seen in self._seen.items()
+            if seen.difference(Place("", "attribute", name), vars(owner).get(name, _MISSING)) is not None
+        }
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for handle in self.hooked():
+            handle.remove()
+        for (owner, name), before in self._before.items():
+            if before is _MISSING:
+                vars(owner).pop(name, None)
+            elif name in vars(owner):
+                vars(owner)[name] = before
+        for seen in self._seen.values():
+            restore(seen, set())
+
+
+def names_in_layers(
+    parts: Mapping[nn.Module, str], functions: Sequence[Any], is_programs: Callable[[str | None], bool]
+) -> set[str]:
+    """The names in the code of layers, and in what that calls.
+
+    Args:
+        parts: The modules that layers consist of.
+        functions: The layers that are functions.
+        is_programs: Whether a file, by the name of its module, is the program's.
+    """
+    search = CodeSearch(is_programs)
+    for part in parts:
+        search.read(type(part).forward, type(part))
+        for name, value in vars(part).items():
+            for code in value.values() if name in HOOKS else (value,):
+                search.read(code, None)
+    for function in functions:
+        search.read(function, None)
+    return search.written | {key for _, key in search.found}
+
+
+class CallStates:
+    """Knows the steps that call their layers in another state than they begin with.
+
+    Args:
+        module: The LightningModule.
+        error: The host's exception for a step that cannot run on a pipeline.
+        beside: What steps may change beside the module.
+    """
+
+    def __init__(self, module: nn.Module, error: Callable[[str], Exception], beside: BesideModule) -> None:
+        self._module, self._error, self._beside = module, error, beside
+        self.runs_within = True
+        """Whether the engine can run layers within a step, as its own schedules do."""
+        self.steps: set[str] = set()
+        """The names of these steps: each rank runs them up to their call, and its layers there."""
+        self._attributes: LayerAttributes | None = None
+        self._names: set[str] = set()
+        self._held: set[int] = set()
+        self._now: _State | None = None
+        self._found: list[str] = []
+        self._left: dict[Place, Change] = {}
+
+    def _look_at_layers(self) -> LayerAttributes:
+        pipeline = pipeline_of(self._module)
+        inside, call = pipeline.elsewhere.inside, pipeline.call_of_module
+        parts = {part: path for path, part in self._module.named_modules() if part in inside}
+        tied = (getattr(layer, "forward_fn", None) for layer in call.layers)
+        functions = [*(layer for layer in call.layers if isinstance(layer, FunctionType)), *tied]
+        self._names = names_in_layers(parts, functions, self._beside.is_programs)
+        self._attributes = LayerAttributes(parts)
+        self._held = self._attributes.held()
+        return self._attributes
+
+    @contextmanager
+    def begun(self, before: Leftovers | None) -> Iterator[None]:
+        """Let a step begin here; ``before`` is the module as it is now, None where that is not compared."""
+        attributes = self._attributes or self._look_at_layers()
+        self._found = []
+        with attributes.noted() as noted:
+            self._now = _State(before, noted, self._names, self._held)
+            yield
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo at the end what the step that runs has set on layers."""
+        self._now = None
+        try:
+            yield
+        finally:
+            if self._now is not None:
+                self._now.noted.undo()
+            self._now = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Note at the end what the step that runs has set on layers, for the ranks that have these."""
+        self._now = None
+        yield
+        if self._now is not None:
+            self._left.update((change.place, change) for change in self._now.noted.changes())
+        self._now = None
+
+    def left(self) -> list[Change]:
+        """What the steps of a batch have left on layers; it is forgotten here."""
+        left, self._left = list(self._left.values()), {}
+        return left
+
+    def note(self) -> None:
+        """Note what is another thing where a step calls the layers than where it began."""
+        if self._now is not None:
+            self._found = self._now.differences()
+
+    def freeze(self) -> None:
+        """Let the layers run from here on, whose own changes of what they have stay."""
+        if self._now is not None:
+            self._now.noted.freeze()
+
+    def settle(self, step: str, *, alike: bool) -> None:
+        """Decide what follows from what was noted where a step called the layers.
+
+        Args:
+            alike: All ranks have run the step up to there, so that all know of it.
+
+        Raises:
+            OtherStateError: the other ranks do not know of it.
+            Exception: the host's, where layers cannot run there.
+        """
+        if not self._found or step in self.steps:
+            return
+        if not self.runs_within:
+            raise self._error(
+                f"{step} {self._in_words()} before it calls the layers, and in DeepSpeed's own schedule no other "
+                "rank has that: do it in a hook, such as on_train_batch_start, or within a layer"
+            )
+        if not alike:
+            raise OtherStateError(f"{step} {self._in_words()} before it calls the layers")
+        self.steps.add(step)
+
+    def refuse(self, step: str, called: str) -> None:
+        """Refuse a step of several calls that makes one of them in another state than it began with.
+
+        Raises:
+            Exception: the host's, with what it has set and the way out.
+        """
+        self.note()
+        if self._found:
+            raise self._error(
+                f"{step} {self._in_words()} before it calls {called}, and in a pipeline the calls of several "
+                "modules run where these are, without what a step does between them: put the calls into "
+                "forward(), and call self(...); or do it in a hook, such as on_train_batch_start, or in a layer"
+            )
+
+    def _in_words(self) -> str:
+        found = list(dict.fromkeys(self._found))
+        return f"changes {', '.join(found[:3])}{', ...' * (len(found) > 3)}"
+
+    def look_again(self) -> None:
+        """Look anew, when a step begins, at what layers hold and what their code reads."""
+        self._attributes = None
+
+
+class _State:
+    """The state where a step begins, to be compared with that at its call of the layers."""
+
+    def __init__(self, before: Leftovers | None, noted: NotedAttributes, names: set[str], held: set[int]) -> None:
+        self._before, self.noted, self._names, self._held = before, noted, names, held
+        self._variables = _variables()
+        self._modes = torch_modes()
+
+    def differences(self) -> list[str]:
+        """What is another thing now, in words."""
+        found = [str(change.place) for change in self.noted.changes()]
+        found += ["the hooks of layers"] * bool(self.noted.hooked())
+        if self._before is not None:
+            found += [str(change.place) for change in self._before.changes(self._may_be_read)]
+            found += [f"a {kind}" for kind in self._before.changed_objects(self._held)]
+        found += [
+            f"the context variable {variable.name}"
+            for variable, value in _variables().items()
+            if self._variables.get(variable, _MISSING) is not value
+        ]
+        modes = torch_modes()
+        return found + [name for name, value in modes.items() if self._modes[name] != value]
+
+    def _may_be_read(self, place: Place, value: Any) -> bool:
+        return place.name in self._names or id(value) in self._held
+
+
+def _variables() -> dict[ContextVar[Any], Any]:
+    return dict(copy_context().items())
+
+
+def torch_modes() -> dict[str, Any]:
+    """The modes of torch that a program sets around what it runs, by what sets them."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    kinds = ("cpu", "cuda")
+    return {
+        "torch.autocast": [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds],
+        "torch.set_default_dtype": torch.get_default_dtype(),
+        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "torch.nn.attention.sdpa_kernel": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        ),
+        "a mode of torch functions": torch._C._len_torch_function_stack(),
+        "a mode of torch's dispatcher": torch._C._len_torch_dispatch_stack(),
+    }  # fmt: skip
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, (nn.Parameter, nn.Module, *GENERATORS)):
+        return False
+    return isinstance(value, Tensor | numpy.ndarray | list | dict | set | deque)
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() <= MOST_NUMBERS and not value.is_meta
+    return (value.size if isinstance(value, numpy.ndarray) else len(value)) <= MOST_NUMBERS
