@@ -99,7 +99,8 @@ def refuse_other_calls(
         raise refusal(
             f"self.{attribute}() is called outside a step, and this rank has its own stage of the layers only: "
             "use trainer.predict(), or load the whole model from a file of "
-            "trainer.save_checkpoint(path, weights_only=True)"
+            "trainer.save_checkpoint(path, weights_only=True). It may be a copy that a hook has made of it: make "
+            "frozen copies, which a step may call, before fit, in __init__"
         )
 
     target = module if attribute == "forward" else module.get_submodule(attribute)

@@ -17,6 +17,7 @@ from lightning_madpipe.compat.unsupported import (
     refusals_of_callbacks,
     refusals_of_hooks,
     refusals_of_normalization,
+    refusals_of_renormalized_ties,
 )
 from lightning_madpipe.module import PipelineCall, named_owners, pipeline_of
 from lightning_madpipe.settings import fewer_stages
@@ -80,7 +81,11 @@ def _refusals_of_layers(
     except ValueError as error:
         return list(error.args)
     num_layers = len(call.layers)
-    reasons = [*refusals_of_normalization(module, num_stages), *refusals_of_hooks(module, call)]
+    reasons = [
+        *refusals_of_normalization(module, num_stages),
+        *refusals_of_renormalized_ties(module, call, num_stages),
+        *refusals_of_hooks(module, call),
+    ]
     if num_layers < num_stages:
         why = call.captured.why_few if call.captured is not None else ""
         reasons.append(

@@ -197,6 +197,32 @@ def refusals_of_normalization(module: nn.Module, num_stages: int) -> Iterator[st
             return
 
 
+def refusals_of_renormalized_ties(module: nn.Module, call: PipelineCall, num_stages: int) -> Iterator[str]:
+    """Yield why embeddings cannot run that change their weight whenever they run, and share it with layers."""
+    names = {part: f"self.{name}" for name, part in module.named_modules()}
+    owners: dict[int, int] = {}
+    for layer in call.layers if num_stages > 1 else ():
+        held = getattr(layer, "module", layer)
+        for weight in {id(weight) for weight in held.parameters()} if isinstance(held, nn.Module) else ():
+            owners[weight] = owners.get(weight, 0) + 1
+    found = {
+        part: None
+        for _, layer in call.existing_modules()
+        for part in layer.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        and part.max_norm is not None
+        and owners.get(id(part.weight), 0) > 1
+    }
+    for part in found:
+        yield (
+            f"{names.get(part, 'a layer')} ({type(part).__name__}) has max_norm={part.max_norm:g}, by which it "
+            "changes its weight whenever it runs, and other layers have the weight, too: for them it would change "
+            "between the forward and the backward of a micro-batch, or not at all on another rank. Leave max_norm "
+            "out, and let on_train_batch_start renormalize all rows, "
+            "`weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm))`, or do not tie"
+        )
+
+
 def refusals_of_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
     """Yield why hooks that a user hung on modules cannot run, one sentence each."""
     inside = {part for _, layer in call.existing_modules() for part in layer.modules()}

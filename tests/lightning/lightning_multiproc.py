@@ -121,6 +121,12 @@ class Parts(cases.SequentialClassifier):
         return x
 
 
+class Renormalized(cases.TiedLanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.max_norm = 1.0
+
+
 class Penalized(cases.Classifier):
     """Each rank would add its own stage's share, and that of the first stage would have no gradient."""
 
@@ -165,6 +171,7 @@ def refusals(host: cases.Host) -> dict[str, Any]:
         "keywords": refused(lambda: fit_changed(host, Keywords())),
         "no forward": refused(lambda: fit_changed(host, NoForward())),
         "parts": refused(lambda: fit_changed(host, Parts())),
+        "tied max_norm": refused(lambda: fit_changed(host, Renormalized())),
         "penalty": refused(lambda: fit_changed(host, Penalized())),
         "penalty on a layer": refused(lambda: fit_changed(host, PenalizedEmbedding())),
         "penalty on parts": refused(lambda: fit_changed(host, PenalizedSequential())),

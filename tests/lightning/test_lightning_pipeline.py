@@ -325,6 +325,12 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("keywords", "training_step calls self.forward() with the keyword arguments x"),
         ("no forward", "training_step does not call self.forward()"),
         ("parts", "forward(), uses parts of self.net"),
+        ("parts", "Modes (eval()), buffers and weights are set in a hook, such as on_train_batch_start"),
+        # One process trains; a check ended with torch's words about an inplace operation.
+        (
+            "tied max_norm",
+            "self.embed (Embedding) has max_norm=1, by which it changes its weight whenever it runs",
+        ),
         ("penalty", "training_step uses embed.weight otherwise than by its call of self.forward()"),
         (
             "penalty on a layer",
