@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.capture.recorder import DrawsApartError
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, raised_together
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
@@ -62,6 +63,8 @@ def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: i
     try:
         found = _captured(module, call, lightning)
     except Exception as error:  # also the model's own, where it runs with data
+        if isinstance(error, DrawsApartError):
+            raise
         reason = state_of_other_size(module, (call.args, call.kwargs))
         reason = reason or _why_not_in_pieces(module, step, whole, batch, lightning)
         if reason is None:

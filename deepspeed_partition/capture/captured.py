@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from deepspeed_partition.capture.decisions import Undecided
+from deepspeed_partition.capture.draws import keep_draws_that_matter
 from deepspeed_partition.capture.graph import Graph, graph_of
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError, record
@@ -201,7 +202,9 @@ def _recorded(
     decisions: list[bool] = []
     while True:
         try:
-            return record(model, args, kwargs, state, call, decisions)
+            recording = record(model, args, kwargs, state, call, decisions)
+            keep_draws_that_matter(recording, lambda: record(model, args, kwargs, state, call, decisions))
+            return recording
         except Undecided:
             refused = [
                 each for each in (True, False) if _refuses(model, args, kwargs, state, call, [*decisions, each])

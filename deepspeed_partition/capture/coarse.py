@@ -25,7 +25,7 @@ from deepspeed_partition.capture.captured import Captured, input_names_of, witho
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
-from deepspeed_partition.capture.recorder import DECIDES, CaptureError, patched
+from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
 
 WAY_OUT = (
@@ -182,7 +182,9 @@ class Coarse:
         random = _random_state(inputs)
         args, kwargs = self.arguments(inputs)
 
-        def called(_: int, args: Any, kwargs: Any) -> Any:
+        def called(place: int, args: Any, kwargs: Any) -> Any:
+            if place:
+                raise self._left_out(0)
             raise _Reached((args, kwargs))
 
         self._follow_attributes(outside)
@@ -228,8 +230,12 @@ class Coarse:
         now = _random_state(inputs)
         given: list[Any] = []
         unknown: list[Any] = []
+        run: list[int] = []
 
         def called(place: int, args: Any, kwargs: Any) -> Any:
+            if place != len(run):
+                raise self._left_out(len(run))
+            run.append(place)
             leaves, _ = flatten((args, kwargs))
             if place == 0:
                 given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -248,12 +254,25 @@ class Coarse:
 
         self._follow_attributes(outside)
         _set_random_state(random, inputs)
-        with self.context(), _gaps(outside, called):
-            returned = outside(*args, **kwargs)
+        try:
+            with self.context(), _gaps(outside, called):
+                returned = outside(*args, **kwargs)
+        except CaptureError:
+            if len(run) == len(self.elements):
+                raise
+            raise self._left_out(len(run)) from None  # it went on with what another one has returned
+        if len(run) < len(self.elements):
+            raise self._left_out(len(run))
         leaves, structure = flatten(returned)
         self._verify_returned(leaves, structure)
         tensors = tuple(filter(_is_tensor, leaves))
         return tensors if len(tensors) > 1 else tensors[0]
+
+    def _left_out(self, place: int) -> ShapeError:
+        return ShapeError(
+            f"{type(self.model).__name__} does not call {self.elements[place].name} in its place for this batch, "
+            f"and its layers run it: {WAY_OUT}"
+        )
 
     def _follow_attributes(self, outside: nn.Module) -> None:
         """Let the copies of modules around the elements have the attributes that the model's own have now."""
@@ -411,13 +430,14 @@ class OutsideLayer(nn.Module):
 def undivided(captured: Captured) -> tuple[str, CaptureError] | None:
     """The module that most weights of a captured model are in and that stays whole, and why; None: there is none.
 
-    Its own code decides by data, so that it would be a single layer.
+    Its own code decides by data, or draws random numbers, so that it would be a single layer.
     """
     modules = captured.graph.recording.modules
     half = _num_weights(captured.model) / 2
     for call in (node.call for node in captured.graph.nodes):
         if call.is_module and call.why_whole and _num_weights(modules[call.target]) > half:
-            return call.target, CaptureError(f"{call.target} ({call.module_type}) stays whole: {call.why_whole}")
+            kind = CaptureError if call.drawn is None else DrawsApartError
+            return call.target, kind(f"{call.target} ({call.module_type}) stays whole: {call.why_whole}")
     return None
 
 
@@ -440,7 +460,8 @@ def coarse_layers(
     Raises:
         CaptureError: the reason, where there are no such elements, or the code around them does more.
     """
-    if any(weight.is_meta for weight in model.parameters()):
+    # Its code would draw once before the elements and once behind them, on other ranks.
+    if isinstance(reason, DrawsApartError) or any(weight.is_meta for weight in model.parameters()):
         raise reason  # it has no data to be run on
     kwargs, notes = without_a_cache(model, args, kwargs)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_partition.capture.recorder import CaptureError
+from deepspeed_partition.capture.recorder import CaptureError, DrawsApartError
 from deepspeed_partition.capture.recording import Attribute, Call, Recording, Ref, SizeOf, Template, Value
 from deepspeed_partition.capture.sizes import Computed, Condition, Dimension, Returned, dimensions_in
 
@@ -18,6 +18,11 @@ CONTAINERS = (
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
 )  # fmt: skip
 """Torch's own modules that may be opened; the others are run whole."""
+APART = (
+    "draws between its layers, from {}, and layers that were found would have what was drawn then for ever: put "
+    "the draw into the forward() of a layer, which runs for every micro-batch, such as a block that returns its "
+    "input where it is to be left out"
+)
 LARGE = 1 / 12
 """A module with more than this share of the model's work is opened, to have more places for boundaries."""
 
@@ -113,6 +118,10 @@ class _Opening:
     def graph(self) -> Graph:
         self._find_why_open()
         root = self.recording.root
+        if root.drawn is not None:
+            raise DrawsApartError(
+                f"forward() of {type(self.recording.modules['']).__name__} {APART.format(root.drawn)}"
+            )
         if root.why_whole:
             raise CaptureError(root.why_whole)
         if root.why_open:

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deepspeed_partition.capture.decisions import Overwritten, Undecided, must_be, must_stay
+from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.recording import (
     Attribute,
     Call,
@@ -63,6 +64,10 @@ LARGEST_FROM_SIZES = 2**20
 
 class CaptureError(ValueError):
     """A model whose calls cannot be written down; the message says where and what to do."""
+
+
+class DrawsApartError(CaptureError):
+    """A model whose own code draws random numbers outside of its modules, which no layer draws again."""
 
 
 @contextmanager
@@ -146,6 +151,7 @@ class Tape:
         self._outer_context = _state()
         self._random_units: set[int] = set()
         self._region = 0
+        self.draws = Draws(model)
 
     def input(self, tensor: torch.Tensor) -> Any:
         """A tensor without data, in the place of an argument."""
@@ -412,6 +418,7 @@ class Tape:
         if self._inside or not self._scopes or name is None:
             return call(module, *args, **kwargs)
         scope = self.opened(name, args, kwargs)
+        self._note_draws()
         recomputes_itself = type(module).__call__ is not nn.Module.__call__
         scope.recomputed, self._region = bool(self._region) and not recomputes_itself, 0
         self._scopes[-1].calls.append(scope)
@@ -419,14 +426,22 @@ class Tape:
         self._scopes.append(scope)
         try:
             out = call(module, *args, **kwargs)
+            self._note_draws()
         except CaptureError:
             raise
         except Exception as error:
             out = self._run_alone(scope, module, args, kwargs, error)
+            self.draws.forget()
         finally:
             self._scopes.pop()
             self._region = int(region)
         return self.closed(scope, out)
+
+    def _note_draws(self) -> None:
+        """Note whether the code of the module that runs has drawn from a generator of Python's or NumPy's."""
+        drawn = self.draws.since_last()
+        if drawn is not None:
+            self._scopes[-1].drawn = self._scopes[-1].drawn or drawn
 
     def opened(self, name: str, args: Any, kwargs: Any) -> Call:
         leaves, structure = flatten((args, kwargs))
@@ -571,9 +586,11 @@ class Tape:
         fake_args, fake_kwargs = build(structure, fakes)
         root = Call(next(self._time), (), "", self.template((fake_args, fake_kwargs)), is_module=True)
         self._scopes.append(root)
-        with self.recording():
+        with self.draws.of_iterators(), self.recording():
             self._outer_context = _state()
             out = self._call_model(fake_args, fake_kwargs)
+            if self.call is self.model:  # a step may draw behind its last call
+                self._note_draws()
         self._scopes.pop()
         self.closed(root, out)
         return Recording(

@@ -116,6 +116,8 @@ class Call:
     conditions: list[Condition] = field(default_factory=list)
     """Asked by the module's own code, between its calls."""
     end: int = 0
+    drawn: str | None = None
+    """The generator of Python's or NumPy's that the module's own code draws from, with the line."""
 
 
 @dataclass(slots=True)

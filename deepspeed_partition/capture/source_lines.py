@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 
@@ -16,13 +16,19 @@ _TORCH = str(Path(torch.__file__).parent)
 
 def model_line() -> str:
     """The line of the model's source that is running."""
-    frame: Any = sys._getframe(1)
+    frame = model_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def model_frame() -> FrameType | None:
+    """The innermost frame of the model's source; None where none is running."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_OURS, _HOST, _TORCH)) and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
-    return ""
+    return None
 
 
 def line_of(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_partition.generators import GENERATORS, generator_state, set_generator_state
+
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
 _LIBRARIES = frozenset(
@@ -19,9 +20,6 @@ _LIBRARIES = frozenset(
 )
 _DEPTH = 2
 _MOST_MEMBERS = 1000
-
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-"""The types of what a program draws random numbers from."""
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -53,35 +51,6 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
             vars(owner).update(_restored(remembered))
         for table, remembered in tables:
             table.update(_restored(remembered))
-
-
-def generator_state(generator: Any) -> Any:
-    """The state of one of :data:`GENERATORS`, which can be pickled; None of one that has none."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.SystemRandom):
-        return None
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return _bits_of(generator).state
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator to where :func:`generator_state` has found it."""
-    if state is None:
-        return
-    if isinstance(generator, torch.Generator | np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        _bits_of(generator).state = state
-
-
-def _bits_of(generator: Any) -> Any:
-    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 Remembered: TypeAlias = Callable[[], Any]

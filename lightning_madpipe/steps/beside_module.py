@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.profiling.attributes import GENERATORS
+from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
 from lightning_madpipe.steps.code_names import (
     STEPS,

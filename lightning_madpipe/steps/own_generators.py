@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,15 +24,10 @@ from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from deepspeed_partition.profiling.attributes import (
-    GENERATORS,
-    generator_state,
-    set_generator_state,
-)
+from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.code_names import STEPS, function_of, names_read
 from lightning_madpipe.steps.step_side_effects import LIBRARIES
@@ -199,10 +193,6 @@ class OwnGenerators:
     def _put_found(self, states: States) -> None:
         for name, generator in self._found.items():
             _put(generator, states[name])
-
-
-COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": numpy.random.mtrand._rand}
-"""The common generators of Python and of NumPy. What is drawn from torch's is seen by its operations."""
 
 
 def key_of(state: Any) -> int:

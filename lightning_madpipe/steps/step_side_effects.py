@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.profiling.attributes import GENERATORS
+from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import outside_pipeline
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))

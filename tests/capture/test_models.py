@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -382,13 +386,12 @@ def test_a_model_without_memory_is_captured():
 
 def test_a_capture_leaves_the_model_as_it_was():
     model = networks.InPlace()
-    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    state = copy.deepcopy(model.state_dict())
     weights = dict(model.named_parameters())
     captured_layers(model, torch.randn(3, 8))
     torch.testing.assert_close(dict(model.state_dict()), dict(state))
     assert all(weights[name] is weight for name, weight in model.named_parameters())
     assert not any(type(value).__name__ == "FakeTensor" for value in model.buffers())
-    del random
 
 
 def test_what_cannot_be_captured_is_told_with_its_line():
@@ -416,6 +419,93 @@ def test_blocks_of_a_model_that_cannot_be_captured_are_layers():
     assert_same(model, layers, [one(padded(3, 7)), one(padded(2, 5))])
     with pytest.raises(ShapeError, match=r"gives blocks\.0 something else"):
         run_in_order(layers, words(3, 7).clamp(min=1))
+
+
+class Skipping(nn.Module):
+    """Leaves blocks out by what ``draw`` gives, in its own code: between its layers."""
+
+    def __init__(self, draw: Callable[[Skipping], float], least: float = 0.02) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.draw, self.least = draw, least
+        self.own, self.of_numpy = random.Random(0), numpy.random.default_rng(0)
+        self.given = itertools.cycle([0.5, 1.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.draw(self) < self.least:
+                continue
+            x = block(x)
+        return self.last(x)
+
+
+DRAWS: dict[str, Callable[[Skipping], float]] = {
+    "random": lambda _: random.random(),
+    "numpy.random": lambda _: numpy.random.rand(),
+    "self.own": lambda model: model.own.random(),
+    "self.of_numpy": lambda model: model.of_numpy.random(),
+    "self.given": lambda model: next(model.given),
+}
+
+
+@pytest.mark.parametrize("source", DRAWS)
+def test_numbers_that_a_model_draws_between_its_layers_are_refused(source: str):
+    """What the capture drew held for ever: no block was ever left out again, in silence."""
+    with pytest.raises(CaptureError, match=rf"draws between its layers, from {source} at .*test_models\.py:\d+"):
+        layers_as_they_are(Skipping(DRAWS[source]), (torch.randn(3, 8),), {})
+
+
+@pytest.mark.parametrize("source", ["random", "numpy.random"])
+def test_numbers_by_which_nothing_is_decided_hinder_nothing(source: str):
+    """As Hugging Face models draw where no layer is to be dropped."""
+    model = Skipping(DRAWS[source], least=0.0)
+    assert_same(model, captured_layers(model, torch.randn(3, 8)), [one(torch.randn(2, 8))])
+
+
+def test_what_a_capture_takes_from_an_iterator_is_given_once_more():
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scales = nn.Linear(8, 8), iter([1.0, 2.0, 3.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * next(self.scales)
+
+    model = nn.Sequential(Scaling(), nn.Linear(8, 8))
+    captured_layers(model, torch.randn(3, 8))
+    assert list(model[0].scales) == [1.0, 2.0, 3.0]
+
+
+def test_a_module_whose_code_draws_stays_whole():
+    """It was opened for its size, and what it had drawn in the capture then held for ever."""
+    model = nn.Sequential(nn.Linear(8, 8), Skipping(DRAWS["random"], least=0.5), nn.Linear(3, 3))
+    layers = captured_layers(model, torch.randn(3, 8))
+    x = torch.randn(3, 8)
+    for seed in range(8):
+        random.seed(seed)
+        expected = model(x)
+        random.seed(seed)
+        torch.testing.assert_close(run_in_order(layers, x), expected)
+
+
+def test_blocks_that_the_models_code_leaves_out_for_a_batch_are_refused():
+    """Layers ran all blocks, whatever ``forward`` did with the torch numbers that it drew: 6 % of batches."""
+    torch.manual_seed(0)
+    model = Skipping(lambda _: torch.rand(1).item())
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    x, refused = torch.randn(3, 8), 0
+    for seed in range(100):
+        torch.manual_seed(seed)
+        expected = model(x)
+        torch.manual_seed(seed)
+        try:
+            torch.testing.assert_close(run_in_order(layers, x), expected)
+        except ShapeError as error:
+            assert "does not call blocks." in str(error)
+            refused += 1
+    assert refused
 
 
 def test_weights_around_blocks_have_the_models_names():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import deepspeed
+import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -758,14 +760,19 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
 
 
 class Keeping(nn.Module):
-    """Counts its calls, in several ways, and draws from a generator of its own."""
+    """Counts its calls, in several ways, and draws from generators of its own, of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.listed, self.named, self.total = 0, [], {"calls": 0}, torch.zeros(())
         self.generator = torch.Generator().manual_seed(3)
+        self.python, self.numbers = random.Random(3), numpy.random.default_rng(3)
+        self.others = numpy.random.RandomState(3)
+        self.bits = numpy.random.Philox(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = self.python.random() + self.numbers.random() + self.others.rand() + self.bits.random_raw() / 2**64
+        x = x * (1 + 0.1 * drawn)
         self.calls += 1
         self.listed.append(1)
         self.named["calls"] += 1

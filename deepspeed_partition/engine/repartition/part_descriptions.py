@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import enum
 import pickle
+import random
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
+from numpy.random import MT19937, PCG64, PCG64DXSM, SFC64, Philox
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.parts import (
@@ -20,6 +24,7 @@ from deepspeed_partition.engine.pipeline.parts import (
     Part,
     tensors_by_name,
 )
+from deepspeed_partition.generators import generator_state, set_generator_state
 from deepspeed_partition.profiling.attributes import attributes_of
 
 OF_DEEPSPEED = (
@@ -80,7 +85,46 @@ def describe(part: nn.Module) -> PartInfo:
 class GeneratorState:
     """A generator of random numbers, as another process can have it."""
 
-    state: torch.Tensor
+    kind: str
+    """The class that makes one, by a name that every process knows."""
+    state: Any
+
+    def given_to(self, generator: Any) -> Any:
+        """Give this state to a generator, or to a new one where it is none of the kind; return which has it."""
+        if _kind_of(generator) != self.kind:
+            generator = _MAKERS[self.kind]()
+        set_generator_state(generator, self.state)
+        return generator
+
+
+def _generator_of(kind: Callable[[], Any]) -> Any:
+    return numpy.random.Generator(kind())
+
+
+_BITS = {kind.__name__: kind for kind in (MT19937, PCG64, PCG64DXSM, Philox, SFC64)}
+_MAKERS: dict[str, Callable[[], Any]] = {
+    "torch": torch.Generator,
+    "random": random.Random,
+    "RandomState": numpy.random.RandomState,
+    **_BITS,
+    **{f"Generator of {name}": partial(_generator_of, kind) for name, kind in _BITS.items()},
+}
+"""What makes a generator of each kind whose state can be sent."""
+
+
+def _kind_of(generator: Any) -> str | None:
+    """The name in :data:`_MAKERS` of a generator's kind; None of what has none, or is no generator."""
+    if isinstance(generator, torch.Generator):
+        return "torch" if generator.device.type == "cpu" else None
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else "random"
+    if isinstance(generator, numpy.random.RandomState):
+        return "RandomState"
+    if isinstance(generator, numpy.random.Generator):
+        name = f"Generator of {type(generator.bit_generator).__name__}"
+    else:
+        name = type(generator).__name__ if isinstance(generator, numpy.random.BitGenerator) else ""
+    return name if name in _MAKERS else None
 
 
 def _module_attributes(module: nn.Module) -> dict[str, Any]:
@@ -98,8 +142,9 @@ class SentTensor:
 
 
 def _sendable(value: Any) -> Any:
-    if isinstance(value, torch.Generator) and value.device.type == "cpu":
-        return GeneratorState(value.get_state())
+    kind = _kind_of(value)
+    if kind is not None:
+        return GeneratorState(kind, generator_state(value))
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         return value.detach().cpu()
     return value if _is_plain(value) else Unsendable(type(value).__name__)
@@ -146,7 +191,7 @@ def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any
 
 def _fingerprint(value: Any) -> bytes:
     if isinstance(value, GeneratorState):
-        return value.state.numpy().tobytes()
+        return pickle.dumps((value.kind, value.state.numpy() if value.kind == "torch" else value.state))
     if isinstance(value, torch.Tensor):
         numbers = value.contiguous().view(-1).view(torch.uint8) if value.numel() else value
         return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(numbers.numpy().tobytes())}".encode()
@@ -157,7 +202,7 @@ def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
     if name not in own or type(own[name]) is not type(value):
         return False
     if isinstance(value, GeneratorState):
-        return torch.equal(own[name].state, value.state)
+        return _fingerprint(own[name]) == _fingerprint(value)
     if isinstance(value, torch.Tensor):
         # Where a layer draws it, it need not be what a layer of the same specification has drawn.
         return own[name].shape == value.shape and torch.equal(own[name], value)
@@ -170,7 +215,7 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
         here = vars(built.get_submodule(path))
         for name, value in found.items():
             if isinstance(value, GeneratorState):
-                here.setdefault(name, torch.Generator()).set_state(value.state)
+                here[name] = value.given_to(here.get(name))
             elif isinstance(value, torch.Tensor):
                 here[name] = value.to(get_accelerator().current_device_name())
             elif isinstance(value, list) and isinstance(here.get(name), list):

@@ -1,0 +1,202 @@
+"""What a model's own code draws while it is recorded: from Python's and NumPy's generators, and from iterators.
+
+What torch draws is an operation, which the layers run again for every micro-batch. A number that Python or NumPy
+draws is none: ``if random.random() < 0.1: continue`` between two blocks would be recorded as the way that it went,
+and go that way for ever. The same holds for ``next(self.scales)``. So generators, and iterators that modules have
+as attributes, are looked at wherever one module's code ends and another one's begins.
+
+Code that draws and makes nothing of it, as Hugging Face models do where no layer is to be dropped, hinders
+nothing: it is recorded again with the smallest and the largest numbers, and compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from deepspeed_partition.capture.recording import Call, Recording, Template
+from deepspeed_partition.capture.source_lines import model_frame
+from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
+
+EXTREMES = (0, 0x12DD9BB3)
+"""Words of the state of a Mersenne twister that give the smallest and the largest numbers."""
+NUM_EXTREME = 64
+"""After so many words numbers are ordinary again: code may draw until it gets another one."""
+
+
+class Draws:
+    """The generators that a model's code may draw from, and where they were when they were last looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._generators = {**COMMON, **_own(model)}
+        self._iterators: dict[str, _Counted] = {}
+        self._last = self._states()
+
+    @contextmanager
+    def of_iterators(self) -> Iterator[None]:
+        """Count what is taken from the modules' iterators, which give it once more afterwards."""
+        for path, module in self._model.named_modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+                    shown = ".".join(filter(None, ("self", path, name)))
+                    self._iterators[shown] = vars(module)[name] = _Counted(vars(module), name, value)
+        self.forget()
+        try:
+            yield
+        finally:
+            for counted in self._iterators.values():
+                counted.put_back()
+            self._iterators = {}
+
+    def since_last(self) -> str | None:
+        """What was drawn from since the last look, with the line of the source; None: from nothing."""
+        before, self._last = self._last, self._states()
+        drawn = [name for name, place in self._last.items() if place != before.get(name)]
+        return f"{drawn[0]} at {_line_of(drawn[0])}" if drawn else None
+
+    def forget(self) -> None:
+        """Look away from what was drawn since the last look."""
+        self._last = self._states()
+
+    def _states(self) -> dict[str, Any]:
+        places = {name: _place_of(generator) for name, generator in self._generators.items()}
+        return {**places, **{name: len(counted.taken) for name, counted in self._iterators.items()}}
+
+
+class _Counted(Iterator[Any]):
+    """An iterator that is an attribute, with what is taken from it."""
+
+    def __init__(self, owner: dict[str, Any], name: str, iterator: Iterator[Any]) -> None:
+        self._owner, self._name, self._iterator = owner, name, iterator
+        self.taken: list[Any] = []
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self._iterator))
+        return self.taken[-1]
+
+    def put_back(self) -> None:
+        if self._owner.get(self._name) is self:
+            taken = self.taken
+            self._owner[self._name] = itertools.chain(taken, self._iterator) if taken else self._iterator
+
+
+def _place_of(generator: Any) -> Any:
+    state = generator_state(generator)
+    if isinstance(generator, numpy.random.RandomState):
+        return state[1].tobytes(), *state[2:]
+    return repr(state) if isinstance(state, dict) else state
+
+
+def _own(model: nn.Module) -> dict[str, Any]:
+    """The generators in attributes of modules, and those that their code names in its file."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        forward: Any = inspect.unwrap(getattr(type(module), "forward", None) or module.forward)
+        names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+        of_file = {name: forward.__globals__.get(name) for name in names}
+        of_self = {".".join(filter(None, ("self", path, name))): value for name, value in vars(module).items()}
+        for name, value in (*of_self.items(), *of_file.items()):
+            if isinstance(value, GENERATORS) and not isinstance(value, torch.Generator):
+                found.setdefault(id(value), (name, value))
+    known = set(map(id, COMMON.values()))
+    return {name: value for number, (name, value) in found.items() if number not in known}
+
+
+def _line_of(name: str) -> str:
+    """The line that draws; where the code that runs does not name it, the one that it has come to."""
+    frame = model_frame()
+    if frame is None:
+        return "an unknown line"
+    code, word = frame.f_code, name.rpartition(".")[2]
+    try:
+        lines, first = inspect.getsourcelines(code)
+    except (OSError, TypeError):
+        lines, first = [], 0
+    before = [place for place, line in enumerate(lines, first) if place <= frame.f_lineno and word in line]
+    return f"{code.co_filename}:{before[-1] if before else frame.f_lineno}"
+
+
+def keep_draws_that_matter(recording: Recording, again: Callable[[], Recording]) -> None:
+    """Keep modules whole whose code draws, and forget that it has where it does the same whatever it draws.
+
+    Args:
+        again: Records the same once more.
+    """
+    drawing = [call for call in _modules_in(recording.root) if call.drawn is not None]
+    if drawing and _is_the_same_for_all(drawing, again):
+        for call in drawing:
+            call.drawn = None
+    for call in drawing:
+        if call.drawn is not None and call is not recording.root:
+            call.why_whole = call.why_whole or f"its code draws from {call.drawn}"
+
+
+def _is_the_same_for_all(drawing: Sequence[Call], again: Callable[[], Recording]) -> bool:
+    """Whether code does the same for the smallest and the largest numbers, and for others: alike on all ranks."""
+    # Of other generators than the Mersenne twister's no extreme is known: what is drawn from them may matter.
+    if any(not str(call.drawn).startswith(tuple(f"{name} at" for name in COMMON)) for call in drawing):
+        return False
+    found = set()
+    for word in (*EXTREMES, None):
+        with _drawing(word):
+            try:
+                found.add(_signature(again().root))
+            except Exception:  # it goes another way
+                return False
+    return len(found) == 1
+
+
+@contextmanager
+def _drawing(word: int | None) -> Iterator[None]:
+    """Let the next numbers of the common generators be the smallest or the largest; None: some numbers."""
+    before = {name: generator_state(generator) for name, generator in COMMON.items()}
+    words = random.Random(0).getstate()[1][:624]
+    if word is not None:
+        words = (*(word,) * NUM_EXTREME, *words[NUM_EXTREME:])
+    COMMON["random"].setstate((3, (*words, 0), None))
+    COMMON["numpy.random"].set_state(("MT19937", numpy.array(words, numpy.uint32), 0, 0, 0.0))
+    try:
+        yield
+    finally:
+        for name, generator in COMMON.items():
+            set_generator_state(generator, before[name])
+
+
+def _modules_in(call: Call) -> Iterator[Call]:
+    yield call
+    for inner in call.calls:
+        if inner.is_module:
+            yield from _modules_in(inner)
+
+
+def _signature(call: Call) -> Any:
+    """What a module's code did, as something that can be compared with another recording's."""
+    target = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
+    ends = tuple(_leaves(template) for template in (call.given, call.returned))
+    return target, ends, tuple(map(_signature, call.calls)), tuple(str(each.outcome) for each in call.conditions)
+
+
+def _leaves(template: Template | None) -> Any:
+    return None if template is None else tuple(map(_in_words, template.leaves))
+
+
+def _in_words(leaf: Any) -> Any:
+    if isinstance(leaf, numpy.ndarray):
+        return leaf.tobytes()
+    if isinstance(leaf, torch.Tensor):
+        with torch._C.DisableTorchFunction():
+            return leaf.detach().cpu().double().numpy().tobytes() if not leaf.is_complex() else repr(leaf)
+    plain = isinstance(leaf, bool | int | float | complex | str | None) or type(leaf).__module__.startswith(
+        "deepspeed_partition."
+    )
+    return repr(leaf) if plain else type(leaf).__name__
