@@ -273,6 +273,8 @@ class Elsewhere:
             for table, name, tensor in _tensors(part)
             if id(tensor) in of_tensors
         ]
+        self.keeps_modes = False
+        """Whether a batch is evaluated in the modes that the user's module has, whatever these are."""
         self.sentence = DURING_A_RUN
         """What whoever reads a tensor of another rank is told, with ``{name}`` for its name."""
 
@@ -285,8 +287,9 @@ class Elsewhere:
         """Stand for ``train()`` of the pipeline: layers of the user's module keep the modes that they have there.
 
         DeepSpeed calls that before each batch, and would train what the user froze with ``eval()``. Layers that
-        the user's module does not know are in its mode. A batch that DeepSpeed evaluates while the user's module
-        trains, such as a trial, is evaluated by all layers; before the next one they have their modes again.
+        the user's module does not know are in its mode. A trial, a batch that DeepSpeed evaluates while the user's
+        module trains, is evaluated by all layers; before the next one they have their modes again. A batch of the
+        user's own evaluation has the modes that ``on_validation_model_eval`` and its kin have left.
         """
         self._pipeline.training = mode
         for part, was in self._modes_before.items():
@@ -299,7 +302,7 @@ class Elsewhere:
             part.training = root.training
         if captured is not None:
             captured.follow_modes()
-        if not mode and self._module.training:
+        if not mode and self._module.training and not self.keeps_modes:
             parts = {part for layer in held_modules(self._pipeline).values() for part in layer.modules()}
             self._modes_before = {part: part.training for part in parts}
             for part in parts:

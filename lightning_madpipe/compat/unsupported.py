@@ -405,6 +405,19 @@ def notes_on_parts(
         )
 
 
+def notes_on_draws(drawing: Sequence[str]) -> Iterator[str]:
+    """Yield what layers draw otherwise than in one process.
+
+    Args:
+        drawing: Layers, or lines of the model's own code, that draw from the common random generators.
+    """
+    if drawing:
+        yield (
+            f"random numbers are drawn by {_all_of(drawing)}, and in a pipeline each stage draws its own for each "
+            "micro-batch: they are other ones than in one process for the same seed, as if that had another seed"
+        )
+
+
 ANOTHER_TRAINING = (
     "this is another training than in one process, as with accumulate_grad_batches. Ways out: fewer and larger "
     "pieces, MadPipeStrategy(num_micro_batches=...), of which 1 is the whole batch; larger batches"

@@ -10,10 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deepspeed_partition.capture import CaptureError, capture
 from deepspeed_partition.capture.coarse import deciding, undivided
@@ -130,6 +132,13 @@ class CapturedCall:
         """What a user should be told once where a batch is cut into micro-batches."""
         found = deciding(self._captured.graph)
         return [f"{', '.join(found[:3])}{', ...' * (len(found) > 3)}: {DECIDES_APART}"] if found else []
+
+    def lines_that_draw(self) -> list[str]:
+        """The lines of the model's own code, outside of its modules, by which torch draws random numbers."""
+        drawing = [node.call for node in self._captured.graph.nodes if node.is_random and not node.is_module]
+        # Attention has a dropout of its own, which seldom draws.
+        lines = [call.where for call in drawing if call.target is not F.scaled_dot_product_attention]
+        return list(dict.fromkeys(f"{self.called} at {Path(line).name}" for line in lines))
 
     def is_told(self, decision: str) -> bool:
         """Whether :meth:`notes_on_decisions` tells of all that a layer decides, given with its lines."""

@@ -80,6 +80,9 @@ class CoarseCall(CapturedCall):
     def notes_on_decisions(self) -> list[str]:
         return [f"{type(self.model).__name__}: {DECIDES_APART}"]
 
+    def lines_that_draw(self) -> list[str]:
+        return []
+
     def is_told(self, decision: str) -> bool:
         """Whether :meth:`notes_on_decisions` tells of what a layer decides: it tells so of all code there."""
         return True

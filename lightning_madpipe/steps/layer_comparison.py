@@ -17,6 +17,7 @@ from lightning_madpipe.compat.collective_calls import IN_A_LAYER, collectives_re
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import (
     layers_of_statistics,
+    notes_on_draws,
     notes_on_hooks,
     notes_on_parts,
     notes_on_statistics,
@@ -66,6 +67,8 @@ class LayerComparison:
         self._noted = set(self._notes_on_hooks())  # of which a fit has told
         self._named: set[str] = set()
         """Layers, and what they keep, that were told of."""
+        self._draws: set[str] = set()
+        """What was told of that draws random numbers."""
         self._settings = LayerSettings(module, pipeline.elsewhere, self._named)
         self._watches: dict[Any, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module and the call that the layers run."""
@@ -162,11 +165,22 @@ class LayerComparison:
             deciding = [name for name in untold if name not in self._named]
             self._named.update(mixing, keeping, gradients, deciding)
             notes += notes_on_parts(mixing, keeping, gradients, deciding, sizes, on_parts.ended)
+        notes += notes_on_draws(self._drawing(on_parts.drawing))
         for note in notes:
             if note not in self._noted:
                 self._lightning.warn(note)
         self._noted.update(notes)
         return verdict.reads
+
+    def _drawing(self, found: Sequence[str]) -> list[str]:
+        """What draws in the layers, in the user's words, but for what was told of."""
+        captured = self._pipeline.call_of_module.captured
+        lines = [] if captured is None else captured.lines_that_draw()
+        named = [name for name in found if name.startswith("self.")]
+        shown = [*named, *(lines or [name for name in found if name not in named])] if found else []
+        new = [name for name in shown if name not in self._draws]
+        self._draws.update(new)
+        return new
 
     def _may_part(self, giver: int | None, taker: int) -> bool:
         """Whether two layers run on different stages, or may come to do so."""

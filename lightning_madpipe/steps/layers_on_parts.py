@@ -28,7 +28,7 @@ import math
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
-from deepspeed_partition.generators import GENERATORS, generator_state
+from deepspeed_partition.generators import COMMON, GENERATORS, generator_state
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of, members_of
 from deepspeed_partition.profiling.isolation import stand_ins
@@ -99,6 +99,8 @@ class OnParts:
     """Layers that mix samples in their backward alone."""
     deciding: list[str] = field(default_factory=list)
     """Other layers whose code asks for numbers that depend on their input, with the line."""
+    drawing: list[str] = field(default_factory=list)
+    """Layers, or dropout in them, that draw from common generators: torch's, Python's, NumPy's."""
     handed_over: tuple[HandOver, str] | None = None
     """Two layers of which one takes something beside its input that the other has left, and what to say of it."""
     ended: str | None = None
@@ -165,7 +167,7 @@ def layers_on_parts(
                 break
             modules = _modules_of(layer)
             name, shown = _in_words(place, layer, names)
-            look = _Look(name, shown, function, modules, found, needed)
+            look = _Look(name, shown, function, modules, found, needed, names)
             try:
                 with stand_ins(modules, device, dtype=dtype, trains=False):
                     behind, parts_behind = look.at(passed, parts)
@@ -350,6 +352,7 @@ class _Look:
 
     Args:
         needed: Whether training needs the gradient of each input.
+        names: How the user writes each module.
     """
 
     def __init__(
@@ -360,7 +363,9 @@ class _Look:
         modules: list[nn.Module],
         found: OnParts,
         needed: tuple[bool, ...],
+        names: Mapping[nn.Module, str],
     ) -> None:
+        self._names = names
         self._name, self.shown, self._function = name, shown, function
         self._modules, self._found, self._needed = modules, found, needed
         self.needed_behind: tuple[bool, ...] = ()
@@ -373,7 +378,10 @@ class _Look:
         restore = random_state()
         with modes(dict.fromkeys(self._statistics, False)):
             is_repeatable = self._look_twice(passed, restore)
+            before = _places(restore)
             whole, draws, end = self._run(passed, restore)
+            if draws or before != _places():
+                self._found.drawing += [*dropouts(self._modules, self._names)] or [self.shown]
             if parts is None or not is_repeatable:
                 return whole, None
             # Where a batch normalization has no other statistics than those of the batch, it is named already.
@@ -614,6 +622,19 @@ def _are_same(value: Numbers, other: Numbers | None) -> bool:
 def _is_rounding(a: Tensor, b: Tensor) -> bool:
     are_whole = bool((a == a.round()).all()) and bool((b == b.round()).all())
     return not are_whole and torch.allclose(a, b, rtol=EXACT, atol=1e-12, equal_nan=True)
+
+
+def _places(restore: Callable[[], None] = lambda: None) -> list[int]:
+    """Where Python's and NumPy's common generators are, once they are put back."""
+    restore()
+    return [zlib.crc32(pickle.dumps(generator_state(generator))) for generator in COMMON.values()]
+
+
+def dropouts(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> Iterator[str]:
+    """The modules of torch's that leave numbers out at random in the mode that they are in, with their kind."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p and part in names:
+            yield f"{names[part]} ({type(part).__name__})"
 
 
 def _has_statistics(part: nn.Module) -> bool:

@@ -223,13 +223,23 @@ class BatchRunner:
             # In inference mode, which Lightning may have entered, the engine would allocate buffers that
             # training cannot use.
             self.steps.draws.begin()
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self._modes_as_they_are():
                 self._go_forward(run)
                 [result] = self._outcomes.share_with_pipeline([run])
         self._outcomes.log_again(result)
         if self._reading.is_read(step):
             return result.returned
         return None if result.loss is None else torch.tensor(result.loss, device=self._device)
+
+    @contextmanager
+    def _modes_as_they_are(self) -> Iterator[None]:
+        """Let layers be in the modes that the user's hooks have left, which may be those of training."""
+        elsewhere = self._pipeline.elsewhere
+        elsewhere.keeps_modes = True
+        try:
+            yield
+        finally:
+            elsewhere.keeps_modes = False
 
     def _go_forward(self, run: BatchRun) -> None:
         try:
