@@ -254,13 +254,8 @@ class Coarse:
 
         self._follow_attributes(outside)
         _set_random_state(random, inputs)
-        try:
-            with self.context(), _gaps(outside, called):
-                returned = outside(*args, **kwargs)
-        except CaptureError:
-            if len(run) == len(self.elements):
-                raise
-            raise self._left_out(len(run)) from None  # it went on with what another one has returned
+        with self.context(), _gaps(outside, called):
+            returned = outside(*args, **kwargs)
         if len(run) < len(self.elements):
             raise self._left_out(len(run))
         leaves, structure = flatten(returned)
