@@ -255,6 +255,7 @@ class CallStates:
         left, self._left = list(self._left.values()), {}
         return left
 
+    @torch.compiler.disable  # in a compiled step its compiler would follow what is done here
     def note(self) -> None:
         """Note what is another thing where a step calls the layers than where it began."""
         if self._now is not None:

@@ -243,6 +243,7 @@ class UserSteps:
         changed: set[Place] = set()
         before, back = self.leftovers(undoable=True), random_state()
 
+        @torch.compiler.disable  # in a compiled step its compiler would follow what is done here
         def take(*_: Any, **__: Any) -> None:
             nonlocal back
             try:
