@@ -183,6 +183,7 @@ def main() -> None:
         if arguments.save:
             name = f"{dist.get_world_size()}_processes_{date.today():%Y%m}.json"
             path = Path(__file__).parent / "results" / name
+            path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
