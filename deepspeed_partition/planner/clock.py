@@ -33,11 +33,15 @@ class Clock:
     exponent: int
 
     @classmethod
-    def of(cls, chain: Chain, platform: Platform) -> Clock:
-        """Make a clock on which one micro-batch, with all transfers, takes ``DIGITS`` digits of ticks."""
+    def of(cls, chain: Chain, platform: Platform, micro_batches: int = 1) -> Clock:
+        """Make a clock on which one micro-batch, with all transfers, takes ``DIGITS`` digits of ticks.
+
+        Args:
+            micro_batches: as many take so many digits together, so that a pattern of all of them does, too.
+        """
         total = sum((Fraction(layer.compute_seconds) for layer in chain.layers), Fraction(0))
         total += 2 * sum((Fraction(seconds) for seconds in one_way_seconds(chain, platform)), Fraction(0))
-        return cls.resolving(total)
+        return cls.resolving(total * micro_batches)
 
     @classmethod
     def resolving(cls, total: Fraction) -> Clock:

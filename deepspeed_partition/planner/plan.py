@@ -11,7 +11,7 @@ from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.problem import Chain, Platform
-from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation
+from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation, is_plain_name
 
 PLAN_FORMAT = "madpipe-plan/1"
 STEP_BOUNDS = ("step_lower_bound_seconds", "step_gap", "step_proved")
@@ -108,6 +108,8 @@ class Plan:
     """Name of the algorithm that made the plan."""
     period_seconds: float
     """Seconds per micro-batch in steady state."""
+    micro_batches_per_period: int = 1
+    """Number q of micro-batches in the pattern, which repeats every ``q * period_seconds``."""
     lower_bound_seconds: float
     """Seconds; no schedule of any allocation of these layers on this platform has a shorter period."""
     gap: float
@@ -154,7 +156,40 @@ class Plan:
     @property
     def schedule(self) -> PeriodicSchedule:
         """Pattern of operations, which repeats every ``period_seconds``."""
-        return PeriodicSchedule(self.period_seconds, self.operations)
+        return PeriodicSchedule(self.period_seconds, self.operations, self.micro_batches_per_period)
+
+    @property
+    def pattern_seconds(self) -> float:
+        """Seconds with which the pattern repeats: ``micro_batches_per_period * period_seconds``."""
+        return self.micro_batches_per_period * self.period_seconds
+
+    @property
+    def treats_all_alike(self) -> bool:
+        """Return whether each stage runs one forward that keeps and one backward for every micro-batch.
+
+        Otherwise stages decide micro-batch by micro-batch what to recompute, backwards are in two halves, or the
+        pattern has several micro-batches.
+        """
+        if self.micro_batches_per_period > 1 or not all(is_plain_name(each.operation) for each in self.operations):
+            return False
+        orders = self.step.order if self.step is not None else ()
+        return all(is_plain_name(name) for name in {name for order in orders for name, _ in order})
+
+    def check_treats_all_alike(self, runner: str) -> None:
+        """Refuse a plan that decides micro-batch by micro-batch.
+
+        Args:
+            runner: words for who cannot run it, the subject of the message.
+
+        Raises:
+            PlanMismatchError: the plan does.
+        """
+        if not self.treats_all_alike:
+            raise PlanMismatchError(
+                f"the plan decides micro-batch by micro-batch what a stage recomputes, splits backwards, or has "
+                f"{self.micro_batches_per_period} micro-batches per period, and {runner} runs every micro-batch "
+                "alike: plan without --recompute micro-batch"
+            )
 
     @property
     def boundaries(self) -> list[int]:
@@ -231,6 +266,9 @@ class Plan:
             "gap": self.gap,
             "proved": self.proved,
         }  # fmt: skip
+        if self.micro_batches_per_period > 1:
+            data["micro_batches_per_period"] = self.micro_batches_per_period
+            data["pattern_seconds"] = self.pattern_seconds
         if self.proved_class is not None:
             data["proved_class"] = self.proved_class
         if self.proved_of is not None:
@@ -267,12 +305,14 @@ class Plan:
             PlanFormatError: ``data`` does not follow the format; the message names the path of the field.
         """
         mapping = files.validated(data, schema="plan", where=where, error=PlanFormatError)
+        _check_pattern_seconds(mapping, where)
         try:
             return cls(
                 chain=ChainReference.from_dict(mapping["chain"]),
                 platform=Platform.from_dict(mapping["platform"]),
                 algorithm=mapping["algorithm"],
                 period_seconds=float(mapping["period_seconds"]),
+                micro_batches_per_period=int(mapping.get("micro_batches_per_period", 1)),
                 lower_bound_seconds=float(mapping["lower_bound_seconds"]),
                 gap=float(mapping["gap"]),
                 proved=mapping["proved"],
@@ -309,6 +349,11 @@ class Plan:
             places = (operation.device,) if operation.link is None else operation.link
             if any(place is None or place >= devices for place in places):
                 raise ValueError(f"operation {operation.operation} is on {places} of {devices} devices")
+            if operation.index >= self.micro_batches_per_period:
+                raise ValueError(
+                    f"operation {operation.operation} has index {operation.index}, and micro_batches_per_period "
+                    f"is {self.micro_batches_per_period}"
+                )
         for key, values in (("peak_memory_bytes", self.peak_memory_bytes), ("memory", self.memory)):
             if len(values) != devices:
                 raise ValueError(f"{key} has {len(values)} entries for {devices} devices")
@@ -335,6 +380,17 @@ class Plan:
             OSError: the folder cannot be written to.
         """
         files.write_json(path, self.to_dict())
+
+
+def _check_pattern_seconds(mapping: Mapping[str, Any], where: str) -> None:
+    """Refuse a pattern that does not last its periods: nobody could tell which of the numbers is meant."""
+    periods = float(mapping["period_seconds"]) * int(mapping.get("micro_batches_per_period", 1))
+    pattern = float(mapping.get("pattern_seconds", periods))
+    if abs(pattern - periods) > 1e-9 * periods:
+        raise PlanFormatError(
+            f"{where}: pattern_seconds is {pattern:.9g}, and micro_batches_per_period times period_seconds is "
+            f"{periods:.9g}"
+        )
 
 
 def _optional_int(value: Any) -> int | None:

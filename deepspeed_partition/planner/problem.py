@@ -28,6 +28,8 @@ LARGEST_BYTES = 2**53
 LARGEST_MEMORY_BYTES = 2**60
 """Largest memory of a device, in bytes (1 EB)."""
 LARGEST_FLOAT = sys.float_info.max
+HALVES_TOLERANCE = 1e-6
+"""Relative difference between a backward and the sum of its halves that may be rounding."""
 DUPLEX = ("half", "full")
 """How links may carry transfers."""
 Resource = tuple[str, int] | tuple[str, int, int]
@@ -70,11 +72,13 @@ _OPTIONAL_SIZES = (
     "forward_running_bytes",
     "training_bytes",
     "first_backward_bytes",
+    "weight_stash_bytes",
 )
 _LATER_FIELDS: dict[str, Any] = {
     "cut_stash_bytes": 0, "running_bytes": None, "forward_running_bytes": None, "recomputable": True,
     "training_bytes": None, "gradient_bytes": 0, "reduction_bytes": 0, "optimizer_transient_bytes": 0,
-    "first_backward_bytes": None, "shared_weights": (),
+    "first_backward_bytes": None, "shared_weights": (), "backward_input_seconds": None,
+    "backward_weight_seconds": None, "weight_stash_bytes": None,
 }  # fmt: skip
 """Fields that chains once did not have, and the values with which they mean what they meant: a chain without them
 keeps its digest."""
@@ -131,6 +135,14 @@ class LayerProfile:
     gradients of this layer."""
     optimizer_transient_bytes: int = 0
     """Bytes that the optimizer needs besides while it steps over the weights of this layer."""
+    backward_input_seconds: float | None = None
+    """Seconds of the first half of the backward, the gradient of the layer's input. None: the backward is one
+    operation."""
+    backward_weight_seconds: float | None = None
+    """Seconds of the second half, the gradients of the weights; with the first half ``backward_seconds``."""
+    weight_stash_bytes: int | None = None
+    """Bytes that stay from the start of the first half of the backward to the end of the second. None: the stash
+    of the layer."""
     shared_weights: tuple[tuple[str, int], ...] = ()
     """Weights that are one with those of other layers, by name, in bytes (part of ``weight_bytes``): a device that
     has several of these layers keeps them once. A mapping is taken, too."""
@@ -154,9 +166,11 @@ class LayerProfile:
             "backward_seconds",
             "forward_spread_seconds",
             "backward_spread_seconds",
+            "backward_input_seconds",
+            "backward_weight_seconds",
         ):
             value = getattr(self, key)
-            if value is not None or not key.endswith("spread_seconds"):
+            if value is not None or key in ("forward_seconds", "backward_seconds"):
                 object.__setattr__(self, key, _seconds(f"layer {shown(self.name)}: {key}", value))
         for key in (*_SIZES, *_OPTIONAL_SIZES):
             value = getattr(self, key)
@@ -177,6 +191,22 @@ class LayerProfile:
                 f"running_bytes, which {'are left out' if self.running_bytes is None else self.running_bytes}"
             )
         object.__setattr__(self, "shared_weights", self._checked_shares())
+        self._check_halves()
+
+    def _check_halves(self) -> None:
+        """Refuse a backward of one half, and halves that are not the whole."""
+        halves = [self.backward_input_seconds, self.backward_weight_seconds]
+        known = [seconds for seconds in halves if seconds is not None]
+        if len(known) == 1:
+            raise ValueError(
+                f"layer {shown(self.name)}: backward_input_seconds and backward_weight_seconds are the two halves "
+                "of the backward: give both, or none"
+            )
+        if known and abs(sum(known) - self.backward_seconds) > HALVES_TOLERANCE * self.backward_seconds:
+            raise ValueError(
+                f"layer {shown(self.name)}: backward_input_seconds and backward_weight_seconds are {sum(known)} "
+                f"together, and backward_seconds is {self.backward_seconds}"
+            )
 
     def _checked_shares(self) -> tuple[tuple[str, int], ...]:
         where = f"layer {shown(self.name)}: shared_weights"

@@ -132,15 +132,12 @@ def divided(chain: Chain, parts: int) -> Chain:
     def of_part(layer: LayerProfile) -> LayerProfile:
         sizes = (
             "output_bytes", "stash_bytes", "transient_bytes", "cut_stash_bytes", "running_bytes",
-            "forward_running_bytes",
+            "forward_running_bytes", "weight_stash_bytes",
         )  # fmt: skip
+        times = ("forward_seconds", "backward_seconds", "backward_input_seconds", "backward_weight_seconds")
         changed = {key: -(-getattr(layer, key) // parts) for key in sizes if getattr(layer, key) is not None}
-        return replace(
-            layer,
-            forward_seconds=layer.forward_seconds / parts,
-            backward_seconds=layer.backward_seconds / parts,
-            **changed,
-        )
+        changed |= {key: getattr(layer, key) / parts for key in times if getattr(layer, key) is not None}
+        return replace(layer, **changed)
 
     size = chain.micro_batch_size
     return replace(

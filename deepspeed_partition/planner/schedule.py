@@ -13,7 +13,9 @@ class OperationSpan:
 
     operation: str
     """Name of the operation. ``F2``, ``B2``: forward, backward of stage 2. ``SF2``, ``SB2``: the activation sent
-    from stage 2 to stage 3, and its gradient sent back."""
+    from stage 2 to stage 3, and its gradient sent back. ``f2``: a forward that keeps nothing but the input of the
+    stage; ``R2``: the forward of such a micro-batch again, which keeps. ``I2``, ``W2``: the two halves of a
+    backward, the gradient of the input and the gradients of the weights."""
     start_seconds: float
     """Seconds from the start of the period of a plan, or of the step that was measured."""
     duration_seconds: float
@@ -57,27 +59,41 @@ def span_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
 class PlacedOperation(OperationSpan):
     """One operation of the pattern: in period k it runs at ``k * period + start`` on micro-batch ``k - shift``.
 
-    It starts within [0, period), and may run over the end of the period.
+    It starts within [0, period), and may run over the end of the period. Where the pattern has q micro-batches,
+    it repeats every q periods, and k counts these: the operation runs at ``k * q * period + start`` on
+    micro-batch ``(k - shift) * q + index``.
     """
 
     shift: int
+    index: int = 0
+    """Number of the micro-batch within the pattern, from 0."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.place_to_dict(), **self.times_to_dict(), "shift": self.shift}
+        data = {**self.place_to_dict(), **self.times_to_dict(), "shift": self.shift}
+        return data | {"index": self.index} if self.index else data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PlacedOperation:
-        return cls(**span_from_dict(data), shift=int(data["shift"]))
+        return cls(**span_from_dict(data), shift=int(data["shift"]), index=int(data.get("index", 0)))
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """Pattern of operations that repeats every ``period_seconds``."""
+    """Pattern of operations that repeats every ``micro_batches_per_period * period_seconds``."""
 
     period_seconds: float
+    """Seconds per micro-batch."""
     operations: tuple[PlacedOperation, ...]
+    micro_batches_per_period: int = 1
 
 
 Order = tuple[tuple[str, int], ...]
 """Operations of one device in one synchronous step, in order: ``("F0", 3)`` is the forward of stage 0 on
 micro-batch 3."""
+PLAIN = "FB"
+"""First letters of the computations of a plan whose stages treat all micro-batches alike."""
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether an operation is a transfer, a forward that keeps, or a whole backward."""
+    return name[0] == "S" or name[0] in PLAIN

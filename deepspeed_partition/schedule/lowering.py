@@ -71,8 +71,10 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
     Raises:
         LoweringError: an order is not complete, or not on its devices.
         DeadlockError: the devices of an order wait for each other in a circle.
+        PlanMismatchError: the plan decides micro-batch by micro-batch.
     """
     _check_count(num_micro_batches)
+    plan.check_treats_all_alike("a list of instructions")
     order: Sequence[Order] | None = None
     devices = [stage.device for stage in plan.stages]
     if plan.step is not None and plan.step.num_micro_batches == num_micro_batches:

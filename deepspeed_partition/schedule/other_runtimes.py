@@ -79,6 +79,11 @@ def megatron_layout(plan: Plan) -> str:
 
 
 def _refuse_recomputation(plan: Plan, file: str) -> None:
+    if not plan.treats_all_alike:
+        raise ConversionError(
+            f"the plan treats micro-batches differently (recomputation or several per period, or backwards in two "
+            f"halves), which {file} cannot say: plan without --recompute micro-batch"
+        )
     recomputed = [index for index, stage in enumerate(plan.stages) if stage.blocks]
     if recomputed:
         raise ConversionError(

@@ -370,10 +370,13 @@ def _with_loss_of_batch(chain: Chain, cost: LossCost | None, num_micro_batches: 
         return chain
     *layers, last = chain.layers
     share = -(-cost.peak_bytes // num_micro_batches)
+    more = cost.backward_seconds / num_micro_batches
+    first_half = last.backward_input_seconds
     last = replace(
         last,
         forward_seconds=last.forward_seconds + cost.forward_seconds / num_micro_batches,
-        backward_seconds=last.backward_seconds + cost.backward_seconds / num_micro_batches,
+        backward_seconds=last.backward_seconds + more,
+        backward_input_seconds=None if first_half is None else first_half + more,
         stash_bytes=(last.stash_bytes or 0) + share,
         running_bytes=None if last.running_bytes is None else last.running_bytes + share,
     )

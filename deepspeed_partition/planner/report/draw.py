@@ -24,8 +24,9 @@ if TYPE_CHECKING:  # these modules draw plans themselves
     from deepspeed_partition.planner.report.timeline import MeasuredTimeline
 
 REPLICATED_ROW = "replicated*"
-FILL = {"F": "=", "B": "#", "S": "-"}
-"""Characters of a forward, a backward and a transfer in a timeline; idle time is a dot."""
+FILL = {"F": "=", "f": "=", "R": "+", "B": "#", "I": "#", "W": "%", "S": "-"}
+"""Characters of a forward, a recomputation, a backward, the gradients of weights and a transfer in a timeline;
+idle time is a dot."""
 
 
 def summary(plan: Plan, width: int = 140) -> str:
@@ -72,6 +73,8 @@ def promises(plan: Plan) -> Iterator[str]:
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
             f"{format_seconds(plan.step.step_seconds)} if transfers overlap, {_step_proof(plan.step)}"
         )
+    if not plan.treats_all_alike:
+        yield recomputed_words(plan)
     links = links_words(plan.platform)
     if links:
         yield links
@@ -86,6 +89,18 @@ def promises(plan: Plan) -> Iterator[str]:
                 else ""
             )
         )
+
+
+def recomputed_words(plan: Plan) -> str:
+    """Return how many micro-batches each stage recomputes, of those of the step, else of those of the pattern."""
+    if plan.step is not None:
+        number, what = plan.step.num_micro_batches, "step"
+        names = [name for order in plan.step.order for name, _ in order]
+    else:
+        number, what = plan.micro_batches_per_period, "pattern"
+        names = [operation.operation for operation in plan.operations]
+    counts = ", ".join(str(names.count(f"f{index}")) for index in range(len(plan.stages)))
+    return f"of {number} micro-batches of a {what}, each stage recomputes: {counts}"
 
 
 def links_words(platform: Platform) -> str:
@@ -116,15 +131,20 @@ def stage_table(plan: Plan) -> Table:
     for name in ("forward", "backward", "memory", *map(" ".join, zip(signs, terms, strict=False))):
         table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("12.34 ms")))
     table.add_column("layers", overflow="ellipsis", no_wrap=True)  # the column that shrinks
-    durations = {operation.operation: operation.duration_seconds for operation in plan.operations}
+    durations: dict[str, float] = {}
+    for operation in plan.operations:  # a backward that runs the forward again is longer than others of its stage
+        shortest = durations.get(operation.operation, operation.duration_seconds)
+        durations[operation.operation] = min(shortest, operation.duration_seconds)
     for index, stage in enumerate(plan.stages):
         use = plan.memory[stage.device]
         table.add_row(
             str(index),
             str(stage.device),
             str(stage.in_flight),
-            format_seconds(durations.get(f"F{index}", 0.0)),
-            format_seconds(durations.get(f"B{index}", 0.0)),
+            format_seconds(durations.get(f"F{index}", durations.get(f"f{index}", 0.0))),
+            format_seconds(
+                durations.get(f"B{index}", durations.get(f"I{index}", 0.0) + durations.get(f"W{index}", 0.0))
+            ),
             format_bytes(plan.peak_memory_bytes[stage.device]),
             *(format_bytes(getattr(use, term)) for term in terms),
             _layers(stage),
@@ -356,7 +376,8 @@ def timeline(plan: Plan, width: int = 96) -> str:
     """Draw one period of the pattern: a row for each device and each link.
 
     ``F1=====`` is the forward of stage 1; ``B0+2####`` the backward of stage 0 on the micro-batch that came in
-    two periods ago; what runs over the end of the period goes on at its beginning.
+    two periods ago; what runs over the end of the period goes on at its beginning. Where the pattern has several
+    micro-batches, ``F1.3=`` is the forward of stage 1 on the one of index 3, and all of them are drawn.
     """
     rows: dict[str, list[str]] = {}
     for device in range(plan.platform.num_devices):
@@ -368,9 +389,14 @@ def timeline(plan: Plan, width: int = 96) -> str:
         place = f"device {operation.device}"
         if operation.link is not None:
             place = "link {}-{}".format(*sorted(operation.link))
-        _place(rows[place], operation, plan.period_seconds)
+        _place(rows[place], operation, plan)
     label = max(map(len, rows))
-    head = f"one period of {format_seconds(plan.period_seconds)}: = forward, # backward, - transfer, . idle"
+    number = plan.micro_batches_per_period
+    what = "one period" if number == 1 else f"one pattern of {number} micro-batches,"
+    of = " of" if number == 1 else ""
+    kinds = {operation.operation[0] for operation in plan.operations}
+    more = (", + forward again" if "R" in kinds else "") + (", % gradients of weights" if "W" in kinds else "")
+    head = f"{what}{of} {format_seconds(plan.pattern_seconds)}: = forward, # backward{more}, - transfer, . idle"
     return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
 
 
@@ -404,11 +430,12 @@ def measured_step(timeline: MeasuredTimeline, index: int = -1, width: int = 96) 
     return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
 
 
-def _place(row: list[str], operation: PlacedOperation, period: float) -> None:
-    width = len(row)
+def _place(row: list[str], operation: PlacedOperation, plan: Plan) -> None:
+    width, period = len(row), plan.pattern_seconds
     first = round(operation.start_seconds / period * width)
     last = round((operation.start_seconds + operation.duration_seconds) / period * width)
-    name = operation.operation + (f"+{operation.shift}" if operation.shift else "")
+    name = operation.operation + (f".{operation.index}" if plan.micro_batches_per_period > 1 else "")
+    name += f"+{operation.shift}" if operation.shift else ""
     cells = (name + FILL[operation.operation[0]] * width)[: last - first]
     for offset, cell in enumerate(cells):
         row[(first + offset) % width] = cell

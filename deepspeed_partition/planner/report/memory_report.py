@@ -11,15 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.remedies import divided
-from deepspeed_partition.planner.simulate.replay import timeline_of
+from deepspeed_partition.planner.simulate.replay import clock_of, timeline_of
 from deepspeed_partition.planner.simulate.replay_memory import Moments, costs_of
 from deepspeed_partition.planner.simulate.replay_step import Timeline
 from deepspeed_partition.planner.units import format_bytes, format_seconds, shown
 
+RUNS = {
+    "F": "forward", "B": "backward", "f": "forward and keeps nothing", "R": "forward again",
+    "I": "backward to its input", "W": "backward to its weights",
+}  # fmt: skip
+HELD = {
+    "stash": "in flight",
+    "input": "with their input alone",
+    "weight_stash": "waiting for the gradients of weights",
+}
 MOST_NAMED = 3
 """Layers that are named of a stage: those that keep most."""
 
@@ -101,7 +109,7 @@ class _Explanation:
         seconds = None
         if self.place is not None:
             begin = int(self.moments.instants[self.place]) - self.timeline.window[0]
-            seconds = Clock.of(self.chain, self.plan.platform).seconds(begin)
+            seconds = clock_of(self.plan, self.chain).seconds(begin)
         return DevicePeak(
             device=self.device,
             use=self.moments.use(self.place),
@@ -129,7 +137,7 @@ class _Explanation:
 
     @staticmethod
     def _in_words(name: str) -> str:
-        return f"stage {name[1:]} runs {'forward' if name[0] == 'F' else 'backward'}"
+        return f"stage {name[1:]} runs {RUNS[name[0]]}"
 
     def _parts(self) -> Iterator[Part]:
         use, moments, place = self.moments.use(self.place), self.moments, self.place
@@ -142,12 +150,11 @@ class _Explanation:
                 num_bytes=use.transient,
             )
             return
-        for index, count in moments.in_flight.items():
+        for (index, term), (count, each) in moments.held.items():
             number = int(count[place])
-            what = f"stage {index}: {number} in flight, {format_bytes(moments.stash_bytes[index])} each"
-            largest = self._largest_stashes(self.plan.stages[index])
-            num_bytes = number * moments.stash_bytes[index]
-            yield Part(term="stash", what=f"{what}{largest}" if number else what, num_bytes=num_bytes)
+            what = f"stage {index}: {number} {HELD[term]}, {format_bytes(each)} each"
+            largest = self._largest_stashes(self.plan.stages[index]) if term == "stash" else ""
+            yield Part(term="stash", what=f"{what}{largest}" if number else what, num_bytes=number * each)
         for end, tensors in moments.tensors.items():
             number, (boundary, side) = int(tensors[place]), end
             where = {

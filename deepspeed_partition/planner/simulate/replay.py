@@ -103,11 +103,10 @@ def _run(plan: Plan, chain: Chain) -> _Run:
     violations = list(_structure_violations(plan, chain, costs))
     if violations:  # a pattern that lacks operations cannot be unrolled
         return _Run(tuple(violations))
-    placed = {operation.operation: operation for operation in plan.operations}
-    violations += _dependency_violations(plan, placed)
+    violations += _dependency_violations(plan)
     violations += _overlap_violations(plan)
     violations += _allreduce_violations(plan, costs)
-    pattern = _unrolled_pattern(plan, chain, placed)
+    pattern = _unrolled_pattern(plan, chain)
     in_flight, peaks = peaks_of(plan, chain, costs, pattern)
     violations += _memory_violations(plan, peaks, "pattern")
     step_seconds = None
@@ -130,31 +129,43 @@ def timeline_of(plan: Plan, chain: Chain) -> Timeline | str:
     """Return the instants of a plan's step, else of its pattern; a sentence where the step cannot run."""
     if plan.step is not None:
         return run_step(plan, chain)
-    return _unrolled_pattern(plan, chain, {operation.operation: operation for operation in plan.operations})
+    return _unrolled_pattern(plan, chain)
+
+
+def clock_of(plan: Plan, chain: Chain) -> Clock:
+    """Return the clock of a plan's timeline: that of its step, else of its pattern."""
+    return Clock.of(chain, plan.platform, 1 if plan.step is not None else plan.micro_batches_per_period)
 
 
 def _structure_violations(plan: Plan, chain: Chain, costs: list[StageCost]) -> Iterator[str]:
     """Yield a sentence for each operation that is missing, doubled, misplaced, or of a wrong duration."""
-    period = plan.period_seconds
-    expected: dict[str, tuple[float, int | None, tuple[int, int] | None]] = {}
-    for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
-        expected[f"F{index}"] = cost.forward_seconds, stage.device, None
-        expected[f"B{index}"] = cost.backward_seconds, stage.device, None
-        if index + 1 < len(plan.stages) and stage.device != plan.stages[index + 1].device:
-            seconds = plan.platform.transfer_seconds(chain.boundary_bytes(stage.layers[1]))
-            link = (stage.device, plan.stages[index + 1].device)
-            expected[f"SF{index}"] = (seconds, None, link)
-            expected[f"SB{index}"] = (seconds, None, link)
-    seen: set[str] = set()
+    period = plan.pattern_seconds
+    rows = {(operation.operation, operation.index) for operation in plan.operations}
+    expected: dict[tuple[str, int], tuple[float, int | None, tuple[int, int] | None]] = {}
+    for number in range(plan.micro_batches_per_period):
+        for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
+            kinds = {kind for kind in "FBfRIW" if (f"{kind}{index}", number) in rows}
+            for kind in _kinds_of(kinds):
+                seconds = cost.seconds(kind, recomputes="f" in kinds and "R" not in kinds)
+                if seconds is None:
+                    yield f"{kind}{index} is half a backward, and the chain does not say how long its halves last"
+                    return
+                expected[f"{kind}{index}", number] = seconds, stage.device, None
+            if index + 1 < len(plan.stages) and stage.device != plan.stages[index + 1].device:
+                seconds = plan.platform.transfer_seconds(chain.boundary_bytes(stage.layers[1]))
+                link = (stage.device, plan.stages[index + 1].device)
+                expected[f"SF{index}", number] = (seconds, None, link)
+                expected[f"SB{index}", number] = (seconds, None, link)
+    seen: set[tuple[str, int]] = set()
     for operation in plan.operations:
-        name = operation.operation
-        if name in seen:
+        key, name = (operation.operation, operation.index), _shown(plan, operation.operation, operation.index)
+        if key in seen:
             yield f"{name} stands twice in the pattern"
-        seen.add(name)
-        if name not in expected:
+        seen.add(key)
+        if key not in expected:
             yield f"{name} is no operation of this allocation"
             continue
-        seconds, device, travels = expected[name]
+        seconds, device, travels = expected[key]
         if abs(operation.duration_seconds - seconds) > TOLERANCE * max(seconds, period):
             yield f"{name} lasts {seconds:.9g} s and the plan says {operation.duration_seconds:.9g} s"
         if (operation.device, operation.link) != (device, travels):
@@ -162,10 +173,25 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[StageCost]) -> I
             yield f"{name} is on {place} {getattr(operation, place)}, not on {right}"
         if not 0 <= operation.start_seconds < period:
             yield f"{name} starts at {operation.start_seconds:.9g} s, not within the period of {period:.9g} s"
-        if name == "F0" and operation.shift != 0:
-            yield f"F0 has shift {operation.shift}, not 0"
-    for name in expected.keys() - seen:
-        yield f"{name} is missing from the pattern"
+        if operation.operation in ("F0", "f0") and operation.shift != 0:
+            yield f"{name} has shift {operation.shift}, not 0"
+    for missing in expected.keys() - seen:
+        yield f"{_shown(plan, *missing)} is missing from the pattern"
+
+
+def _kinds_of(kinds: set[str]) -> list[str]:
+    """Return what a stage runs on a micro-batch, if it runs some of ``kinds``: a forward and a backward at least.
+
+    Where these contradict one another (``F`` and ``f``, ``R`` beside ``F``, ``B`` beside ``I``), what is too much
+    is left out.
+    """
+    forward = ["F"] if "F" in kinds or "f" not in kinds else ["f", *(["R"] if "R" in kinds else [])]
+    return [*forward, *(["I", "W"] if "B" not in kinds and kinds & {"I", "W"} else ["B"])]
+
+
+def _shown(plan: Plan, name: str, index: int) -> str:
+    """Return the name of an operation, with its number where the pattern has several of this name."""
+    return name if plan.micro_batches_per_period == 1 else f"{name} of index {index}"
 
 
 def _allreduce_violations(plan: Plan, costs: list[StageCost]) -> Iterator[str]:
@@ -179,30 +205,43 @@ def _allreduce_violations(plan: Plan, costs: list[StageCost]) -> Iterator[str]:
 
 
 def _begin(plan: Plan, operation: PlacedOperation) -> float:
-    """Return the instant, in seconds, at which the operation runs on micro-batch 0."""
-    return operation.shift * plan.period_seconds + operation.start_seconds
+    """Return the instant, in seconds, at which the operation runs on the micro-batch of its index."""
+    return operation.shift * plan.pattern_seconds + operation.start_seconds
 
 
 def _end(plan: Plan, operation: PlacedOperation) -> float:
     return _begin(plan, operation) + operation.duration_seconds
 
 
-def _dependency_violations(plan: Plan, placed: dict[str, PlacedOperation]) -> Iterator[str]:
-    """Yield a sentence for each operation that begins before what it needs: forwards down, backwards up."""
-    last = len(plan.stages) - 1
-    forward = [name for stage in range(last + 1) for name in (f"F{stage}", f"SF{stage}")]
-    backward = [name for stage in range(last, -1, -1) for name in (f"SB{stage}", f"B{stage}")]
-    road = [name for name in forward + backward if name in placed]
-    for before, after in pairwise(road):
-        ready = _end(plan, placed[before])
-        begins = _begin(plan, placed[after])
-        if begins < ready - TOLERANCE * plan.period_seconds:
-            yield f"{after} starts at {begins:.9g} s, before {before} has ended at {ready:.9g} s"
+def _dependency_violations(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each operation that begins before what it needs: forwards down, backwards up.
+
+    A forward that keeps nothing runs again before its backward, and the second half of a backward comes behind
+    the first.
+    """
+    stages = range(len(plan.stages))
+    forward = [f"{kind}{stage}" for stage in stages for kind in ("F", "f", "SF")]
+    backward = [f"{kind}{stage}" for stage in reversed(stages) for kind in ("SB", "B", "I")]
+    for number in range(plan.micro_batches_per_period):
+        placed = {each.operation: each for each in plan.operations if each.index == number}
+        pairs = list(pairwise(name for name in forward + backward if name in placed))
+        for stage in stages:
+            again = [name for name in (f"f{stage}", f"R{stage}", f"B{stage}", f"I{stage}") if name in placed]
+            halves = [name for name in (f"I{stage}", f"W{stage}") if name in placed]
+            pairs += [*(pairwise(again) if f"R{stage}" in placed else ()), *pairwise(halves)]
+        for before, after in pairs:
+            ready = _end(plan, placed[before])
+            begins = _begin(plan, placed[after])
+            if begins < ready - TOLERANCE * plan.period_seconds:
+                yield (
+                    f"{_shown(plan, after, number)} starts at {begins:.9g} s, before {before} has ended at "
+                    f"{ready:.9g} s"
+                )
 
 
 def _overlap_violations(plan: Plan) -> Iterator[str]:
     """Yield a sentence where a device, link or port does two things at once, over the end of the period too."""
-    period, tolerance = plan.period_seconds, TOLERANCE * plan.period_seconds
+    period, tolerance = plan.pattern_seconds, TOLERANCE * plan.period_seconds
     resources: dict[str, list[PlacedOperation]] = defaultdict(list)
     for operation in plan.operations:
         if operation.link is None:
@@ -219,24 +258,25 @@ def _overlap_violations(plan: Plan) -> Iterator[str]:
             end = operation.start_seconds + operation.duration_seconds
             if end > start + tolerance:
                 yield (
-                    f"{resource} runs {operation.operation} until {end:.9g} s "
-                    f"and {after.operation} from {start:.9g} s"
+                    f"{resource} runs {_shown(plan, operation.operation, operation.index)} until {end:.9g} s "
+                    f"and {_shown(plan, after.operation, after.index)} from {start:.9g} s"
                 )
 
 
-def _unrolled_pattern(plan: Plan, chain: Chain, placed: dict[str, PlacedOperation]) -> Timeline:
+def _unrolled_pattern(plan: Plan, chain: Chain) -> Timeline:
     """Return the pattern over enough periods that the beginning of the last one is in steady state."""
-    ticks = Clock.of(chain, plan.platform).ticks
-    period = max(1, ticks(plan.period_seconds))
+    number = plan.micro_batches_per_period
+    ticks = Clock.of(chain, plan.platform, number).ticks
+    period = max(1, ticks(plan.pattern_seconds))
     spans = {}
-    for name, operation in placed.items():
+    for operation in plan.operations:
         begin = operation.shift * period + ticks(operation.start_seconds)
-        spans[name] = begin, begin + ticks(operation.duration_seconds)
+        spans[operation.operation, operation.index] = begin, begin + ticks(operation.duration_seconds)
     periods = -(-max(end for _, end in spans.values()) // period) + 2
     timeline = Timeline(window=((periods - 1) * period, periods * period))
-    for micro_batch in range(periods + 1):
-        for name, (begin, end) in spans.items():
-            timeline.operations[name, micro_batch] = micro_batch * period + begin, micro_batch * period + end
+    for time in range(periods + 1):
+        for (name, index), (begin, end) in spans.items():
+            timeline.operations[name, time * number + index] = time * period + begin, time * period + end
     return timeline
 
 

@@ -57,6 +57,24 @@ class StageCost:
         self.forward_seconds = math.fsum(layer.forward_seconds for layer in layers)
         self.backward_seconds = math.fsum(layer.backward_seconds for layer in layers)
         self.weight_bytes = sum(layer.weight_bytes for layer in layers)
+        halves = [(layer.backward_input_seconds, layer.backward_weight_seconds) for layer in layers]
+        known = [(first, second) for first, second in halves if first is not None and second is not None]
+        self.input_seconds, self.later_seconds = (
+            (math.fsum(each) for each in zip(*known, strict=True)) if known else (0.0, 0.0)
+        )
+        """Seconds of the two halves of the backward: the gradient of the input, the gradients of the weights."""
+        self.has_halves = len(known) == len(layers)
+        self.input_bytes = chain.boundary_bytes(start)
+        """Bytes of the input, which is all that a forward that keeps nothing leaves."""
+        self.weight_stash_bytes = sum(
+            (layer.stash_bytes or 0) if layer.weight_stash_bytes is None else layer.weight_stash_bytes
+            for layer in layers
+        )
+        """Bytes of one micro-batch from the start of the first half of its backward to the end of the second."""
+        self.passing_bytes = max(
+            0, *(_passing(layer, index, self.input_bytes, in_step=in_step) for index, layer in enumerate(layers))
+        )
+        """Bytes that a forward that keeps nothing needs while it runs."""
         blocks = [(first - start, last - start) for first, last in stage.blocks]
         kept = [layer.stash_bytes or 0 for layer in layers]
         recomputed = 0
@@ -64,7 +82,9 @@ class StageCost:
             block_input = chain.boundary_bytes(start + first)
             recomputed = max(recomputed, sum(kept[first:last]) - block_input)
             kept[first:last] = [block_input] + [0] * (last - first - 1)
-            self.backward_seconds += math.fsum(layer.forward_seconds for layer in layers[first:last])
+            again = math.fsum(layer.forward_seconds for layer in layers[first:last])
+            self.backward_seconds += again
+            self.input_seconds += again
         if stop < chain.num_layers and all(last < len(layers) for _, last in blocks):
             kept[-1] += layers[-1].cut_stash_bytes
         self.stash_bytes = sum(kept)
@@ -86,6 +106,36 @@ class StageCost:
             )
             come = sum(late) if layer.running_bytes is None else own + sum(late[index + 1 :])
             self.first_transient_bytes = max(self.first_transient_bytes, backward + come)
+        # What is counted while the first half runs may be less than the stash that is there at its beginning.
+        beyond = max(0, self.stash_bytes - self.weight_stash_bytes)
+        measured = any(layer.running_bytes is not None for layer in layers)
+        self.input_transient_bytes = self.backward_transient_bytes + (beyond if measured else 0)
+
+    def seconds(self, kind: str, *, recomputes: bool) -> float | None:
+        """Return how long an operation lasts; None for half a backward where the chain does not say.
+
+        Args:
+            kind: the first letter of its name.
+            recomputes: its micro-batch kept nothing, and no operation of its own runs the forward again.
+        """
+        again = self.forward_seconds if recomputes else 0.0
+        if kind == "B":
+            return self.backward_seconds + again
+        if kind in "IW":
+            if not self.has_halves:
+                return None
+            return self.later_seconds if kind == "W" else self.input_seconds + again
+        return self.forward_seconds
+
+
+def _passing(layer: LayerProfile, index: int, input_bytes: int, *, in_step: bool) -> int:
+    """Return what a layer needs in a forward that keeps nothing; behind layer 0 the input of the stage waits."""
+    if layer.running_bytes is None:
+        return layer.transient_bytes
+    running = layer.running_bytes
+    if in_step and layer.forward_running_bytes is not None:
+        running = layer.forward_running_bytes
+    return running + (input_bytes if index else 0)
 
 
 def _late_gradient_bytes(layer: LayerProfile, shared: Set[str]) -> int:
@@ -155,25 +205,38 @@ class Moments:
         self, plan: Plan, chain: Chain, costs: Sequence[StageCost], timeline: Timeline, device: int
     ) -> None:
         mine = [index for index, stage in enumerate(plan.stages) if stage.device == device]
-        kept = {index: _kept(timeline, f"F{index}", f"B{index}") for index in mine}
+        lives = {index: _Lives(timeline, index) for index in mine}
         ends = dict(_waiting_at_ends(plan, chain, timeline, device))
         inside = dict(_waiting_inside(plan, chain, timeline, device))
         running = {
             (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), instants=True)
             for index in mine
-            for kind in "FB"
+            for kind in "FBfRIW"
+            if kind in "FB" or f"{kind}{index}" in timeline.names
         }
         self.fixed_bytes = plan.platform.fixed_bytes
         self.weights, self.after_backwards = _for_weights(plan, chain, device)
         """Bytes for weights, with all gradients, and those needed besides behind the last backward."""
-        residents = [*kept.values(), *(r for r, _ in ends.values()), *(r for r, _ in inside.values())]
+        held = {(index, term): residents for index in mine for term, residents in lives[index].held.items()}
+        in_flight = {index: lives[index].in_flight for index in mine}
+        residents = [
+            *in_flight.values(),
+            *held.values(),
+            *(r for r, _ in ends.values()),
+            *(r for r, _ in inside.values()),
+        ]
         starts = [r.starts for r in (*residents, *running.values())]
         instants = np.unique(np.concatenate(starts)) if starts else np.zeros(0, dtype=np.int64)
         self.instants = instants[(instants >= timeline.window[0]) & (instants < timeline.window[1])]
         """Ticks."""
-        self.in_flight = {index: kept[index].count(self.instants) for index in mine}
-        self.stash_bytes = {index: costs[index].stash_bytes for index in mine}
-        """Bytes of one micro-batch in flight of each stage."""
+        self.in_flight = {index: in_flight[index].count(self.instants) for index in mine}
+        self.held = {
+            (index, term): (residents.count(self.instants), getattr(costs[index], f"{term}_bytes"))
+            for (index, term), residents in held.items()
+        }
+        """Micro-batches that hold something at each instant, and the bytes of one, by stage and by what that is:
+        ``stash``, ``input`` (they kept nothing and have not been recomputed) or ``weight_stash`` (the gradients of
+        the weights are still to come)."""
         reserved = plan.platform.comm_buffers
         self.tensors = {end: np.maximum(reserved, r.count(self.instants)) for end, (r, _) in ends.items()}
         """Tensors at each end of a boundary, reserved or waiting."""
@@ -182,7 +245,7 @@ class Moments:
         self.tensor_bytes |= {(index, "inside"): size for index, (_, size) in inside.items()}
         self.late_gradients = {
             index: (
-                self.instants < min(end for _, end in _spans(timeline, f"B{index}")),
+                self.instants < min(end for kind in "BW" for _, end in _spans(timeline, f"{kind}{index}")),
                 costs[index].late_gradient_bytes,
             )
             for index in mine
@@ -197,8 +260,10 @@ class Moments:
         instant."""
 
     def _transient(self, cost: StageCost, index: int, kind: str) -> NDArray[np.int64]:
-        if kind == "F":
-            return np.full(len(self.instants), cost.forward_transient_bytes, dtype=np.int64)
+        while_forward = {"F": cost.forward_transient_bytes, "R": cost.forward_transient_bytes}
+        alike = while_forward | {"f": cost.passing_bytes, "I": cost.input_transient_bytes}
+        if kind in alike:
+            return np.full(len(self.instants), alike[kind], dtype=np.int64)
         is_first, _ = self.late_gradients[index]
         return np.where(is_first, cost.first_transient_bytes, cost.backward_transient_bytes)
 
@@ -230,8 +295,8 @@ class Moments:
         held += self.weights
         for is_absent, num_bytes in self.late_gradients.values():
             held -= is_absent * num_bytes
-        for index, count in self.in_flight.items():
-            stash += count * self.stash_bytes[index]
+        for count, num_bytes in self.held.values():
+            stash += count * num_bytes
         for end, count in self.tensors.items():
             buffers += count * self.tensor_bytes[end]
         for runs, needs in self.running.values():
@@ -266,17 +331,65 @@ def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:
             yield timeline.operations[name, micro_batch]
 
 
+_Named = str | tuple[str, str, int]
+"""A name; or two first letters and the number of a stage, which runs one of the two on each micro-batch."""
+
+
 def _between(
-    timeline: Timeline, first: str, first_edge: int, second: str, second_edge: int
+    timeline: Timeline, first: _Named, first_edge: int, second: _Named, second_edge: int
 ) -> Iterator[tuple[int, int]]:
     """Yield per micro-batch the instants of an edge (0 start, 1 end) of one operation and of another."""
-    for micro_batch in timeline.micro_batches:
-        begin = timeline.operations[first, micro_batch][first_edge]
-        yield begin, max(begin, timeline.operations[second, micro_batch][second_edge])
+    begins, ends = _spans_of(timeline, first), _spans_of(timeline, second)
+    for begin, end in zip(begins, ends, strict=True):
+        yield begin[first_edge], max(begin[first_edge], end[second_edge])
 
 
-def _kept(timeline: Timeline, forward: str, backward: str) -> _Residents:
-    return _Residents(_between(timeline, forward, 0, backward, 1), instants=True)
+def _spans_of(timeline: Timeline, named: _Named) -> Iterator[tuple[int, int]]:
+    """Yield the instants of one operation on each micro-batch."""
+    operations = timeline.operations
+    if isinstance(named, tuple):
+        often, seldom = f"{named[0]}{named[2]}", f"{named[1]}{named[2]}"
+        if seldom in timeline.names:
+            for number in timeline.micro_batches:
+                yield operations[seldom, number] if (seldom, number) in operations else operations[often, number]
+            return
+        named = often
+    for number in timeline.micro_batches:
+        yield operations[named, number]
+
+
+class _Lives:
+    """What a stage holds of its micro-batches, and when."""
+
+    def __init__(self, timeline: Timeline, stage: int) -> None:
+        if not any(f"{kind}{stage}" in timeline.names for kind in "fIW"):
+            self.in_flight = _Residents(_between(timeline, f"F{stage}", 0, f"B{stage}", 1), instants=True)
+            self.held = {"stash": self.in_flight}
+            return
+        whole: list[tuple[int, int]] = []
+        spans: dict[str, list[tuple[int, int]]] = {"stash": [], "input": [], "weight_stash": []}
+        for micro_batch in timeline.micro_batches:
+            ran = {
+                kind: timeline.operations[f"{kind}{stage}", micro_batch]
+                for kind in "FBfRIW"
+                if (f"{kind}{stage}", micro_batch) in timeline.operations
+            }
+            forward = ran["F"] if "F" in ran else ran["f"]
+            back = ran["B"] if "B" in ran else ran["I"]
+            end = max(back[1], ran["W"][1]) if "W" in ran else back[1]
+            whole.append((forward[0], max(forward[0], end)))
+            begin = forward[0]
+            if "f" in ran:  # it holds its input until it is recomputed, by itself or at the start of its backward
+                begin = ran["R"][0] if "R" in ran else back[0]
+                spans["input"].append((forward[1], max(forward[1], begin)))
+            until = back[0] if "W" in ran else back[1]
+            if "W" not in ran or until > begin:
+                spans["stash"].append((begin, max(begin, until)))
+            if "W" in ran:
+                spans["weight_stash"].append((back[0], end))
+        self.in_flight = _Residents(whole, instants=True)
+        # An input that is used the moment it is there has not waited.
+        self.held = {term: _Residents(each, instants=term != "input") for term, each in spans.items() if each}
 
 
 def _waiting_at_ends(
@@ -284,17 +397,17 @@ def _waiting_at_ends(
 ) -> Iterator[tuple[tuple[int, str], tuple[_Residents, int]]]:
     """Yield the tensors, activations and gradients together, at each end of a boundary that lies on ``device``."""
     for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
-        before, after = f"F{index}", f"F{index + 1}"
+        before, after = ("F", "f", index), ("F", "f", index + 1)
         if plan.stages[index].device == device:
             spans = [
                 *_between(timeline, before, 1, f"SF{index}", 1),
-                *_between(timeline, f"SB{index}", 0, f"B{index}", 0),
+                *_between(timeline, f"SB{index}", 0, ("B", "I", index), 0),
             ]
             yield (index, "upper"), (_Residents(spans), num_bytes)
         if plan.stages[index + 1].device == device:
             spans = [
                 *_between(timeline, f"SF{index}", 0, after, 0),
-                *_between(timeline, f"B{index + 1}", 1, f"SB{index}", 1),
+                *_between(timeline, ("B", "I", index + 1), 1, f"SB{index}", 1),
             ]
             yield (index, "lower"), (_Residents(spans), num_bytes)
 
@@ -306,7 +419,7 @@ def _waiting_inside(
     for index, num_bytes in boundaries_of(plan, chain, between_devices=False):
         if plan.stages[index].device == device:
             spans = [
-                *_between(timeline, f"F{index}", 1, f"F{index + 1}", 0),
-                *_between(timeline, f"B{index + 1}", 1, f"B{index}", 0),
+                *_between(timeline, ("F", "f", index), 1, ("F", "f", index + 1), 0),
+                *_between(timeline, ("B", "I", index + 1), 1, ("B", "I", index), 0),
             ]
             yield index, (_Residents(spans), num_bytes)

@@ -37,6 +37,11 @@ class Timeline:
         """Numbers of all micro-batches; known once every operation is there."""
         return range(max(micro_batch for _, micro_batch in self.operations) + 1)
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of all operations; known once every operation is there."""
+        return frozenset(name for name, _ in self.operations)
+
 
 def boundaries_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
     """Yield the stage before each boundary and the bytes that cross it."""
@@ -72,7 +77,8 @@ def step_ticks(plan: Plan, chain: Chain, step: Timeline) -> int:
     ends: dict[str, int] = defaultdict(int)
     for (name, _), (_, end) in step.operations.items():
         ends[name] = max(ends[name], end)
-    return max(ends[f"B{index}"] + ticks(tail) for index, tail in enumerate(tails))
+    backwards = [max(ends.get(f"{kind}{index}", 0) for kind in "BIW") for index in range(len(plan.stages))]
+    return max(end + ticks(tail) for end, tail in zip(backwards, tails, strict=True))
 
 
 def run_step(plan: Plan, chain: Chain) -> Timeline | str:
@@ -82,21 +88,33 @@ def run_step(plan: Plan, chain: Chain) -> Timeline | str:
     committed later cannot start earlier.
     """
     assert plan.step is not None
-    violation = _order_violation(plan)
+    violation = _order_violation(plan, chain)
     if violation is not None:
         return violation
     return _StepRun(plan, chain).run()
 
 
-def _order_violation(plan: Plan) -> str | None:
-    """Return a sentence where the orders are not each forward and backward once, on its device; else None."""
+def _order_violation(plan: Plan, chain: Chain) -> str | None:
+    """Return a sentence where the orders are not each forward and backward once, on its device; else None.
+
+    A forward that keeps nothing may stand in the place of one that keeps, and then a recomputation beside it; the
+    two halves of a backward in the place of the whole.
+    """
     assert plan.step is not None
-    wanted = {
-        (f"{kind}{index}", micro_batch): stage.device
-        for index, stage in enumerate(plan.stages)
-        for kind in "FB"
-        for micro_batch in range(plan.step.num_micro_batches)
-    }
+    entries = {entry for order in plan.step.order for entry in order}
+    wanted = {}
+    for index, stage in enumerate(plan.stages):
+        has_halves = all(layer.backward_input_seconds is not None for layer in chain.layers[slice(*stage.layers)])
+        for micro_batch in range(plan.step.num_micro_batches):
+            keeps_nothing = (f"f{index}", micro_batch) in entries
+            wanted[f"{'f' if keeps_nothing else 'F'}{index}", micro_batch] = stage.device
+            if keeps_nothing and (f"R{index}", micro_batch) in entries:
+                wanted[f"R{index}", micro_batch] = stage.device
+            in_halves = (f"I{index}", micro_batch) in entries
+            for kind in "IW" if in_halves else "B":
+                wanted[f"{kind}{index}", micro_batch] = stage.device
+            if in_halves and not has_halves:
+                return f"I{index} is half a backward, and the chain does not say how long its halves last"
     for device, order in enumerate(plan.step.order):
         for entry in order:
             if wanted.pop(entry, None) != device:
@@ -119,10 +137,24 @@ class _StepRun:
         for index, stage in enumerate(plan.stages):
             layers = chain.layers[slice(*stage.layers)]
             recomputed = [layer for first, last in stage.blocks for layer in chain.layers[first:last]]
+            again = sum(ticks(layer.forward_seconds) for layer in recomputed)
             self.durations[f"F{index}"] = sum(ticks(layer.forward_seconds) for layer in layers)
-            self.durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + sum(
-                ticks(layer.forward_seconds) for layer in recomputed
-            )
+            self.durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + again
+            self.durations[f"f{index}"] = self.durations[f"R{index}"] = self.durations[f"F{index}"]
+            halves = [
+                [
+                    ticks(seconds or 0.0)
+                    for seconds in (layer.backward_input_seconds, layer.backward_weight_seconds)
+                ]
+                for layer in layers
+            ]
+            self.durations[f"I{index}"] = sum(first for first, _ in halves) + again
+            self.durations[f"W{index}"] = sum(second for _, second in halves)
+        entries = {entry for order in self.orders for entry in order if entry[0][0] in "fR"}
+        self.recomputed = {(name[1:], number) for name, number in entries if name[0] == "R"}
+        """Stages and micro-batches of which an operation runs the forward again."""
+        self.within = {(name[1:], number) for name, number in entries if name[0] == "f"} - self.recomputed
+        """Stages and micro-batches of which the backward runs the forward again."""
         for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
             transfer = ticks(plan.platform.transfer_seconds(num_bytes))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
@@ -134,7 +166,10 @@ class _StepRun:
         self.device_and_send = {name: self._device_and_send(name) for name in self.needs}
         self.slots = max(1, plan.platform.comm_buffers // 2)
         self.begun: dict[tuple[str, int], int] = {}
+        """Ticks at which operations begin, by their role: ``F`` for any forward, ``B`` for any backward or its
+        first half."""
         self.ended: dict[tuple[str, int], int] = {}
+        self.timeline = Timeline()
         self.device_free = [0] * plan.platform.num_devices
         self.occupied = {
             name: occupied_by(plan, int(name[2:]), name[1]) for name in self.durations if name[0] == "S"
@@ -165,7 +200,7 @@ class _StepRun:
             if self.position[device] < len(order):
                 name, micro_batch = order[self.position[device]]
                 return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
-        return Timeline({key: (begin, self.ended[key]) for key, begin in self.begun.items()})
+        return self.timeline
 
     def _look_at(self, place: _Place) -> None:
         """Find out what could start first on a device or link."""
@@ -179,7 +214,7 @@ class _StepRun:
 
     def _near(self, name: str) -> list[_Place]:
         """Return the devices and the lines that the end of an operation or transfer may unblock."""
-        index = int(name.lstrip("SFB"))
+        index = int(name.lstrip("SFBfRIW"))
         stages, boundaries = (
             ([index, index + 1], [index])
             if name[0] == "S"
@@ -193,14 +228,16 @@ class _StepRun:
 
     def _device_and_send(self, name: str) -> tuple[int, str | None]:
         """Return the device of an operation, and the transfer that follows it, if one does."""
-        kind, index = name[0], int(name[1:])
+        kind, index = _role(name)[0], int(name[1:])
         send = f"S{kind}{index if kind == 'F' else index - 1}"
         return self.plan.stages[index].device, send if send in self.durations else None
 
     def _needs(self, name: str) -> list[str]:
         """Return the operations that must have ended on the same micro-batch."""
-        kind, index = name[0], int(name[1:])
+        kind, index = _role(name)[0], int(name[1:])
         last = len(self.plan.stages) - 1
+        if kind in "RW":
+            return [f"{'F' if kind == 'R' else 'B'}{index}"]
         if kind == "F":
             before, send = f"F{index - 1}" if index else None, f"SF{index - 1}"
         else:
@@ -219,6 +256,11 @@ class _StepRun:
         start = self.device_free[device]
         for need in self.needs[name]:
             ready = self.ended.get((need, micro_batch))
+            if ready is None:
+                return None
+            start = max(start, ready)
+        if name[0] in "BI" and (name[1:], micro_batch) in self.recomputed:
+            ready = self.ended.get((f"R{name[1:]}", micro_batch))
             if ready is None:
                 return None
             start = max(start, ready)
@@ -252,7 +294,11 @@ class _StepRun:
 
     def _commit(self, start: int, name: str, micro_batch: int) -> None:
         end = start + self.durations[name]
-        self.begun[name, micro_batch], self.ended[name, micro_batch] = start, end
+        if name[0] in "BI" and (name[1:], micro_batch) in self.within:
+            end += self.durations[f"F{name[1:]}"]
+        self.timeline.operations[name, micro_batch] = start, end
+        role = _role(name)
+        self.begun[role, micro_batch], self.ended[role, micro_batch] = start, end
         if name[0] == "S":
             for each in self.occupied[name]:
                 self.free_from[each] = end
@@ -277,7 +323,12 @@ class _StepRun:
         return min(ends), max(ends)
 
 
+def _role(name: str) -> str:
+    """Return what an operation is to others: a forward that keeps nothing is a forward, half a backward sends."""
+    return {"f": "F", "I": "B"}.get(name[0], name[0]) + name[1:]
+
+
 def _receiver(transfer: str) -> str:
-    """Return the operation that uses what a transfer brings."""
+    """Return the role of the operation that uses what a transfer brings."""
     boundary = int(transfer[2:])
     return f"F{boundary + 1}" if transfer[1] == "F" else f"B{boundary}"
