@@ -2,8 +2,10 @@
 
 Each direction between two devices has a process group of its own, on which messages are told apart by their order
 alone: the one that the lists of both ranks agree on (``lowering.py``). So two directions never wait for each
-other, and nothing here depends on tags, which NCCL has not. On a CPU the directions share one group: gloo's never
-wait for each other, and each group of gloo has a thread of its own, which is woken for each message.
+other, and nothing here depends on tags, which NCCL has not. On a CPU there are two groups of all ranks: one for
+messages to later devices, one for those to earlier ones. Both ways between two ranks over one group would be one
+connection of gloo: while one thread begins to send there, gloo's own thread, which was woken by what comes in,
+tries again and again to lock it. Where all processors are busy it does so for a whole time slice, 4 ms.
 
 What a receive needs to know before it can be posted is the shapes. Gradients have those of the output that they
 belong to; activations those that their receiver expects (``boundary_shapes.py``), or a header tells them, on the
@@ -151,10 +153,14 @@ class Transfers:
                     device: dist.get_group_rank(on_host, rank) for device, rank in enumerate(ranks)
                 }
                 self._groups.append(on_host)
-                if self._on_cpu:
-                    mine = self.ranks.index(me)
-                    self._sent_to = {other: on_host for one, other in directions if one == mine}
-                    self._received_from = {one: on_host for one, other in directions if other == mine}
+            # Each rank of the job makes the groups of all pipelines.
+            to_earlier = dist.new_group(list(ranks), backend="gloo") if self._on_cpu else on_host
+            if me in ranks and self._on_cpu:
+                self._groups.append(to_earlier)
+                mine = self.ranks.index(me)
+                ways = {(one, other): on_host if one < other else to_earlier for one, other in directions}
+                self._sent_to = {other: way for (one, other), way in ways.items() if one == mine}
+                self._received_from = {one: way for (one, other), way in ways.items() if other == mine}
             for source, destination in () if self._on_cpu else directions:
                 group = dist.new_group([ranks[source], ranks[destination]], pg_options=accelerator.group_options())
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
@@ -299,13 +305,13 @@ class Transfers:
 
     def _send_aside(self, message: Message, peer: int, boundary: Boundary, shapes: Shapes) -> None:
         tensors = [shapes.header(), *(each.contiguous() for each in tensors_of(boundary) if each.numel())]
-        options: dict[str, Any] = {"group": self.cpu_group, "tag": _tag_aside(message)}
+        options: dict[str, Any] = {"group": self._sent_to[peer], "tag": _tag_aside(message)}
         self._departures[peer].add_aside(
             [(dist.isend(tensor, self.ranks[peer], **options), tensor) for tensor in tensors]
         )
 
     def _receive_aside(self, message: Message, peer: int) -> tuple[Boundary, Shapes]:
-        options: dict[str, Any] = {"group": self.cpu_group, "tag": _tag_aside(message)}
+        options: dict[str, Any] = {"group": self._received_from[peer], "tag": _tag_aside(message)}
         header = torch.empty(HEADER_SIZE, dtype=torch.int64)
         wait(dist.irecv(header, self.ranks[peer], **options), self.ranks[peer])
         shapes = Shapes.from_header(header)
@@ -341,12 +347,12 @@ class Transfers:
 
     def _start_sending(self, tensor: torch.Tensor, peer: int) -> Any:
         if self._on_cpu:
-            return self.cpu_group.send([tensor], self._rank_on_host[peer], DATA_TAG)
+            return self._sent_to[peer].send([tensor], self._rank_on_host[peer], DATA_TAG)
         return dist.isend(tensor, self.ranks[peer], group=self._sent_to[peer])
 
     def _start_receiving(self, tensor: torch.Tensor, peer: int) -> Any:
         if self._on_cpu:
-            return self.cpu_group.recv([tensor], self._rank_on_host[peer], DATA_TAG)
+            return self._received_from[peer].recv([tensor], self._rank_on_host[peer], DATA_TAG)
         return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
     def _check(self, message: Message, boundary: Boundary) -> None:
@@ -365,7 +371,8 @@ class Transfers:
 
     def _send_header(self, message: Message, peer: int, shapes: Shapes) -> tuple[Any, torch.Tensor]:
         header = shapes.header()
-        return dist.isend(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary), header
+        group = self._sent_to[peer] if self._on_cpu else self.cpu_group
+        return dist.isend(header, self.ranks[peer], group=group, tag=message.boundary), header
 
     def wait_until_left(self, message: Message, peer: int) -> None:
         """Return when what was sent is kept no more (on NCCL: as soon as the current stream gets there)."""
@@ -384,7 +391,8 @@ class Transfers:
             expected = None
         if expected is None:
             header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-            work = dist.irecv(header, self.ranks[peer], group=self.cpu_group, tag=message.boundary)
+            group = self._received_from[peer] if self._on_cpu else self.cpu_group
+            work = dist.irecv(header, self.ranks[peer], group=group, tag=message.boundary)
             expected = header, work
         self._lines[peer].post(message, expected)
         if self._on_streams:
