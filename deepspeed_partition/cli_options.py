@@ -89,7 +89,7 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
             click.option("--micro-batches", type=click.IntRange(min=1),
                          help="Of one synchronous step, after which the pipeline drains."),
             click.option("--recompute", type=click.Choice(MODES), default="auto", show_default=True,
-                         help="May run forward again: nothing, stages, blocks of layers, whatever is fastest."),
+                         help="May run forward again: nothing, stages, blocks, the fastest; or per micro-batch."),
             click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
                          help="Of the processor, for searches that may end without a proof."),
         )):  # fmt: skip

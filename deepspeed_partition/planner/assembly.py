@@ -20,6 +20,7 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step, fits
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicPattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.pattern.shared_links import is_plain, placed_anew
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
@@ -33,7 +34,7 @@ def assemble(
     problem: Problem,
     algorithm: str,
     answer: Answer,
-    found: Cuts | Pattern,
+    found: Cuts | Pattern | CyclicPattern,
     step: Step | None = None,
     chosen_period: int | None = None,
 ) -> tuple[Plan, Replay]:
@@ -50,7 +51,8 @@ def assemble(
         BrokenPlanError: the replay refuses the plan, for another reason than its memory.
     """
     steady = _steady_state(problem, found, chosen_period, None if step is None else step.recomputed)
-    if not is_plain(problem.platform) and chosen_period is None:
+    is_cyclic = isinstance(found, CyclicPattern)
+    if not is_plain(problem.platform) and chosen_period is None and not is_cyclic:
         pattern = placed_anew(Road(problem, steady.placement), problem.platform, steady.period)
         if pattern is not None:
             found, steady = pattern, _steady_state(problem, pattern, None, None)
@@ -64,6 +66,7 @@ def assemble(
         platform=problem.platform,
         algorithm=algorithm,
         period_seconds=period_seconds,
+        micro_batches_per_period=steady.schedule.micro_batches_per_period,
         lower_bound_seconds=bound_seconds,
         gap=period_seconds / bound_seconds - 1,
         proved=proved_class is not None,
@@ -81,7 +84,9 @@ def assemble(
         zero_stage=problem.zero_stage if problem.num_pipelines else None,
         allreduce_seconds=tuple(problem.allreduce_seconds(cuts)) if problem.num_pipelines else (),
     )
-    is_counted = not isinstance(found, Pattern) and step is None and reserves_all_slots(problem.platform)
+    is_counted = (
+        not isinstance(found, Pattern | CyclicPattern) and step is None and reserves_all_slots(problem.platform)
+    )
     # A recomputing backward that takes no time needs its transient bytes when its micro-batch is gone.
     is_counted = is_counted and not any(stage.blocks for stage in plan.stages)
     if is_counted:
@@ -110,7 +115,10 @@ class _SteadyState:
 
 
 def _steady_state(
-    problem: Problem, found: Cuts | Pattern, chosen_period: int | None, recomputed: tuple[Blocks, ...] | None
+    problem: Problem,
+    found: Cuts | Pattern | CyclicPattern,
+    chosen_period: int | None,
+    recomputed: tuple[Blocks, ...] | None,
 ) -> _SteadyState:
     """Return a pattern as it is, or a contiguous partition under 1F1B*.
 
@@ -121,6 +129,10 @@ def _steady_state(
     memory = [
         MemoryUse(weights=0, stash=0, buffers=0, transient=0, fixed=platform.fixed_bytes)
     ] * platform.num_devices
+    if isinstance(found, CyclicPattern):
+        in_flight = [1] * len(found.placement.devices)
+        ticks = math.ceil(found.period)
+        return _SteadyState(found.placement, ticks, found.schedule(), in_flight, tuple(memory))
     if isinstance(found, Pattern):
         in_flight = [1] * len(found.placement.devices)
         return _SteadyState(found.placement, found.period, found.schedule(times.clock), in_flight, tuple(memory))
@@ -148,7 +160,7 @@ def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
         return "any allocation"
     if not is_plain(problem.platform):
         return None  # the searches compared schedules of links that carry one transfer at a time
-    if answer.best_period == period and reserves_all_slots(problem.platform):
+    if not problem.per_micro_batch and answer.best_period == period and reserves_all_slots(problem.platform):
         # The searches beyond contiguous partitions count shared weights on each stage of a device.
         return "contiguous" if problem.table.training.shares and answer.proved_class else answer.proved_class
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from deepspeed_partition.planner.allocation import Placement, checked_partition
 from deepspeed_partition.planner.assembly import assemble
@@ -16,11 +17,12 @@ from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush
 from deepspeed_partition.planner.memory import StageTable, reserves_all_slots
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
-from deepspeed_partition.planner.recomputation import Recomputation, checked_mode
+from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH, Recomputation, checked_mode
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 from deepspeed_partition.planner.solvers.contiguous.mcap import MCAP_SEARCHES, MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
+from deepspeed_partition.planner.solvers.contiguous.per_micro_batch import best_pattern
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.interface import (
@@ -116,9 +118,11 @@ def make_plan(
         deadline: another end of those searches, which may come at any moment; the plan is then the best so far.
         recompute: what may run its forward again in the backward, to keep less: ``"never"``: nothing;
             ``"stage"``: each stage as a whole; ``"block"``: any ranges of layers within a stage; ``"auto"``:
-            whatever is fastest within memory. Layers that are not ``recomputable`` never do. A step of
-            DeepSpeed's own engine (``num_stages`` or ``every_stage_trains``), which cannot, and
-            ``"madpipe-paper"`` are planned without.
+            whatever of these is fastest within memory; ``"micro-batch"``: what ``"block"`` allows, and besides
+            stages may keep some micro-batches and recompute others, in a pattern of several of them (of other
+            algorithms than ``"madpipe"`` and ``"contiguous"``, as ``"block"``; no engine runs such a plan yet).
+            Layers that are not ``recomputable`` never do. A step of DeepSpeed's own engine (``num_stages`` or
+            ``every_stage_trains``), which cannot, and ``"madpipe-paper"`` are planned without.
 
     Returns:
         A plan that the replay has checked; its times are in seconds and its sizes in bytes.
@@ -161,6 +165,9 @@ def make_plan(
         )
         if not isinstance(solver, PaperMadPipe):
             problem = with_recomputation(problem, recompute)
+            problem = replace(
+                problem, per_micro_batch=_decides_per_micro_batch(problem, solver, recompute, period_seconds)
+            )
         return _solve(problem, solver) if period_seconds is None else _solve_at(problem, solver, period_seconds)
 
     plans = _plans_of(splits, plan_for, Deadline(time_limit(time_limit_seconds), within=deadline))
@@ -223,6 +230,9 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
             memory, num_devices = format_bytes(problem.platform.memory_bytes), problem.platform.num_devices
             raise InfeasibleError(f"no plan fits into {memory} per device on {num_devices} devices")
         raise infeasible(problem, solver, _solve)
+    faster = _plan_per_micro_batch(problem, solver, answer) if problem.per_micro_batch else None
+    if faster is not None:
+        return faster
     too_large: list[int] = []
     for found, step in _candidates(problem, answer):
         plan, replayed = assemble(problem, solver.name, answer, found, step)
@@ -234,6 +244,39 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
     raise piles_up(problem, min(too_large))
+
+
+def _decides_per_micro_batch(problem: Problem, solver: Solver, mode: str, period_seconds: float | None) -> bool:
+    """Return whether plans may treat micro-batches differently; those of baselines treat them alike.
+
+    Raises:
+        ValueError: they are asked to, and no such plan is known of what else is asked for.
+    """
+    if mode != PER_MICRO_BATCH:
+        return False
+    for key, value in (("num_micro_batches", problem.num_micro_batches), ("period_seconds", period_seconds)):
+        if value is not None:
+            raise ValueError(
+                f"recompute is {mode!r}, which is planned for the shortest period alone: leave {key} out, or use "
+                "recompute='block'"
+            )
+    return isinstance(solver, MadPipe | Contiguous)
+
+
+def _plan_per_micro_batch(problem: Problem, solver: Solver, answer: Answer) -> Plan | None:
+    """Return the plan of a pattern of several micro-batches; None where none is faster than those of one."""
+    memory_bytes = problem.platform.memory_bytes
+    period = Fraction(problem.longest_period)
+    for found, _ in _candidates(problem, answer):
+        plan, replayed = assemble(problem, solver.name, answer, found)
+        if max(use.total for use in replayed.memory) <= memory_bytes:
+            period = Fraction(problem.times.clock.ticks(plan.period_seconds))
+            break
+    pattern = best_pattern(problem, answer, period)
+    if pattern is None:
+        return None
+    plan, replayed = assemble(problem, solver.name, answer, pattern)
+    return plan if max(use.total for use in replayed.memory) <= memory_bytes else None
 
 
 def with_recomputation(problem: Problem, mode: str) -> Problem:

@@ -35,8 +35,10 @@ from deepspeed_partition.planner.memory import UNLIMITED, StageTable, first_back
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import shown
 
-MODES = ("auto", "never", "stage", "block")
-"""What a planner may recompute: whatever is fastest, nothing, whole stages, or ranges of layers in a stage."""
+MODES = ("auto", "never", "stage", "block", "micro-batch")
+"""What a planner may recompute: whatever is fastest, nothing, whole stages, ranges of layers in a stage, or these
+and besides what each stage decides for every micro-batch by itself."""
+PER_MICRO_BATCH = "micro-batch"
 MOST_WAYS, MORE_WAYS = 24, 120
 """Most ways to recompute the same layers that are remembered, at first and where that leaves a proof open."""
 MOST_POSITIONS = 48
@@ -103,6 +105,26 @@ def stage_cost(times: TimedChain, table: StageTable, stage: tuple[int, int], blo
     extra = sum(times.forward_ticks(*block) for block in blocks)
     room = rooms(table, stage, np.array(stash), np.array(transient))
     return StageCost(forward, backward + extra, stash, transient, forward_transient, int(room))
+
+
+def passing_bytes(chain: Chain, stage: tuple[int, int], *, in_step: bool = False) -> int:
+    """Return what a stage needs while it runs a forward that keeps nothing: the most of its layers.
+
+    Args:
+        in_step: what a layer needs in a forward alone counts; in a steady state, the larger of that and of what it
+            needs in a backward.
+    """
+    most = 0
+    for index in range(*stage):
+        layer = chain.layers[index]
+        needs = layer.running_bytes
+        if needs is None:
+            most = max(most, layer.transient_bytes)
+            continue
+        if in_step and layer.forward_running_bytes is not None:
+            needs = layer.forward_running_bytes
+        most = max(most, needs + (chain.boundary_bytes(stage[0]) if index > stage[0] else 0))
+    return most
 
 
 def first_backward(
