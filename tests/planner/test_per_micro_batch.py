@@ -200,7 +200,8 @@ def test_without_the_program_it_is_found_too(monkeypatch):
         size = pick.randint(3, 5)
         made = chain(
             [pick.uniform(1, 1.3) for _ in range(size)], [pick.uniform(1.9, 2.4) for _ in range(size)],
-            outputs=[pick.randint(1, 40) for _ in range(size)], stash=[pick.randint(800, 1000) for _ in range(size)],
+            outputs=[pick.randint(1, 40) for _ in range(size)],
+            stash=[pick.randint(800, 1000) for _ in range(size)],
         )  # fmt: skip
         platform = Platform(num_devices=size, memory_bytes=2400, bandwidth=400.0)
         alike = make_plan(made, platform, "contiguous", recompute="block")
