@@ -197,6 +197,8 @@ def plan(
         no_effect["--recompute"] = None if recompute == "auto" else recompute
         no_effect["--duplex"] = None if platform["duplex"] == "half" else platform["duplex"]
         no_effect["--port-bandwidth"] = platform["port_bandwidth"]
+        no_effect["--operation-seconds"] = platform["operation_seconds"] or None
+        no_effect["--copy-bandwidth"] = platform["copy_bandwidth"]
         _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
         found = _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, time_limit)
         _hand_over_replicated(found, output, as_json)
@@ -468,6 +470,8 @@ def _platform(
     duplex: str,
     port_bandwidth: float | None,
     devices_per_port: int,
+    operation_seconds: float,
+    copy_bandwidth: float | None,
 ) -> Platform:
     return Platform(
         num_devices=devices,
@@ -478,6 +482,8 @@ def _platform(
         duplex=duplex,
         port_bandwidth=port_bandwidth,
         devices_per_port=devices_per_port,
+        operation_seconds=operation_seconds,
+        copy_bandwidth=copy_bandwidth,
     )
 
 

@@ -37,6 +37,12 @@ class Options:
     there is none."""
     devices_per_port: int | None = None
     """Number of devices of a host, which share its port. None: measured likewise; else 1."""
+    operation_seconds: float | None = None
+    """Seconds that the engine takes for each forward and each backward of a stage beside those of its layers.
+    None: measured on CPUs; else 0, for a GPU is given work before it has come to it."""
+    copy_bandwidth: float | None = None
+    """Bytes per second at which a device itself moves messages, beside what a link takes; also ``"12GB/s"``. None:
+    measured on CPUs; else they move by themselves."""
     weight_copies: float | None = None
     """Bytes that training keeps per byte of weights. None: from the optimizer and the precision, (weights +
     gradients + master copy + states) / weights."""
@@ -66,6 +72,7 @@ class Options:
     def __post_init__(self) -> None:
         readers = {
             "memory": parse_size, "bandwidth": parse_bandwidth, "latency_seconds": parse_seconds,
+            "operation_seconds": parse_seconds, "copy_bandwidth": parse_bandwidth,
             "port_bandwidth": parse_bandwidth, "devices_per_port": _count, "weight_copies": _positive,
             "time_limit_seconds": _positive, "warmup_steps": _count, "patience_seconds": _seconds,
         }  # fmt: skip

@@ -96,6 +96,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         duplex: ``"full"`` where links carry transfers both ways at once, else ``"half"``. None: measured.
         port_bandwidth: Bytes per second of a port that all links of a host share. None: measured.
         devices_per_port: Devices of a host, which share its port. None: measured.
+        operation_seconds: Seconds that the engine takes for each forward and each backward of a stage beside its
+            layers. None: measured on CPUs, 0 on GPUs.
+        copy_bandwidth: Bytes per second at which a device itself moves messages. None: measured on CPUs; on GPUs
+            they move by themselves.
         weight_copies: None: from the optimizer and the precision.
         algorithm: The name of a planner, or boundaries, on which a run begins with ``warmup_epochs=0``.
         warmup_steps: In the place of ``warmup_epochs``, in optimizer steps.
@@ -158,6 +162,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         duplex: str | None = None,
         port_bandwidth: float | str | None = None,
         devices_per_port: int | None = None,
+        operation_seconds: float | str | None = None,
+        copy_bandwidth: float | str | None = None,
         weight_copies: float | None = None,
         algorithm: str | Sequence[int] | None = None,
         warmup_steps: int | None = None,
@@ -209,6 +215,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "duplex": duplex,
             "port_bandwidth": port_bandwidth,
             "devices_per_port": devices_per_port,
+            "operation_seconds": operation_seconds,
+            "copy_bandwidth": copy_bandwidth,
             "weight_copies": weight_copies,
             "algorithm": algorithm,
             "warmup_steps": warmup_steps,

@@ -7,9 +7,11 @@ In floats 0.1 + 0.2 three times is 0.9000000000000001 or 0.8999999999999999; in 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,8 +85,23 @@ class TimedChain:
                 f"a transfer takes {max(one_way):g} s, more than {SLOWEST_TRANSFER:g} times what all layers take "
                 f"({chain.compute_seconds:g} s): check bandwidth and latency"
             )
+        copied = [platform.copy_seconds(chain.boundary_bytes(each)) for each in range(1, chain.num_layers)]
+        for name, seconds in (
+            ("operation_seconds", platform.operation_seconds),
+            ("a copy", max(copied, default=0.0)),
+        ):
+            if seconds > SLOWEST_TRANSFER * chain.compute_seconds:
+                raise ValueError(
+                    f"{name} takes {seconds:g} s, more than {SLOWEST_TRANSFER:g} times what all layers take "
+                    f"({chain.compute_seconds:g} s): check operation_seconds and copy_bandwidth"
+                )
         self.clock = Clock.of(chain, platform)
         ticks = self.clock.ticks
+        self.operation = ticks(platform.operation_seconds)
+        """Ticks that each forward and each backward of a stage takes in a step beside those of its layers."""
+        self.copies = [0, *map(ticks, copied), 0]
+        """Ticks in which a device moves one tensor over the boundary before each layer; 0 at the ends of the
+        chain."""
         self.forward: Ticks = _prefix([ticks(layer.forward_seconds) for layer in chain.layers])
         """Ticks, shape (L + 1,). Entry l: the forwards of layers 0 to l."""
         self.backward: Ticks = _prefix([ticks(layer.backward_seconds) for layer in chain.layers])
@@ -107,6 +124,12 @@ class TimedChain:
 
     def backward_ticks(self, start: int, stop: int) -> int:
         return int(self.backward[stop] - self.backward[start])
+
+    def ticks_beside_layers(self, cuts: Sequence[int], devices: Sequence[int]) -> list[int]:
+        """Return the ticks of a forward or backward of each stage in a step, beside those of its layers."""
+        crossing = [one != other for one, other in pairwise(devices)]
+        copies = [0, *(self.copies[cut] * crosses for cut, crosses in zip(cuts[1:-1], crossing, strict=True)), 0]
+        return [self.operation + before + behind for before, behind in pairwise(copies)]
 
     def compute_ticks(self, start: int, stop: int) -> int:
         """Forward and backward of layers ``start`` to ``stop``, in ticks: U(k, l) of the paper."""

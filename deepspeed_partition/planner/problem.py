@@ -462,6 +462,13 @@ class Platform:
     devices_per_port: int = 1
     """Number of devices of a host, which follow one another and share its port. A transfer within a host goes
     through no port."""
+    operation_seconds: float = 0.0
+    """Seconds that each forward and each backward of a stage takes in a step beside those of its layers: what an
+    engine does for it. Periods do not count them."""
+    copy_bandwidth: float | None = None
+    """Bytes per second at which a device itself moves the messages of its forwards and backwards in a step, beside
+    what a link takes: a CPU copies them while it would compute. None: they move by themselves. Periods do not
+    count it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_devices", _whole("num_devices", self.num_devices, 1, 2**20))
@@ -487,11 +494,23 @@ class Platform:
         object.__setattr__(self, "latency_seconds", float(self.latency_seconds))
         object.__setattr__(self, "comm_buffers", _whole("comm_buffers", self.comm_buffers, 0, 1000))
         object.__setattr__(self, "fixed_bytes", _bytes("fixed_bytes", self.fixed_bytes))
+        object.__setattr__(self, "operation_seconds", _seconds("operation_seconds", self.operation_seconds))
         if self.optimizer_step not in ("largest", "sum"):
             raise ValueError(f"optimizer_step is {shown(self.optimizer_step)}: it is largest or sum")
         if self.duplex not in DUPLEX:
             raise ValueError(f"duplex is {shown(self.duplex)}: it is {' or '.join(DUPLEX)}")
+        object.__setattr__(self, "copy_bandwidth", self._bandwidth_or_none("copy_bandwidth"))
         self._check_ports()
+
+    def _bandwidth_or_none(self, key: str) -> float | None:
+        value = getattr(self, key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT:
+            raise ValueError(f"{key} is {shown(value)}, not a finite number")
+        if value <= 0:
+            raise ValueError(f"{key} is {value!r} bytes per second: it is more than 0")
+        return float(value)
 
     def _check_ports(self) -> None:
         ports = self.port_bandwidth
@@ -502,11 +521,7 @@ class Platform:
                     f"devices_per_port is {self.devices_per_port} and there are no ports: give port_bandwidth, too"
                 )
             return
-        if isinstance(ports, bool) or not isinstance(ports, int | float) or not abs(ports) <= LARGEST_FLOAT:
-            raise ValueError(f"port_bandwidth is {shown(ports)}, not a finite number")
-        if ports <= 0:
-            raise ValueError(f"port_bandwidth is {ports!r} bytes per second: it is more than 0")
-        object.__setattr__(self, "port_bandwidth", float(ports))
+        object.__setattr__(self, "port_bandwidth", self._bandwidth_or_none("port_bandwidth"))
 
     def resources(self, source: int, destination: int) -> tuple[Resource, ...]:
         """Return all that a transfer from one device to another occupies: its link first, then its ports.
@@ -534,6 +549,20 @@ class Platform:
             )
         return seconds
 
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Return the seconds in which a device itself moves so many bytes of messages.
+
+        Raises:
+            ValueError: they are more than ``LONGEST_SECONDS``.
+        """
+        seconds = 0.0 if self.copy_bandwidth is None else num_bytes / self.copy_bandwidth
+        if not seconds <= LONGEST_SECONDS:
+            raise ValueError(
+                f"copy_bandwidth is {self.copy_bandwidth:g} bytes per second: {num_bytes} bytes would take "
+                f"{seconds:g} s, more than {LONGEST_SECONDS:g} s"
+            )
+        return seconds
+
     def allreduce_seconds(self, num_bytes: int, num_copies: int) -> float:
         """Return the seconds of a ring all-reduce of gradients among ``num_copies`` devices.
 
@@ -552,7 +581,7 @@ class Platform:
         """Return the JSON form, a part of a plan file; seconds, bytes, bytes per second."""
         later = {  # plan files once did not have these
             "fixed_bytes": 0, "optimizer_step": "largest", "duplex": "half", "port_bandwidth": None,
-            "devices_per_port": 1,
+            "devices_per_port": 1, "operation_seconds": 0.0, "copy_bandwidth": None,
         }  # fmt: skip
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         return {key: value for key, value in fields.items() if key not in later or value != later[key]}

@@ -76,10 +76,11 @@ def blocking_step(
     position = [0] * num_stages
     now = [0] * num_stages
     cost = {}
+    beside = times.ticks_beside_layers(boundaries, range(num_stages))
     for stage in range(num_stages):
         first, last = boundaries[stage], boundaries[stage + 1]
-        cost[stage, "ForwardPass"] = times.forward_ticks(first, last)
-        cost[stage, "BackwardPass"] = times.backward_ticks(first, last)
+        cost[stage, "ForwardPass"] = times.forward_ticks(first, last) + beside[stage]
+        cost[stage, "BackwardPass"] = times.backward_ticks(first, last) + beside[stage]
 
     def meet(stage: int, neighbour: int, wanted: Instruction, transfer: int) -> bool:
         if not 0 <= neighbour < num_stages or position[neighbour] >= len(lists[neighbour]):

@@ -9,6 +9,7 @@ from deepspeed_partition.profiling.factory import load_factory, profile_factory
 from deepspeed_partition.profiling.layers import forward_stage, measure_stage, profile_chain, profile_stage
 from deepspeed_partition.profiling.links import Link, measure_links
 from deepspeed_partition.profiling.live_bytes import LiveBytes
+from deepspeed_partition.profiling.operations import OperationCost, measure_operations
 from deepspeed_partition.profiling.readings import suspicious
 from deepspeed_partition.profiling.stash import layer_profiles
 
@@ -16,12 +17,14 @@ __all__ = [
     "CountedMemory",
     "Link",
     "LiveBytes",
+    "OperationCost",
     "counted_memory",
     "forward_stage",
     "layer_profiles",
     "limit_memory",
     "load_factory",
     "measure_links",
+    "measure_operations",
     "measure_stage",
     "profile_chain",
     "profile_factory",

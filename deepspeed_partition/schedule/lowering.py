@@ -47,7 +47,7 @@ from itertools import accumulate
 
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Platform
-from deepspeed_partition.planner.schedule import Order
+from deepspeed_partition.planner.schedule import Order, PlacedOperation
 from deepspeed_partition.schedule import timetable
 from deepspeed_partition.schedule.dry_run import dry_run
 from deepspeed_partition.schedule.emit import lists_of
@@ -86,10 +86,15 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
             order,
             devices,
             comm_buffers=plan.platform.comm_buffers,
-            seconds={operation.operation: operation.duration_seconds for operation in plan.operations},
+            seconds={each.operation: _seconds_in_step(plan, each) for each in plan.operations},
             platform=plan.platform,
         )
     return _program(timetable.of_pattern(plan, num_micro_batches, "FB"), plan.platform.comm_buffers)
+
+
+def _seconds_in_step(plan: Plan, operation: PlacedOperation) -> float:
+    beside = 0.0 if operation.link is not None else plan.platform.operation_seconds
+    return operation.duration_seconds + beside
 
 
 def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:

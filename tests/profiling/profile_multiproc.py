@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed_partition.profiling import layer_profiles, measure_links, measure_stage, profile_chain
+from deepspeed_partition.profiling import (
+    layer_profiles,
+    measure_links,
+    measure_operations,
+    measure_stage,
+    profile_chain,
+)
 from deepspeed_partition.profiling.links import _shared_seconds
 from tests.profiling.networks import networks
 
@@ -140,6 +147,8 @@ def main(path: str) -> None:
         "sharing": everywhere((link.duplex, link.port_bandwidth, link.devices_per_port)),
         "flows": everywhere(_shared_seconds(flows, 100_000, None, torch.device("cpu"))),
         "links_seconds": links_seconds,
+        "operations": everywhere(astuple(measure_operations())),
+        "operations_on_gpus": everywhere(astuple(measure_operations(device="cuda"))),
         "networks": shared_sizes(),
         "who": who_measured(),
         "staged": whole_and_staged(),

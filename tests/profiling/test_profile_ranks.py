@@ -90,6 +90,14 @@ def test_links_are_the_same_everywhere(report):
     assert latency_seconds < report["links_seconds"]
 
 
+def test_what_operations_cost_is_the_same_everywhere(report):
+    assert report["operations"] == [report["operations"][0]] * NUM_RANKS
+    seconds, copy_bandwidth = report["operations"][0]
+    assert 0 < seconds < report["links_seconds"], "a message takes some of the processor"
+    assert copy_bandwidth is None or copy_bandwidth > 0
+    assert report["operations_on_gpus"] == [[0.0, None]] * NUM_RANKS
+
+
 def test_ranks_of_one_machine_share_its_processors_which_is_no_link(report):
     assert report["sharing"] == [["half", None, 1]] * NUM_RANKS
 

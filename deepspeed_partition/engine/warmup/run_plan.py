@@ -30,6 +30,7 @@ from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, 
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring, TrialReport, links_of
 from deepspeed_partition.engine.warmup.training_needs import TrainingNeeds, training_needs, with_training_needs
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.buffers import with_more_buffers
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.memory import stage_memory
@@ -41,7 +42,7 @@ from deepspeed_partition.planner.renumbering import renumbered
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 from deepspeed_partition.planner.warm_up_report import LinkUse, TrialRun
-from deepspeed_partition.profiling import Link, measure_links, measure_stage
+from deepspeed_partition.profiling import Link, OperationCost, measure_links, measure_operations, measure_stage
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, to_device
 from deepspeed_partition.profiling.layers import measured_chain, num_samples
 from deepspeed_partition.profiling.measure import MeasuredLayer
@@ -55,6 +56,8 @@ SAID_SHARE, SAID_BYTES = 0.001, 2**16
 """How much more than planned a rank may have held in the warm-up before a line says so."""
 FASTEST = ("madpipe", "contiguous")
 """Algorithms that are asked for because they are fast; another one is asked for by name, whatever it takes."""
+BUFFERS = 2
+"""Tensors at each end of a boundary with which a plan is searched: an activation and a gradient."""
 ANY_BANDWIDTH = 1e9
 """The bandwidth, in bytes per second, of the link that a pipeline of one stage does not have."""
 
@@ -100,6 +103,7 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
     reports: list[StageReport] = []
     uses: tuple[LinkUse, ...] = ()
     link: Link | None = None
+    operations = OperationCost()
     if engine.grid.data_parallel_id == 0:
         reports = _measured(engine, memory_bytes, measuring) or []
     if any(gather_objects(engine.grid.data_parallel_id == 0 and not reports)):
@@ -110,9 +114,10 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
         uses = links_of([trial.parts for trial in trials], range(len(trials)))
         if not any(report.error for report in reports):
             link = _measure_link(engine, uses)
+            operations = _measure_operations(engine)
     limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
     announce(f"rank 0 plans, for {format_seconds(limit)} of its processor at the most, and the other ranks wait")
-    return from_rank_0(lambda: _plan(engine, reports, uses, link))
+    return from_rank_0(lambda: _plan(engine, reports, uses, link, operations))
 
 
 def _peek(engine: MadPipeEngine) -> None:
@@ -154,7 +159,8 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
                 recompute=_recompute(engine),
             )
 
-        made = on_hosts(plan_on, present.platform, chain)
+        platform = replace(present.platform, comm_buffers=BUFFERS)
+        made = with_more_buffers(on_hosts(plan_on, platform, chain), chain)
         announce(made.summary())
         save_plan(engine, made, chain)
         return made
@@ -290,8 +296,24 @@ def _measure_link(engine: MadPipeEngine, uses: tuple[LinkUse, ...]) -> Link | No
     return measure_links(engine.grid.get_pipe_parallel_group(), engine.device)
 
 
+def _measure_operations(engine: MadPipeEngine) -> OperationCost:
+    """What the engine takes for an operation of a stage: what options say, else measured."""
+    seconds, bandwidth = engine.options.operation_seconds, engine.options.copy_bandwidth
+    if seconds is not None and bandwidth is not None:
+        return OperationCost(operation_seconds=seconds, copy_bandwidth=bandwidth)
+    measured = measure_operations(engine.grid.get_pipe_parallel_group(), engine.device)
+    return OperationCost(
+        operation_seconds=measured.operation_seconds if seconds is None else seconds,
+        copy_bandwidth=measured.copy_bandwidth if bandwidth is None else bandwidth,
+    )
+
+
 def _plan(
-    engine: MadPipeEngine, reports: list[StageReport], uses: tuple[LinkUse, ...], link: Link | None
+    engine: MadPipeEngine,
+    reports: list[StageReport],
+    uses: tuple[LinkUse, ...],
+    link: Link | None,
+    operations: OperationCost,
 ) -> tuple[Plan, Chain]:
     """Make the plan from the reports of the pipeline, on rank 0."""
     for report in reports:
@@ -312,7 +334,11 @@ def _plan(
         chain = with_training_needs(chain, measured, needs, engine.module._layer_specs)
     if engine.flushes is not None:
         chain = _with_loss_of_batch(chain, reports[-1].loss_cost, max(engine.flushes))
-    platform = _platform(options, reports, uses, link)
+    platform = replace(
+        _platform(options, reports, uses, link),
+        operation_seconds=operations.operation_seconds,
+        copy_bandwidth=operations.copy_bandwidth,
+    )
     trials = [report.trial for report in reports if report.trial is not None]
     if trials:
         trial_run = _trial_run(engine, chain, platform, trials, uses)
@@ -348,6 +374,7 @@ def _plan(
         )
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
         plan = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))
+    plan = with_more_buffers(plan, chain) if engine.runs_lists else plan
     announce(plan.summary())
     if deadline.starved:
         announce(

@@ -134,6 +134,8 @@ class _StepRun:
         self.clock = Clock.of(chain, plan.platform)
         ticks = self.clock.ticks
         self.durations: dict[str, int] = {}
+        self.again: dict[str, int] = {}
+        """Ticks of a forward that a backward runs again, by stage: it is no operation of its own."""
         for index, stage in enumerate(plan.stages):
             layers = chain.layers[slice(*stage.layers)]
             recomputed = [layer for first, last in stage.blocks for layer in chain.layers[first:last]]
@@ -150,6 +152,14 @@ class _StepRun:
             ]
             self.durations[f"I{index}"] = sum(first for first, _ in halves) + again
             self.durations[f"W{index}"] = sum(second for _, second in halves)
+            self.again[str(index)] = self.durations[f"F{index}"]
+        for name in self.durations:
+            self.durations[name] += ticks(plan.platform.operation_seconds)
+        for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
+            copied = ticks(plan.platform.copy_seconds(num_bytes))
+            for kind in "FfBI":
+                for end in (index, index + 1):
+                    self.durations[f"{kind}{end}"] += copied
         entries = {entry for order in self.orders for entry in order if entry[0][0] in "fR"}
         self.recomputed = {(name[1:], number) for name, number in entries if name[0] == "R"}
         """Stages and micro-batches of which an operation runs the forward again."""
@@ -295,7 +305,7 @@ class _StepRun:
     def _commit(self, start: int, name: str, micro_batch: int) -> None:
         end = start + self.durations[name]
         if name[0] in "BI" and (name[1:], micro_batch) in self.within:
-            end += self.durations[f"F{name[1:]}"]
+            end += self.again[name[1:]]
         self.timeline.operations[name, micro_batch] = start, end
         role = _role(name)
         self.begun[role, micro_batch], self.ended[role, micro_batch] = start, end

@@ -36,7 +36,8 @@ from rich.table import Table
 
 from deepspeed_partition import Chain, Plan, Platform, make_plan
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.profiling import measure_links, profile_chain
+from deepspeed_partition.planner.buffers import with_more_buffers
+from deepspeed_partition.profiling import measure_links, measure_operations, profile_chain
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from interleaved import engine_for, engine_for_plan, environment, ratios, step_seconds
@@ -87,13 +88,14 @@ def measured_chain(name: str, model: Model) -> Chain:
 
 
 def plans_for(chain: Chain, platform: Platform, num_micro_batches: int) -> dict[str, Plan]:
-    """Plan on rank 0, so that all ranks have the same plans."""
+    """Plan on rank 0 as a run does, so that all ranks have the same plans."""
     boxes: list[Any] = [None]
     if dist.get_rank() == 0:
         number, devices = num_micro_batches, platform.num_devices
         boxes = [{
-            "madpipe": make_plan(chain, platform, num_micro_batches=number),
-            "contiguous": make_plan(chain, platform, "contiguous", num_micro_batches=number),
+            name: with_more_buffers(make_plan(chain, platform, name, num_micro_batches=number), chain)
+            for name in ("madpipe", "contiguous")
+        } | {
             "DeepSpeed, same cut": make_plan(chain, platform, num_micro_batches=number, num_stages=devices),
             "DeepSpeed": make_plan(chain, platform, "parameters", num_micro_batches=number, num_stages=devices),
         }]  # fmt: skip
@@ -130,11 +132,12 @@ def processor_seconds(engines: Mapping[str, Any], data: Callable[[], Iterator[An
 def measured(name: str, num_micro_batches: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each engine of a model: planned and measured, and against ``madpipe``."""
     model = MODELS[name]()
-    link = measure_links()
+    link, operations = measure_links(), measure_operations()
     chain = measured_chain(name, model)
     platform = Platform(
         num_devices=dist.get_world_size(), memory_bytes=MEMORY_BYTES, bandwidth=link.bandwidth,
-        latency_seconds=link.latency_seconds,
+        latency_seconds=link.latency_seconds, operation_seconds=operations.operation_seconds,
+        copy_bandwidth=operations.copy_bandwidth,
     )  # fmt: skip
     plans = plans_for(chain, platform, num_micro_batches)
     engines = engines_for(model, plans, num_micro_batches)

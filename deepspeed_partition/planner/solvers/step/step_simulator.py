@@ -81,8 +81,9 @@ class StepEngine:
         stages = list(pairwise(cuts))
         chosen = recomputed or [()] * len(stages)
         costs = [stage_cost(times, table, *each) for each in zip(stages, chosen, strict=True)]
-        down = [cost.forward for cost in costs]
-        up = [cost.backward for cost in costs]
+        beside = times.ticks_beside_layers(cuts, devices)
+        down = [cost.forward + more for cost, more in zip(costs, beside, strict=True)]
+        up = [cost.backward + more for cost, more in zip(costs, beside, strict=True)]
         self.ticks = [*down, *reversed(up)]
         """Ticks of each position, for one micro-batch."""
         self.device = [*devices, *reversed(devices)]

@@ -1,0 +1,77 @@
+"""More room for messages of a plan whose devices have memory to spare.
+
+With room for one message at each end of a boundary a device waits until its neighbour has taken it before it sends
+the next one. On paper nobody waits, for times are exact there. In a run each delay of one device becomes one of
+the others; with more room it is made up for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.simulate.replay import replay_and_count
+from deepspeed_partition.planner.simulate.replay_step import run_step, step_ticks
+from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
+
+MORE_BUFFERS = (16, 8, 4)
+"""Numbers of tensors at each end of a boundary that are tried."""
+MOST_FILLED = 0.75
+"""Share of a device's memory that a plan with more of them may need: they are worth no risk."""
+MOST_OPERATIONS = 20_000
+"""Operations of a step up to which it is replayed for them: a second or two."""
+
+
+def with_more_buffers(plan: Plan, chain: Chain) -> Plan:
+    """Return the plan with room for more messages: the same operations in the same order, in no longer a step.
+
+    A plan stays as it is without a step or messages, with data parallelism, with more than ``MOST_OPERATIONS``, or
+    where its devices would be filled beyond ``MOST_FILLED``. What is proved of a step is proved for so much room;
+    the bound of another one is that of any allocation and any recomputation.
+
+    Raises:
+        PlanMismatchError: the plan is for another chain.
+    """
+    step, platform = plan.step, plan.platform
+    num_devices = len({stage.device for stage in plan.stages})
+    if step is None or num_devices == 1 or plan.data_parallel is not None:
+        return plan
+    if 2 * len(plan.stages) * step.num_micro_batches > MOST_OPERATIONS:
+        return plan
+    for number in MORE_BUFFERS:
+        if number <= platform.comm_buffers:
+            break
+        roomier = _with_buffers(plan, chain, replace(platform, comm_buffers=number))
+        if roomier is not None:
+            return roomier
+    return plan
+
+
+def _with_buffers(plan: Plan, chain: Chain, platform: Platform) -> Plan | None:
+    """Return the plan on a platform that has other buffers; None where it is slower, or too large."""
+    assert plan.step is not None
+    roomier = replace(plan, platform=platform)
+    run = run_step(roomier, chain)
+    if isinstance(run, str):
+        return None
+    clock = Clock.of(chain, platform)
+    ticks = step_ticks(roomier, chain, run)
+    seconds = clock.seconds(ticks)
+    if seconds > plan.step.step_seconds:
+        return None  # a transfer comes earlier, and another one waits for it
+    problem = problem_of(chain, platform, plan.step.num_micro_batches)
+    bound = clock.seconds(step_lower_bound(with_recomputation(problem, "auto"), contiguous=False))
+    step = replace(
+        plan.step,
+        step_seconds=seconds,
+        lower_bound_seconds=bound,
+        gap=seconds / bound - 1,
+        proved=seconds == bound,
+    )
+    roomier, replayed = replay_and_count(replace(roomier, step=step), chain)
+    if replayed.violations or max(roomier.peak_memory_bytes) > MOST_FILLED * platform.memory_bytes:
+        return None
+    return roomier

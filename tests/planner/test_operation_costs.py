@@ -1,0 +1,126 @@
+"""What an engine takes for an operation beside its layers, and room for messages beyond what a plan needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
+from deepspeed_partition.planner.buffers import MOST_FILLED, with_more_buffers
+from deepspeed_partition.planner.simulate.replay_step import run_step
+from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
+from tests.planner.instances import chain, problem_of, random_instance
+
+COSTS = [(0.0, None), (0.5, None), (0.0, 2.0), (1.25, 4.0)]
+"""Seconds of an operation, and bytes per second of a copy."""
+
+
+@given(
+    st.integers(0, 10**6), st.sampled_from(COSTS), st.integers(1, 5), st.sampled_from(["madpipe", "contiguous"])
+)
+def test_planner_and_replay_count_the_same(seed, cost, num_micro_batches, algorithm):
+    """Two programs simulate a step; no bound is above it."""
+    made, platform = random_instance(seed, most_layers=5, most_devices=3)
+    platform = replace(platform, operation_seconds=cost[0], copy_bandwidth=cost[1])
+    try:
+        plan = make_plan(made, platform, algorithm, num_micro_batches=num_micro_batches, time_limit_seconds=1)
+    except InfeasibleError:
+        return
+    assert not replay(plan, made).violations
+    bound = problem_of(made, platform).times.clock.seconds(
+        step_lower_bound(
+            replace(problem_of(made, platform), num_micro_batches=num_micro_batches), contiguous=False
+        )
+    )
+    assert bound <= plan.step_seconds * (1 + 1e-12)
+
+
+def test_a_step_by_hand():
+    """Two stages of one layer, one micro-batch: all operations and messages, one behind the other."""
+    made = chain([1, 2], [3, 4], outputs=[8, 0], weights=[5, 5])
+    platform = Platform(
+        num_devices=2, memory_bytes=50, bandwidth=4.0, weight_copies=1, operation_seconds=0.25, copy_bandwidth=16.0
+    )
+    plan = make_plan(made, platform, [0, 1, 2], num_micro_batches=1)
+    layers, transfers, copies = 1 + 2 + 3 + 4, 2 * 8 / 4, 4 * 8 / 16
+    assert plan.step_seconds == layers + transfers + copies + 4 * 0.25
+    assert plan.blocking_step_seconds == plan.step_seconds
+    lasts = {name: end - begin for (name, _), (begin, end) in run_step(plan, made).operations.items()}
+    ticks = problem_of(made, platform).times.clock.ticks
+    assert lasts["F0"] == ticks(1 + 0.25 + 0.5) and lasts["B0"] == ticks(3 + 0.25 + 0.5)
+    assert {each.operation: each.duration_seconds for each in plan.operations}["F0"] == 1, (
+        "periods do not count it"
+    )
+
+
+def test_neighbours_on_one_device_copy_nothing():
+    made = chain([1, 1, 1], [1, 1, 1], outputs=[8, 8, 0])
+    platform = Platform(num_devices=2, memory_bytes=10**3, bandwidth=4.0, copy_bandwidth=8.0)
+    times = problem_of(made, platform).times
+    assert [times.clock.seconds(each) for each in times.ticks_beside_layers([0, 1, 2, 3], [0, 0, 1])] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("cost", [{"operation_seconds": 0.5}, {"copy_bandwidth": 10.0}])
+def test_what_operations_cost_makes_stages_fewer(cost):
+    made = chain([1] * 8, [2] * 8, outputs=[4] * 7 + [0])
+    platform = Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e3)
+    free = make_plan(made, platform, num_micro_batches=4)
+    dear = make_plan(made, replace(platform, **cost), num_micro_batches=4)
+    assert len(free.stages) > 2 and len(dear.stages) < len(free.stages)
+    assert not replay(dear, made).violations
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_more_buffers_change_nothing_but_room(seed, num_micro_batches):
+    made, platform = random_instance(seed, most_layers=5, most_devices=3)
+    platform = replace(platform, comm_buffers=2, memory_bytes=10 * platform.memory_bytes)
+    try:
+        plan = make_plan(made, platform, num_micro_batches=num_micro_batches, time_limit_seconds=1)
+    except InfeasibleError:
+        return
+    roomier = with_more_buffers(plan, made)
+    assert roomier.platform == replace(platform, comm_buffers=roomier.platform.comm_buffers)
+    assert roomier.step.order == plan.step.order and roomier.step_seconds <= plan.step_seconds
+    assert not replay(roomier, made).violations
+    if roomier is not plan:
+        assert max(roomier.peak_memory_bytes) <= MOST_FILLED * platform.memory_bytes
+        assert roomier.step.lower_bound_seconds <= roomier.step_seconds
+
+
+def test_more_buffers_where_memory_is_to_spare():
+    made = chain([1] * 4, [2] * 4, outputs=[4] * 3 + [0], weights=[5] * 4)
+    platform = Platform(num_devices=2, memory_bytes=10**4, bandwidth=10.0)
+    plan = make_plan(made, platform, num_micro_batches=8)
+    roomier = with_more_buffers(plan, made)
+    assert roomier.platform.comm_buffers == 16
+    peak = max(plan.peak_memory_bytes)
+    tight = replace(plan, platform=replace(platform, memory_bytes=peak))
+    assert with_more_buffers(tight, made) is tight, "beyond three quarters of the memory"
+    some = max(roomier.peak_memory_bytes) - 1
+    between = replace(plan, platform=replace(platform, memory_bytes=int(some / MOST_FILLED)))
+    assert with_more_buffers(between, made).platform.comm_buffers == 8
+    without = replace(plan, step=None)
+    assert with_more_buffers(without, made) is without
+
+
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [
+        ({"operation_seconds": -1.0}, "operation_seconds is -1.0: seconds are finite, from 0 to 1e+09"),
+        ({"copy_bandwidth": 0}, "copy_bandwidth is 0 bytes per second: it is more than 0"),
+        ({"copy_bandwidth": "fast"}, "copy_bandwidth is 'fast', not a finite number"),
+    ],
+)
+def test_costs_that_are_none(cost, words):
+    with pytest.raises(ValueError, match=words.replace("+", r"\+")):
+        Platform(num_devices=2, memory_bytes=1, bandwidth=1.0, **cost)
+
+
+@pytest.mark.parametrize("cost", [{"operation_seconds": 1e8}, {"copy_bandwidth": 1e-8}])
+def test_costs_beyond_the_clock(cost):
+    made = chain([1, 1], [1, 1], outputs=[4, 0])
+    with pytest.raises(ValueError, match="more than 1e\\+06 times what all layers take"):
+        make_plan(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1.0, **cost))
