@@ -75,7 +75,7 @@ def promises(plan: Plan) -> Iterator[str]:
         )
     if not plan.treats_all_alike:
         yield recomputed_words(plan)
-    links = links_words(plan.platform)
+    links = platform_words(plan.platform)
     if links:
         yield links
     if plan.data_parallel is not None:
@@ -103,13 +103,21 @@ def recomputed_words(plan: Plan) -> str:
     return f"of {number} micro-batches of a {what}, each stage recomputes: {counts}"
 
 
-def links_words(platform: Platform) -> str:
-    """Return what transfers share beyond one link for each pair of devices; empty where nothing is said of it."""
+def platform_words(platform: Platform) -> str:
+    """Return what transfers share beyond one link for each pair of devices, and what operations take beside their
+    layers; empty where nothing is said of it.
+    """
     words = ["both directions at once"] if platform.duplex == "full" else []
     if platform.port_bandwidth is not None:
         hosts = "each device" if platform.devices_per_port == 1 else f"{platform.devices_per_port} devices"
         words.append(f"a port of {format_bytes(platform.port_bandwidth)}/s for {hosts}, one transfer each way")
-    return f"links: {'; '.join(words)}" if words else ""
+    beside = []
+    if platform.operation_seconds:
+        beside.append(f"{format_seconds(platform.operation_seconds)} for each operation")
+    if platform.copy_bandwidth is not None:
+        beside.append(f"messages copied at {format_bytes(platform.copy_bandwidth)}/s")
+    lines = [f"links: {'; '.join(words)}"] if words else []
+    return "; ".join([*lines, *([f"beside the layers, in a step: {' and '.join(beside)}"] if beside else [])])
 
 
 def _step_proof(step: StepPlan) -> str:
