@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.buffers import MOST_FILLED, with_more_buffers
 from deepspeed_partition.planner.simulate.replay_step import run_step
-from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from tests.planner.instances import chain, problem_of, random_instance
 
 COSTS = [(0.0, None), (0.5, None), (0.0, 2.0), (1.25, 4.0)]
@@ -22,7 +21,7 @@ COSTS = [(0.0, None), (0.5, None), (0.0, 2.0), (1.25, 4.0)]
     st.integers(0, 10**6), st.sampled_from(COSTS), st.integers(1, 5), st.sampled_from(["madpipe", "contiguous"])
 )
 def test_planner_and_replay_count_the_same(seed, cost, num_micro_batches, algorithm):
-    """Two programs simulate a step; no bound is above it."""
+    """Two programs simulate a step; the replay also refuses a step below its bound."""
     made, platform = random_instance(seed, most_layers=5, most_devices=3)
     platform = replace(platform, operation_seconds=cost[0], copy_bandwidth=cost[1])
     try:
@@ -30,12 +29,6 @@ def test_planner_and_replay_count_the_same(seed, cost, num_micro_batches, algori
     except InfeasibleError:
         return
     assert not replay(plan, made).violations
-    bound = problem_of(made, platform).times.clock.seconds(
-        step_lower_bound(
-            replace(problem_of(made, platform), num_micro_batches=num_micro_batches), contiguous=False
-        )
-    )
-    assert bound <= plan.step_seconds * (1 + 1e-12)
 
 
 def test_a_step_by_hand():
