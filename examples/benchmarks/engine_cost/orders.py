@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from deepspeed_partition import Plan, Platform, make_plan
+from deepspeed_partition.planner.buffers import MORE_BUFFERS
 from deepspeed_partition.planner.plan import PlannedStage
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.step import one_f_one_b_order
@@ -42,10 +43,10 @@ def _order(actions: Sequence) -> Order:
 
 
 def interleaved_plan(num_ranks: int, stages_per_rank: int, num_micro_batches: int, numbers: int = 16) -> Plan:
-    """Return a plan of even stages in that order."""
+    """Return a plan of even stages in that order, with the room for messages that a run has in so much memory."""
     number = num_ranks * stages_per_rank
     chain = even_chain(number, numbers)
-    platform = Platform(num_devices=num_ranks, memory_bytes=10**12, bandwidth=1e9)
+    platform = Platform(num_devices=num_ranks, memory_bytes=10**12, bandwidth=1e9, comm_buffers=max(MORE_BUFFERS))
     plan = make_plan(
         chain, platform, [stages_per_rank * rank for rank in range(num_ranks + 1)],
         num_micro_batches=num_micro_batches, recompute="never",

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.planner.buffers import MORE_BUFFERS
 from deepspeed_partition.planner.plan import PlannedStage
 
 HERE = Path(__file__).parent
@@ -92,8 +93,9 @@ class Setting:
     def platform(self, num_ranks: int) -> Platform:
         seconds = max(self.link_seconds, 1e-9)
         return Platform(
-            num_devices=num_ranks, memory_bytes=10**12, bandwidth=4 * self.numbers / seconds, duplex="full"
-        )
+            num_devices=num_ranks, memory_bytes=10**12, bandwidth=4 * self.numbers / seconds, duplex="full",
+            comm_buffers=max(MORE_BUFFERS),  # as a run has in so much memory
+        )  # fmt: skip
 
     def layers(self, num_ranks: int) -> list[SplitLayer]:
         return [
