@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from functools import cached_property
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -30,6 +32,7 @@ from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, 
 MOST_NUMBERS = 1000
 """Numbers of a tensor, or items of a container, up to which what a step does to one in place is undone."""
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 
 
@@ -69,27 +72,25 @@ class LayerAttributes:
 
     @contextmanager
     def noted(self) -> Iterator[NotedAttributes]:
-        """Note meanwhile what is set; it costs nothing where nothing is."""
-        noted = NotedAttributes(self._parts, self._containers)
-        thread, set_attribute, make_handle = threading.get_ident(), nn.Module.__setattr__, RemovableHandle.__init__
+        """Note meanwhile what is set.
 
-        def setting(owner: Any, name: str, value: Any) -> None:
-            if threading.get_ident() == thread:
-                noted.note(owner, name)
-            set_attribute(owner, name, value)
+        The attributes are compared. ``nn.Module.__setattr__`` stays as it is: where one of ``nn.Module`` is
+        replaced, Python looks up anew each attribute of each of its classes.
+        """
+        noted = NotedAttributes(self._parts, self._containers)
+        thread, make_handle = threading.get_ident(), RemovableHandle.__init__
 
         def making(handle: Any, *arguments: Any, **keywords: Any) -> None:
             make_handle(handle, *arguments, **keywords)
             if threading.get_ident() == thread:
                 noted.handles.append(handle)
 
-        torch_module: Any = nn.Module
         torch_handle: Any = RemovableHandle
-        torch_module.__setattr__, torch_handle.__init__ = setting, making
+        torch_handle.__init__ = making
         try:
             yield noted
         finally:
-            torch_module.__setattr__, torch_handle.__init__ = set_attribute, make_handle
+            torch_handle.__init__ = make_handle
 
 
 class NotedAttributes:
@@ -102,7 +103,7 @@ class NotedAttributes:
 
     def __init__(self, parts: Mapping[nn.Module, str], containers: list[tuple[nn.Module, str]]) -> None:
         self._parts = parts
-        self._before: dict[tuple[nn.Module, str], Any] = {}
+        self._before = [(part, dict(vars(part))) for part in parts]
         self.handles: list[Any] = []
         """The handles of hooks that were hung on something."""
         self._seen = {
@@ -111,10 +112,16 @@ class NotedAttributes:
             if name in vars(part)
         }
 
-    def note(self, owner: Any, name: str) -> None:
-        """Note an attribute that is about to be set."""
-        if owner in self._parts and (owner, name) not in self._before and name not in _OF_TORCH:
-            self._before[owner, name] = vars(owner).get(name, _MISSING)
+    def _set(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Each attribute that is another object now, with its owner, and with what it was."""
+        for owner, before in self._before:
+            now = vars(owner)
+            if [*now] == [*before] and all(map(is_, now.values(), before.values())):
+                continue
+            for name in {**before, **now}:
+                was = before.get(name, _MISSING)
+                if now.get(name, _MISSING) is not was and name not in _OF_TORCH and not _is_cached(owner, name):
+                    yield owner, name, was
 
     def changes(self) -> list[Change]:
         """What is another thing now than before."""
@@ -124,9 +131,9 @@ class NotedAttributes:
             place = Place(self._parts[owner], "attribute", name)
             if value is seen.value and seen.difference(place, value) is not None:
                 found[owner, name] = Change(place, "refill", value)
-        for (owner, name), before in self._before.items():
+        for owner, name, before in self._set():
             now = vars(owner).get(name, _MISSING)
-            if now is before or (type(now) in PLAIN and type(before) is type(now) and before == now):
+            if type(now) in PLAIN and type(before) is type(now) and before == now:
                 continue
             place = Place(self._parts[owner], "attribute", name)
             if now is _MISSING:
@@ -158,10 +165,10 @@ class NotedAttributes:
         """Put everything back."""
         for handle in self.hooked():
             handle.remove()
-        for (owner, name), before in self._before.items():
+        for owner, name, before in [*self._set()]:
             if before is _MISSING:
-                vars(owner).pop(name, None)
-            elif name in vars(owner):
+                del vars(owner)[name]
+            elif not any(name in vars(owner).get(table, ()) for table in _TABLES):  # a parameter has its name now
                 vars(owner)[name] = before
         for seen in self._seen.values():
             restore(seen, set())
@@ -363,6 +370,11 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, (nn.Parameter, nn.Module, *GENERATORS)):
         return False
     return isinstance(value, Tensor | numpy.ndarray | list | dict | set | deque)
+
+
+def _is_cached(owner: nn.Module, name: str) -> bool:
+    """Whether a layer keeps there what it has computed of itself, as each rank's own does."""
+    return isinstance(getattr(type(owner), name, None), cached_property)
 
 
 def _is_small(value: Any) -> bool:

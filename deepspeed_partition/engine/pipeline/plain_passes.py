@@ -59,11 +59,18 @@ def loss_of_bits(bits: int) -> torch.Tensor:
 
 def digest_of_deepspeed() -> str:
     """Return the SHA-256 of the functions that are replaced here, as they are now; empty where they are hidden."""
+    of_pipeline = (getattr(PipelineEngine, name) for name in (*_OF_PIPELINE, *_BESIDE_PASSES))
+    of_engine = (_inside(getattr(DeepSpeedEngine, name)) for name in _OF_ENGINE)
     try:
-        sources = [inspect.getsource(getattr(PipelineEngine, name)) for name in (*_OF_PIPELINE, *_BESIDE_PASSES)]
-        sources += [inspect.getsource(_inside(getattr(DeepSpeedEngine, name))) for name in _OF_ENGINE]
+        return _digest_of_sources(*of_pipeline, *of_engine)
     except (OSError, TypeError):
         return ""
+
+
+@functools.cache
+def _digest_of_sources(*functions: Hashable) -> str:
+    """Kept, because Python reads the lines of a function token by token: all of these for each engine."""
+    sources = [inspect.getsource(cast(Callable[..., Any], function)) for function in functions]
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()
 
 

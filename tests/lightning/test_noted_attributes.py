@@ -1,0 +1,76 @@
+"""What a step sets on layers is found by comparing, without touching torch's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_madpipe.steps.call_state import LayerAttributes
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.name, self.inner = 1.0, "layer", nn.Linear(2, 2)
+
+    @cached_property
+    def width(self) -> int:
+        return self.inner.in_features
+
+
+def replace_key(layer: Layer) -> None:
+    """The values stay the same, one after the other."""
+    del layer.name
+    layer.title = "layer"
+
+
+STEPS: dict[str, tuple[Callable[[Layer], Any], dict[str, str]]] = {
+    "nothing": (lambda layer: None, {}),
+    "set": (lambda layer: setattr(layer, "factor", 2.0), {"layer.factor": "bind"}),
+    "set to an equal number": (lambda layer: setattr(layer, "factor", float("1.0")), {}),
+    "set to an equal one of another type": (lambda layer: setattr(layer, "factor", 1), {"layer.factor": "bind"}),
+    "new": (lambda layer: setattr(layer, "own", 1), {"layer.own": "bind"}),
+    "deleted": (lambda layer: delattr(layer, "name"), {"layer.name": "delete"}),
+    "another key": (replace_key, {"layer.name": "delete", "layer.title": "bind"}),
+    "past setattr": (lambda layer: vars(layer).update(factor=3.0), {"layer.factor": "bind"}),
+    "mode of an inner one": (lambda layer: layer.inner.eval(), {"layer.inner.training": "bind"}),
+    "computed once": (lambda layer: layer.width, {}),
+    "a parameter": (lambda layer: setattr(layer, "weight", nn.Parameter(layer.inner.weight)), {}),
+    "a parameter in its place": (
+        lambda layer: setattr(layer, "factor", nn.Parameter(layer.inner.weight)), {"layer.factor": "delete"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_a_step_sets_is_found_and_undone(step: str) -> None:
+    """Red where a comparison takes equal for same, leaves out the names, or puts a number beside a parameter."""
+    layer = Layer()
+    before = dict(vars(layer))
+    act, expected = STEPS[step]
+    with LayerAttributes(
+        {part: f"layer.{path}".rstrip(".") for path, part in layer.named_modules()}
+    ).noted() as noted:
+        act(layer)
+        found = {".".join((change.place.owner, change.place.name)): change.kind for change in noted.changes()}
+        assert found == expected
+        noted.undo()
+    kept = {**before, "width": 2} if step == "computed once" else before
+    if step == "a parameter in its place":
+        assert isinstance(layer.factor, nn.Parameter)
+    else:
+        assert vars(layer).keys() == kept.keys() and all(vars(layer)[name] == kept[name] for name in kept)
+
+
+def test_torchs_classes_stay_as_they_are_while_a_step_is_noted() -> None:
+    """Each step replaced ``nn.Module.__setattr__``, and back: Python forgot what it knew of 800 classes.
+
+    Red where anything in ``nn.Module`` is another object while a step runs.
+    """
+    before = dict(vars(nn.Module))
+    with LayerAttributes({nn.Linear(1, 1): "layer"}).noted():
+        assert dict(vars(nn.Module)) == before
