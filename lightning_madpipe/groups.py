@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_partition.engine.runtime.collectives import own_groups, reduced
+from deepspeed_partition.engine.runtime.collectives import broadcast_object, own_groups, reduced
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.running_code import line_of_the_user
@@ -93,9 +93,7 @@ class PipelineGroups(DeepSpeedStrategy):
         self._check_everyone_comes("broadcast")
         if not dist.is_initialized():
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=own_groups().objects)
-        return box[0]
+        return broadcast_object(obj, src)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let a loader without a length end on all ranks at once, and workers of one pipeline draw alike."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
-from deepspeed_partition.engine.runtime.collectives import gather_objects, portable
+from deepspeed_partition.engine.runtime.collectives import broadcast_object, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.loss_mode import LossOfBatches
@@ -106,12 +106,12 @@ class Outcomes:
         if self._pipeline.num_stages > 1:
             grid = self._pipeline.mpu()
             last = grid.stage_to_global(self._pipeline.stage_owner(self._pipeline._num_layers - 1))
-            box = [b""]
+            parcel = b""
             if outcome is not None:
-                outcome, box[0] = self._with_parcel(outcome, step)
-            dist.broadcast_object_list(box, src=last, group=grid.get_pipe_parallel_group())
+                outcome, parcel = self._with_parcel(outcome, step)
+            parcel = broadcast_object(parcel, last, grid.get_pipe_parallel_group())
             if outcome is None:
-                outcome = unpacked(pickle.loads(box[0]), self._device)
+                outcome = unpacked(pickle.loads(parcel), self._device)
                 make_changes(self._module, outcome.changes, self._steps.beside)
         assert outcome is not None, "the last stage has it and sends it"
         self._steps.draws.put(outcome.draws)

@@ -17,6 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from deepspeed_partition.engine.runtime.collectives import broadcast_object
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state
 from lightning_madpipe.steps.own_generators import OwnGenerators
 
@@ -37,9 +38,8 @@ class RandomNumbers:
         """Give all ranks the generators of the pipeline's first one. Collective."""
         if self._group is None:
             return
-        box = [(random.getstate(), numpy.random.get_state(), torch.get_rng_state())]
-        dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
-        python, numbers, cpu = box[0]
+        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        python, numbers, cpu = broadcast_object(states, dist.get_global_rank(self._group, 0), self._group)
         random.setstate(python)
         numpy.random.set_state(numbers)
         torch.set_rng_state(cpu)
@@ -48,9 +48,7 @@ class RandomNumbers:
         """Give all ranks the states of the program's own generators on the pipeline's first one. Collective."""
         if self._group is None:
             return
-        box = [own.all_states()]
-        dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
-        own.put(box[0])
+        own.put(broadcast_object(own.all_states(), dist.get_global_rank(self._group, 0), self._group))
 
     @contextmanager
     def of_layers(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -206,12 +207,12 @@ def a_device_that_is_chosen_before_anything_is_sent(folder: Path) -> None:
             seen.append(accelerator.device)
             _broadcast(*arguments, **options)
 
-        with patch.object(dist, "broadcast_object_list", broadcast):
+        with patch.object(dist, "broadcast", broadcast):
             PipelineModule(mlp(), num_stages=2, plan=file)
     assert seen and set(seen) == {dist.get_rank()}, seen
 
 
-_broadcast = dist.broadcast_object_list
+_broadcast = dist.broadcast
 
 
 def gloo_that_is_bound_to_a_device(_: Path) -> None:
@@ -258,6 +259,22 @@ def others_use_the_default_group(_: Path) -> None:
     assert not errors, errors
 
 
+def objects_of_any_length(_: Path) -> None:
+    """Those that fill their first message, or need a second one, on each rank and on one of them alone.
+
+    Red where a length is cut to the first message, or a rank that has sent all goes on without the others.
+    """
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    room = collectives.FIRST_BYTES - collectives._LENGTH_BYTES - len(pickle.dumps(b""))
+    for length in (0, room - 9, *range(room - 2, room + 3), 100_000):
+        value = b"x" * length
+        assert gather_objects(value) == [value for _ in ranks]
+        for long in ranks:
+            found = gather_objects((rank, value if rank == long else None))
+            assert found == [(each, value if each == long else None) for each in ranks]
+            assert collectives.broadcast_object(value if rank == long else rank, long) == value
+
+
 def waits_of_the_host_for_nccl(_: Path) -> None:
     """On one rank alone: every rank says so, and nothing hangs."""
     variables = {"TORCH_NCCL_BLOCKING_WAIT": "1"} if dist.get_rank() == 1 else {}
@@ -270,5 +287,5 @@ def waits_of_the_host_for_nccl(_: Path) -> None:
 CASES = (
     messages_that_both_hosts_have_come_to, nothing_is_given_to_a_device_before_both_hosts_are_there,
     a_host_that_is_not_far_ahead, gloo_that_is_bound_to_a_device, a_device_that_is_chosen_before_anything_is_sent,
-    others_use_the_default_group, waits_of_the_host_for_nccl,
+    others_use_the_default_group, objects_of_any_length, waits_of_the_host_for_nccl,
 )  # fmt: skip

@@ -81,19 +81,76 @@ def from_rank_0(compute: Callable[[], T]) -> T:
             outcome = [compute(), None]
         except Exception as raised:
             outcome = [None, portable(raised)]
-    dist.broadcast_object_list(outcome, src=0, group=own_groups().objects)
-    value, error = outcome
+    value, error = broadcast_object(outcome, 0)
     if error is not None:
         raise error
     return value
 
 
+def broadcast_object(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
+    """``value`` of the rank ``source`` of the job, on each rank of ``group``; left out: of the job. Collective."""
+    group = own_groups().objects if group is None else group
+    if not _is_on_the_host(group):
+        box = [value]
+        dist.broadcast_object_list(box, source, group)
+        return box[0]
+    is_source = dist.get_rank() == source
+    data = pickle.dumps(value) if is_source else b""
+    first = _first_of(data)
+    dist.broadcast(first, source, group)
+    length, begin = _read(first)
+    if length <= len(begin):
+        return value if is_source else pickle.loads(begin[:length])
+    rest = _bytes(data[len(begin) :]) if is_source else torch.empty(length - len(begin), dtype=torch.uint8)
+    dist.broadcast(rest, source, group)
+    return value if is_source else pickle.loads(begin + rest.numpy().tobytes())
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """``value`` of every rank of ``group``, in the order of its ranks, on each of them; left out: of the job."""
     group = own_groups().objects if group is None else group
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    size = dist.get_world_size(group)
+    if not _is_on_the_host(group):
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+    data = pickle.dumps(value)
+    firsts = [torch.empty(FIRST_BYTES, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(firsts, _first_of(data), group)
+    lengths, begins = zip(*map(_read, firsts), strict=True)
+    num_more = max(lengths) - len(begins[0])
+    if num_more > 0:
+        rests = [torch.empty(num_more, dtype=torch.uint8) for _ in range(size)]
+        dist.all_gather(rests, _bytes(data[len(begins[0]) :].ljust(num_more, b"\0")), group)
+        begins = tuple(begin + rest.numpy().tobytes() for begin, rest in zip(begins, rests, strict=True))
+    return [pickle.loads(begin[:length]) for length, begin in zip(lengths, begins, strict=True)]
+
+
+FIRST_BYTES = 1024
+"""Of the first message of an object, which holds its length and, nearly always, all of it.
+
+Torch's own functions send two, each with a wait for all ranks: these take a third of their time on a CPU.
+"""
+_LENGTH_BYTES = 8
+
+
+def _is_on_the_host(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def _first_of(data: bytes) -> torch.Tensor:
+    begin = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: FIRST_BYTES - _LENGTH_BYTES]
+    return _bytes(begin.ljust(FIRST_BYTES, b"\0"))
+
+
+def _read(first: torch.Tensor) -> tuple[int, bytes]:
+    """The length of an object, and its first bytes, with zeros up to the end of the message."""
+    data = first.numpy().tobytes()
+    return int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def raised_together(compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
