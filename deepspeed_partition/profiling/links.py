@@ -6,8 +6,8 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,9 @@ def _with_sharing(link: Link, group: dist.ProcessGroup | None, device: torch.dev
     num_bytes = int(min(max(link.bandwidth * MESSAGE_SECONDS, SMALLEST_MESSAGE_BYTES), LARGE_BYTES))
     pairs = [(first, first + 1) for first in range(0, num_ranks - 1, 2)]
     alone = _shared_seconds(pairs, num_bytes, group, device)
-    both = _shared_seconds([*pairs, *((to, source) for source, to in pairs)], num_bytes, group, device)
+    with _another(group) as back:
+        flows = [*pairs, *((to, source) for source, to in pairs)]
+        both = _shared_seconds(flows, num_bytes, group, device, back)
     duplex = "full" if both < FULL_BELOW * alone else "half"
     per_host = ranks_per_host(hosts)
     crossing = None if per_host is None else crossing_at_once(num_ranks, per_host)
@@ -144,18 +146,36 @@ def crossing_at_once(num_ranks: int, per_host: int) -> tuple[tuple[int, int], tu
     return None
 
 
+@contextmanager
+def _another(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a group with the ranks of ``group`` and connections of its own; with NCCL ``group`` itself."""
+    if "nccl" in dist.get_backend(group):
+        yield group
+        return
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    try:
+        yield made
+    finally:
+        dist.destroy_process_group(made)
+
+
 def _shared_seconds(
-    flows: Sequence[tuple[int, int]], num_bytes: int, group: dist.ProcessGroup | None, device: torch.device
+    flows: Sequence[tuple[int, int]],
+    num_bytes: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    back: dist.ProcessGroup | None = None,
 ) -> float:
     """Return the seconds of ``NUM_MESSAGES`` messages of each flow, all flows at once; a collective.
 
     As in a pipeline, a receive is posted when the one before it is over, and flows are not in step: the first
-    message of every second one is half as long. (With gloo, the word that a receive is posted goes back over the
-    connection that carries messages the other way, behind them. So these may wait for each other on links that
-    could carry both at once.) NCCL's messages of one round begin together.
+    message of every second one is half as long. NCCL's messages of one round begin together.
 
     Args:
         flows: the ranks in the group from which and to which messages go.
+        back: the same ranks with connections of their own, for messages to earlier ranks, as a run has them: with
+            gloo, the word that a receive is posted would go behind messages the other way, and these would wait
+            for each other on links that could carry both at once. Left out, ``group``.
     """
     rank, in_rounds = dist.get_rank(group), "nccl" in dist.get_backend(group)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -163,7 +183,9 @@ def _shared_seconds(
     def transfer(operation: Callable[..., Any], flow: int, peer: int, number: int) -> dist.P2POp:
         part = message[: num_bytes // 2] if number == 0 and flow % 2 else message
         other = peer if group is None else dist.get_global_rank(group, peer)
-        return dist.P2POp(operation, part if operation is dist.isend else part.clone(), other, group, tag=flow)
+        source, to = flows[flow]
+        way = group if source < to or back is None else back
+        return dist.P2POp(operation, part if operation is dist.isend else part.clone(), other, way, tag=flow)
 
     readings = []
     for _ in range(1 + SHARED_REPEATS):

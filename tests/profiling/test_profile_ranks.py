@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,9 @@ def test_two_transfers_leave_one_host():
     ],
 )
 def test_what_transfers_share_is_told_by_how_much_longer_they_take(monkeypatch, hosts, both, aside, found):
-    def seconds(flows, num_bytes, group, device):
+    def seconds(flows, num_bytes, group, device, back=None):
         if len(flows) == 4:
+            assert back == "connections of its own", "gloo would let both ways of one connection wait"
             return both
         return 1.0 if len(flows) == 1 or flows == [(0, 1), (2, 3)] else aside
 
@@ -151,6 +153,7 @@ def test_what_transfers_share_is_told_by_how_much_longer_they_take(monkeypatch, 
     monkeypatch.setattr(links.dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(links.dist, "all_gather_object", gather)
     monkeypatch.setattr(links, "_shared_seconds", seconds)
+    monkeypatch.setattr(links, "_another", lambda group: nullcontext("connections of its own"))
     link = links._with_sharing(links.Link(bandwidth=100.0, latency_seconds=0.0), None, torch.device("cpu"))
     assert (link.duplex, link.port_bandwidth, link.devices_per_port) == found
 
