@@ -16,7 +16,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy
@@ -39,7 +39,7 @@ class Draws:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._generators = {**COMMON, **_own(model)}
-        self._iterators: dict[str, _Counted] = {}
+        self._iterators: dict[str, Any] = {}
         self._last = self._states()
 
     @contextmanager
@@ -47,8 +47,10 @@ class Draws:
         """Count what is taken from the modules' iterators, which give it once more afterwards."""
         for path, module in self._model.named_modules():
             for name, value in list(vars(module).items()):
-                if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-                    shown = ".".join(filter(None, ("self", path, name)))
+                shown = ".".join(filter(None, ("self", path, name)))
+                if isinstance(value, Rewindable):
+                    self._iterators[shown] = _Rewound(value)
+                elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
                     self._iterators[shown] = vars(module)[name] = _Counted(vars(module), name, value)
         self.forget()
         try:
@@ -58,11 +60,15 @@ class Draws:
                 counted.put_back()
             self._iterators = {}
 
-    def since_last(self) -> str | None:
-        """What was drawn from since the last look, with the line of the source; None: from nothing."""
+    def since_last(self, ended: CodeType | None = None) -> str | None:
+        """What was drawn from since the last look, with the line of the source; None: from nothing.
+
+        Args:
+            ended: The code that has drawn, if it has come to its end.
+        """
         before, self._last = self._last, self._states()
         drawn = [name for name, place in self._last.items() if place != before.get(name)]
-        return f"{drawn[0]} at {_line_of(drawn[0])}" if drawn else None
+        return f"{drawn[0]} at {_line_of(drawn[0], ended)}" if drawn else None
 
     def forget(self) -> None:
         """Look away from what was drawn since the last look."""
@@ -70,7 +76,28 @@ class Draws:
 
     def _states(self) -> dict[str, Any]:
         places = {name: _place_of(generator) for name, generator in self._generators.items()}
-        return {**places, **{name: len(counted.taken) for name, counted in self._iterators.items()}}
+        return {**places, **{name: counted.place for name, counted in self._iterators.items()}}
+
+
+class Rewindable(Iterator[Any]):
+    """An iterator that gives again what it has given, from its place on."""
+
+    __slots__ = ("place",)
+    place: int
+
+
+class _Rewound:
+    """An iterator that is an attribute, and is put back itself."""
+
+    def __init__(self, iterator: Rewindable) -> None:
+        self._iterator, self._before = iterator, iterator.place
+
+    @property
+    def place(self) -> int:
+        return self._iterator.place
+
+    def put_back(self) -> None:
+        self._iterator.place = self._before
 
 
 class _Counted(Iterator[Any]):
@@ -83,6 +110,10 @@ class _Counted(Iterator[Any]):
     def __next__(self) -> Any:
         self.taken.append(next(self._iterator))
         return self.taken[-1]
+
+    @property
+    def place(self) -> int:
+        return len(self.taken)
 
     def put_back(self) -> None:
         if self._owner.get(self._name) is self:
@@ -112,18 +143,25 @@ def _own(model: nn.Module) -> dict[str, Any]:
     return {name: value for number, (name, value) in found.items() if number not in known}
 
 
-def _line_of(name: str) -> str:
+def _line_of(name: str, ended: CodeType | None) -> str:
     """The line that draws; where the code that runs does not name it, the one that it has come to."""
-    frame = model_frame()
-    if frame is None:
+    frame = model_frame() if ended is None else None
+    code = ended if frame is None else frame.f_code
+    if code is None:
         return "an unknown line"
-    code, word = frame.f_code, name.rpartition(".")[2]
+    word = name.rpartition(".")[2]
     try:
         lines, first = inspect.getsourcelines(code)
     except (OSError, TypeError):
-        lines, first = [], 0
-    before = [place for place, line in enumerate(lines, first) if place <= frame.f_lineno and word in line]
-    return f"{code.co_filename}:{before[-1] if before else frame.f_lineno}"
+        lines, first = [], code.co_firstlineno
+    last = first + len(lines) if frame is None else frame.f_lineno
+    before = [place for place, line in enumerate(lines, first) if place <= last and word in line]
+    return f"{code.co_filename}:{before[-1] if before else code.co_firstlineno if frame is None else last}"
+
+
+def is_common(drawn: str) -> bool:
+    """Whether what :meth:`Draws.since_last` has told of are Python's or NumPy's common generators."""
+    return drawn.startswith(tuple(f"{name} at" for name in COMMON))
 
 
 def keep_draws_that_matter(recording: Recording, again: Callable[[], Recording]) -> None:
@@ -144,11 +182,11 @@ def keep_draws_that_matter(recording: Recording, again: Callable[[], Recording])
 def _is_the_same_for_all(drawing: Sequence[Call], again: Callable[[], Recording]) -> bool:
     """Whether code does the same for the smallest and the largest numbers, and for others: alike on all ranks."""
     # Of other generators than the Mersenne twister's no extreme is known: what is drawn from them may matter.
-    if any(not str(call.drawn).startswith(tuple(f"{name} at" for name in COMMON)) for call in drawing):
+    if not all(is_common(str(call.drawn)) for call in drawing):
         return False
     found = set()
     for word in (*EXTREMES, None):
-        with _drawing(word):
+        with numbers_drawn(word):
             try:
                 found.add(_signature(again().root))
             except Exception:  # it goes another way
@@ -157,7 +195,7 @@ def _is_the_same_for_all(drawing: Sequence[Call], again: Callable[[], Recording]
 
 
 @contextmanager
-def _drawing(word: int | None) -> Iterator[None]:
+def numbers_drawn(word: int | None) -> Iterator[None]:
     """Let the next numbers of the common generators be the smallest or the largest; None: some numbers."""
     before = {name: generator_state(generator) for name, generator in COMMON.items()}
     words = random.Random(0).getstate()[1][:624]

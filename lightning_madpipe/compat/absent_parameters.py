@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_madpipe.compat.by_place import goes_by_place
 from lightning_madpipe.compat.elsewhere import ElsewhereError, HiddenTensors, Listing, StandIn
+from lightning_madpipe.compat.followed_values import RANDOM_OF_TENSORS
 from lightning_madpipe.compat.running_code import OTHERS, asks_for_its_rank, is_logged
 
 NEEDED_HERE = (
@@ -33,6 +34,9 @@ CHANGED_HERE = (
     "is done on the rank that has it. A function that asks for its rank may not, for the other ranks might not "
     "do it: write it in one that does not"
 )
+
+BY_VALUES = ("multinomial", "poisson")
+"""Functions that draw as many numbers as values say."""
 
 
 class Absent(StandIn):
@@ -72,11 +76,13 @@ class Absent(StandIn):
             return _without_absent(function, arguments, keywords)
         if name in ("__get__ grad", "__get__ data"):
             return arguments[0]
-        refusal = next((each._refusal for each in _absent((*arguments, *keywords.values()))), NEEDED_HERE)
+        given = (*arguments, *keywords.values())  # torch.nn.init gives all by keyword
+        refusal = next((each._refusal for each in _absent(given)), NEEDED_HERE)
         if _writes(name):
-            if not isinstance(arguments[0], Absent):
+            if not isinstance(given[0], Absent):
                 raise ElsewhereError(refusal)
-            return arguments[0]
+            _draw_alike(function, name, arguments, keywords)
+            return given[0]
         if is_logged(sys._getframe()):
             raise ElsewhereError(refusal)
         try:
@@ -138,6 +144,24 @@ def _writes(name: str) -> bool:
     return name.endswith("_")
 
 
+def _draw_alike(function: Callable[..., Any], name: str, arguments: Any, keywords: Mapping[str, Any]) -> None:
+    """Draw from generators as much as where the tensor is, so that all ranks go on with the same numbers.
+
+    Raises:
+        Exception: that depends on the values of the tensor.
+    """
+    if getattr(function, "__module__", None) != torch.nn.init.__name__ and name not in RANDOM_OF_TENSORS:
+        return
+
+    def here(value: Any) -> Any:
+        if not isinstance(value, Absent):
+            return value
+        return torch.zeros(value._form.shape, dtype=value._form.dtype, device=value._place)
+
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        function(*tree_map(here, tuple(arguments)), **tree_map(here, dict(keywords)))
+
+
 def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any], refusal: str) -> Any:
     """The form of what a function gives."""
     device = next(each._place for each in _absent((*arguments, *keywords.values())))
@@ -148,6 +172,10 @@ def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str
         return value.to("meta") if isinstance(value, Tensor) else value
 
     try:
+        name = getattr(function, "__name__", "")
+        if name in BY_VALUES:
+            raise ElsewhereError(refusal)
+        _draw_alike(function, name, arguments, keywords)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = function(*tree_map(form, tuple(arguments)), **tree_map(form, dict(keywords)))
     except Exception as error:  # numbers cannot be taken out of what is not here

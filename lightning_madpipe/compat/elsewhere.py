@@ -7,8 +7,10 @@ these are left out of ``named_parameters()`` and ``state_dict()``, and to read o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -88,6 +90,8 @@ class StandIn(Tensor):
     ) -> Any:
         if function == _DEVICE:
             return arguments[0]._place
+        if function == _IS_META:
+            return arguments[0]._place.type == "meta"
         if function in _ITSELF and HiddenTensors.listing is not None:  # in a step, on the way to one of its kind
             return arguments[0]
         if function in _FACTORIES and isinstance(arguments[0], StandIn):
@@ -102,10 +106,12 @@ class StandIn(Tensor):
 
 
 _DEVICE = getattr(Tensor.device, "__get__")  # noqa: B009  of a property, which mypy takes for its value
+_IS_META = getattr(Tensor.is_meta, "__get__")  # noqa: B009
 _ITSELF = frozenset((getattr(Tensor.data, "__get__"), Tensor.detach))  # noqa: B009
 _FACTORIES = frozenset((
     Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
     torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.randint_like,
 ))  # fmt: skip
 """What makes a tensor like another one without its values."""
 _PROPERTIES = ("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf")
@@ -133,8 +139,9 @@ def _flat(*values: Any) -> Iterator[StandIn]:
 class HiddenTensors(dict[str, Any]):
     """The ``_parameters`` or ``_buffers`` of a module, without those that another rank has.
 
-    Whoever goes through them finds the others; whoever asks for one of these by its name gets a stand-in. In a
-    step those who go through them get the stand-ins, too, see :meth:`Elsewhere.listed`.
+    A ``load_state_dict()`` of the whole model in a hook loads on each rank what that has. Whoever goes through
+    the tensors finds the others; whoever asks for one of these by its name gets a stand-in. In a step those who go
+    through them get the stand-ins, too, see :meth:`Elsewhere.listed`.
     """
 
     listing: Listing | None = None
@@ -157,11 +164,20 @@ class HiddenTensors(dict[str, Any]):
         if listing is None and HiddenTensors.listing_for is not None:
             listing = HiddenTensors.listing_for()
         if listing is None:
-            return super().items()
+            return [*super().items(), *self._given_by(sys._getframe(1))]
         return [
             (name, listing.shown(tensor, self.hidden[name]) if name in self.hidden else tensor)
             for name, tensor in self.whole.items()
         ]
+
+    def _given_by(self, frame: FrameType | None) -> Iterator[tuple[str, StandIn]]:
+        """The hidden tensors that a state dict has for which ``load_state_dict()`` asks here.
+
+        Another rank loads these. Those that it lacks are not missing: ``state_dict()`` has this rank's own alone.
+        """
+        if frame is not None and frame.f_code.co_name == "_load_from_state_dict":
+            state, prefix = frame.f_locals.get("state_dict", ()), frame.f_locals.get("prefix", "")
+            yield from ((name, self[name]) for name in self.hidden if f"{prefix}{name}" in state)
 
     def __contains__(self, name: object) -> bool:
         return name in self.hidden or super().__contains__(name)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_madpipe.compat.elsewhere import StandIn
 from lightning_madpipe.compat.hook_sentences import (
     ELEMENTS_OF_SEVERAL,
     LOGGED,
@@ -87,6 +88,8 @@ class FollowedValues(TorchFunctionMode):
         self._known: Mapping[int, str] | None = None
         self._read: list[str] = []
         self._counted: frozenset[str] = frozenset()
+        self._has_met_one = False
+        """Whether a parameter was looked at: what was drawn before is the same on all ranks."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
@@ -94,6 +97,8 @@ class FollowedValues(TorchFunctionMode):
         keywords = keywords or {}
         result = function(*arguments, **keywords)
         name = _name_of(function)
+        if not self._has_met_one:
+            self._has_met_one = any(map(self._is_of_parameters, _tensors((*arguments, *keywords.values()))))
         if name in ("numel", "nelement"):
             self._note_count(*_tensors(arguments[:1]))
         elif name not in FORMS:
@@ -109,7 +114,7 @@ class FollowedValues(TorchFunctionMode):
     def _follow(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
         given = list(_tensors(arguments))
         sources = frozenset[str]().union(*(self._sources_of(tensor) for tensor in given))
-        is_drawn = name in RANDOM_FACTORIES or name in RANDOM_OF_TENSORS
+        is_drawn = self._has_met_one and (name in RANDOM_FACTORIES or name in RANDOM_OF_TENSORS)
         weights = sources - {NOISE}
         if name == "grad" and not any(weight.startswith(FLAT) for weight in weights) and weights:
             self._tell(NO_GRADIENT if result is None else GRADIENT, weights)
@@ -166,6 +171,9 @@ class FollowedValues(TorchFunctionMode):
         self._counted |= sources
         if len(self._counted) > 1 or (sources and self._is_all_of_a_rank(sources)):
             self._tell(ELEMENTS_OF_SEVERAL, self._counted)
+
+    def _is_of_parameters(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, StandIn) or bool(self._sources_of(tensor) - {NOISE})
 
     def _sources_of(self, tensor: Tensor) -> frozenset[str]:
         found = self._sources.get(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -57,6 +57,21 @@ def asks_for_its_rank(frame: FrameType | None) -> bool:
     return False
 
 
+def goes_by_names(frame: FrameType | None, names: Iterable[str]) -> bool:
+    """Whether the user's code at ``frame`` comes to parameters by their names, such as ``self.head.weight``.
+
+    Every rank runs that alike. Code that lists parameters goes through those of its rank.
+    """
+    known: set[str] = set()
+    for caller in _callers(frame):
+        package = (caller.f_globals.get("__name__") or "").partition(".")[0]
+        if package not in OTHERS:
+            known.update(caller.f_code.co_names)
+        elif known:
+            break
+    return known.isdisjoint(LISTS) and known.issuperset(name.rpartition(".")[2] for name in names)
+
+
 RANK_ZERO_ONLY = "lightning_utilities.core.rank_zero"
 """The module of Lightning's decorator."""
 
@@ -65,6 +80,9 @@ RANKS = frozenset((
     "getenv",
 ))  # fmt: skip
 """Names by which code asks for the rank that it runs on."""
+
+LISTS = frozenset(("parameters", "named_parameters", "param_groups", "_parameters"))
+"""Names by which code goes through the parameters of its rank."""
 
 WATCHING = tuple(
     os.path.join("lightning_madpipe", "compat", file) for file in ("watched_hooks.py", "followed_values.py")

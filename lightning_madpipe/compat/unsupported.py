@@ -352,6 +352,29 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
         )
 
 
+def needs_two_samples(error: BaseException, step: str, sizes: Sequence[int], names: Sequence[str]) -> str | None:
+    """What to write where a layer cannot compute statistics of the one sample that it is given; None: it can.
+
+    Args:
+        error: What a layer has raised.
+        sizes: Of the micro-batches of the batch.
+        names: Of the layers with statistics of the batch.
+    """
+    if not isinstance(error, ValueError) or NO_STATISTICS not in str(error) or sum(sizes) < 2:
+        return None
+    return (
+        f"{step}: batch normalization ({_all_of(names, 'layers ')}) cannot compute statistics of one sample, and "
+        f"the batch of {sum(sizes)} samples is cut into {len(sizes)} micro-batches, of which the smallest has "
+        f"{min(sizes)}: MadPipeStrategy(num_micro_batches={sum(sizes) // 2}) or less; drop_last=True in the "
+        "loader, where this is a short last batch; larger batches; frozen statistics (.eval() on these layers "
+        "before fit); or nn.GroupNorm in their place"
+    )
+
+
+NO_STATISTICS = "more than 1 value per channel"
+"""What torch (2.4 to 2.13) says of a batch normalization that trains on a single value."""
+
+
 def notes_on_parts(
     mixing: Sequence[str],
     keeping: Sequence[str],

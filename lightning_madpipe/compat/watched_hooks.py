@@ -27,11 +27,12 @@ from lightning_madpipe.compat.hook_sentences import (
     ELEMENTS_OF_SEVERAL,
     IN_BUFFERS,
     NUMBERS_OF_SEVERAL,
+    RANDOM,
     SEVERAL,
     WHOLE_STATE,
 )
 from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
-from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, is_of_the_user
+from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, goes_by_names, is_of_the_user
 from lightning_madpipe.compat.written_weights import written_into_masters
 from lightning_madpipe.module import pipeline_of
 
@@ -220,6 +221,8 @@ class HookWatch:
             kind = found if is_of_the_user(sys._getframe()) else None
         elif found in (GRADIENT, NO_GRADIENT):
             kind = self._kind_of_gradient(hook, is_there=found == GRADIENT)
+        elif found == RANDOM:
+            kind = None if goes_by_names(sys._getframe(), names) else found
         if kind is None or not (self._is_cut or found in (GRADIENT, NO_GRADIENT)):
             return
         shown = sorted(set(names))

@@ -36,6 +36,9 @@ class CapturedCheck(LayerCheck):
 
         self._forward = forward
 
+    def _draws(self) -> None:
+        """Look at no draws: what draws between layers was refused when these were found."""
+
     def _why_not(self) -> None:
         """Compare always: the code that is run is the model's."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from deepspeed_partition.capture.draws import EXTREMES, Draws, is_common, numbers_drawn
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.layer_calls import needs_unpacking, unpacking
@@ -67,6 +69,9 @@ ALWAYS_THE_SAME = frozenset((
 
 class LayersDifferError(Exception):
     """The list and ``forward`` compute different things; the message says where."""
+
+    what = ""
+    """What ``forward`` does, in words."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class LayerCheck:
         self._functions = [unpacking(layer) for layer in self._layers]
         self._existing = [layer for _, layer in call.existing_modules()]
         self._notes: list[str] = []
+        self._drawn: dict[str, None] = {}
+        """What ``forward`` draws from outside of its layers, with the line."""
         self._collected = list(collected_by_hooks(module, call))
         """What ``forward`` may read that hooks on layers write, which are called therefore."""
         self._in_segment = False
@@ -155,6 +162,7 @@ class LayerCheck:
             if whole:
                 try:
                     self._compare(whole=True)
+                    self._compare_draws(whole=True)
                 except OUT_OF_MEMORY:
                     whole = False
                     self._notes.clear()
@@ -162,6 +170,7 @@ class LayerCheck:
                 forget_failed_backward()
                 gc.collect()
                 self._compare(whole=False)
+                self._compare_draws(whole=False)
                 self._notes.append(
                     f"the whole {self._name} does not fit into {self._device} beside what is there: "
                     "pipeline_layers() was compared with forward() layer by layer, and the gradients of its "
@@ -193,6 +202,35 @@ class LayerCheck:
 
     # The two ways to run
 
+    def _draws(self) -> Draws | None:
+        """The generators, beside torch's, that ``forward`` may draw from between its layers."""
+        return Draws(self._module)
+
+    def _compare_draws(self, *, whole: bool) -> None:
+        """Refuse what ``forward`` does by numbers that it draws between its layers, where no layer does it.
+
+        With the smallest and the largest numbers, it shows whether it does something else by others.
+
+        Raises:
+            LayersDifferError: it does, or draws from something of which no extremes are known.
+        """
+        drawn, notes = list(self._drawn), list(self._notes)
+        if not drawn:
+            return
+        where = f"draws from {some(drawn)} outside of its layers"
+        advice = "put the draw, and what is done by it, into the forward() of a layer"
+        if not all(map(is_common, drawn)):
+            raise self._differs(f"{where}, which no rank does in a pipeline", advice)
+        try:
+            for word in EXTREMES:
+                with numbers_drawn(word):
+                    self._compare(whole=whole)
+        except LayersDifferError as difference:
+            what = f"{where}, and by another number it {difference.what}"
+            raise self._differs(what, advice) from difference
+        finally:
+            self._notes[:] = notes
+
     def _compare(self, *, whole: bool) -> None:
         inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
         restore = random_state()
@@ -207,7 +245,10 @@ class LayerCheck:
             buffers = buffer_values([self._module, *self._existing])
             passed = [tensor.clone() for tensor in inputs]  # which may be changed in place
             given = Passed.of(tuple(passed))
-            watched = WatchedForward(self._anchors(), given, self._foreign())
+            draws = self._draws()
+            watched = WatchedForward(self._anchors(), given, self._foreign(), draws)
+            if draws is not None:
+                stack.enter_context(draws.of_iterators())
             start = autograd_state()
             try:
                 outputs = self._run_forward(passed, watched, stack)
@@ -224,6 +265,7 @@ class LayerCheck:
                 return
             returned = Passed.of(outputs)
             after = _random_numbers()
+            self._drawn.update(watched.drawn)
             self._compare_calls(watched, given, returned, start, whole=whole)
             if whole:
                 drew = self._compare_whole(inputs, outputs, buffers, restore, after)
@@ -247,7 +289,9 @@ class LayerCheck:
                 noted_reads(self._outside(), before.ignored) as reads,
                 watched,
             ):
-                return self._forward(self._module, *inputs)
+                outputs = self._forward(self._module, *inputs)
+            watched.end(getattr(inspect.unwrap(self._forward), "__code__", None))
+            return outputs
         finally:
             for name in silent:
                 object.__delattr__(self._module, name)
@@ -537,10 +581,12 @@ class LayerCheck:
     # Words
 
     def _differs(self, what: str, advice: str) -> LayersDifferError:
-        return LayersDifferError(
+        error = LayersDifferError(
             f"pipeline_layers() of {self._name} is not what forward() computes: forward() {what}: {advice}; "
             "MadPipeStrategy(check_layers=False) trains the list as it is"
         )
+        error.what = what
+        return error
 
     # Modules
 

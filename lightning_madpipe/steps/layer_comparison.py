@@ -153,7 +153,7 @@ class LayerComparison:
         notes = [*verdict.notes, *self._notes_on_hooks()]
         statistics: list[str] = []
         if self._module.training and len(sizes) > 1:
-            statistics = self._layers_of_statistics()
+            statistics = self.layers_of_statistics()
             notes += notes_on_statistics(statistics, sizes)
         if len(sizes) > 1:
             mixing = [name for name in on_parts.mixing if name not in (*statistics, *self._named)]
@@ -259,7 +259,7 @@ class LayerComparison:
             if found:
                 raise self._lightning.refusal(found[0]) from None
 
-    def _layers_of_statistics(self) -> list[str]:
+    def layers_of_statistics(self) -> list[str]:
         elsewhere = self._pipeline.elsewhere
         named = ((f"self.{name}", part) for name, part in self._module.named_modules() if part in elsewhere.inside)
         made = ((type(part).__name__, part) for part in elsewhere.made_for_the_pipeline())

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_partition.capture.draws import Rewindable
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.code_names import STEPS, function_of, names_read
@@ -40,10 +41,10 @@ States = dict[str, Any]
 """The state of each generator, by its name."""
 
 
-class Replayed(Iterator[Any]):
+class Replayed(Rewindable):
     """An iterator that can be put back to where it was since :meth:`forget`."""
 
-    __slots__ = ("_items", "_iterator", "_num_forgotten", "place")
+    __slots__ = ("_items", "_iterator", "_num_forgotten")
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._items = iterator, deque[Any]()
@@ -56,7 +57,7 @@ class Replayed(Iterator[Any]):
         return self._items[self.place - 1 - self._num_forgotten]
 
     def __getattr__(self, name: str) -> Any:
-        if name in Replayed.__slots__ or name.startswith("__"):  # while it is copied
+        if name in (*Replayed.__slots__, "place") or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
         return getattr(self._iterator, name)
 

@@ -16,6 +16,7 @@ from deepspeed_partition.engine.runtime.collectives import raise_first, raised_t
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch
 from lightning_madpipe.steps.call_state import OtherStateError
@@ -192,7 +193,24 @@ class BatchRunner:
         except OtherStateError as error:
             self._run_within(error, "training_step")
             return self._is_trained_on(window)
+        except ValueError as error:
+            for run in window:
+                self._refuse_single_samples(error, run)
+            raise
         return True
+
+    def _refuse_single_samples(self, error: ValueError, run: BatchRun) -> None:
+        """Say in a sentence that statistics of one sample cannot be computed.
+
+        Raises:
+            MisconfigurationException: that.
+        """
+        sizes = [micro_batch.size for micro_batch in run.micro_batches]
+        if is_raised_by_all(error) and min(sizes) == 1:
+            names = self._comparison.layers_of_statistics()
+            sentence = needs_two_samples(error, run.whole.step, sizes, names)
+            if sentence is not None:
+                raise self._refusal(sentence) from error
 
     def _run_within(self, error: OtherStateError, step: str) -> None:
         """Let a batch that was given up begin anew, and its layers run within the step from now on."""
@@ -247,6 +265,9 @@ class BatchRunner:
         except OtherStateError as error:
             self._run_within(error, run.whole.step)
             self._evaluate(run)
+        except ValueError as error:
+            self._refuse_single_samples(error, run)
+            raise
 
     def _evaluate(self, run: BatchRun) -> None:
         with self._announced_shapes([run]), self._layers_within(run.whole.step, run.labels):

@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.steps.tensor_comparison import (
     are_same,
@@ -79,10 +81,26 @@ class LayerCall:
 
 
 class WatchedForward(TorchFunctionMode):
-    """Runs ``forward`` and records its calls of the layers, and what else makes tensors outside of them."""
+    """Runs ``forward`` and records its calls of the layers, and what else makes tensors outside of them.
 
-    def __init__(self, anchors: Mapping[nn.Module, Any], given: Passed, foreign: Mapping[nn.Module, str]) -> None:
+    Args:
+        anchors: The layers whose calls can be seen.
+        given: What ``forward`` is given.
+        foreign: Modules that are no layers, with their names.
+        draws: The generators that ``forward`` may draw from; None where nobody asks.
+    """
+
+    def __init__(
+        self,
+        anchors: Mapping[nn.Module, Any],
+        given: Passed,
+        foreign: Mapping[nn.Module, str],
+        draws: Draws | None = None,
+    ) -> None:
         super().__init__()
+        self._draws = draws
+        self.drawn: dict[str, None] = {}
+        """The generators of Python and NumPy, and iterators, that ``forward`` draws from, with the line."""
         self._anchors, self._foreign = anchors, foreign
         self.calls: list[LayerCall] = []
         self.done: list[str] = []
@@ -116,6 +134,7 @@ class WatchedForward(TorchFunctionMode):
         self._depth += 1
         if self._depth > 1:
             return
+        self._note_draws()
         plain, named = _without_defaults(layer, arguments, keywords)
         given = Passed.of(plain[0] if len(plain) == 1 else plain, same_as=self._last)
         self.calls.append(LayerCall(layer, given, named, autograd_state(), len(plain), done_before=self.done))
@@ -124,7 +143,18 @@ class WatchedForward(TorchFunctionMode):
     def _leave(self, layer: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
         if self._depth == 1:  # what this does to tensors itself is not to be recorded
             self._last = self.calls[-1].returned = Passed.of(outputs)
+            if self._draws is not None:
+                self._draws.forget()
         self._depth -= 1
+
+    def end(self, code: CodeType | None) -> None:
+        """Note what the code of ``forward`` has drawn behind the last layer."""
+        self._note_draws(code)
+
+    def _note_draws(self, ended: CodeType | None = None) -> None:
+        drawn = None if self._draws is None else self._draws.since_last(ended)
+        if drawn is not None:
+            self.drawn[drawn] = None
 
     def _enter_foreign(self, part: nn.Module, arguments: Any) -> None:
         if not self._depth:

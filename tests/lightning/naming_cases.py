@@ -376,6 +376,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "synchronized": refused(Synchronized()),
         "batch normalization": warned(warmup_epochs=0),
         "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
+        "one sample": refused(BatchNormalized(), num_samples=20, warmup_epochs=0),
         "centered": warned(CenteredClassifier, warmup_epochs=0),
         "changed later": warned(ChangedLater, warmup_epochs=0, max_epochs=4),
         "changed within": warned(ChangedWithin, algorithm=[0, 5, 10], num_samples=96),

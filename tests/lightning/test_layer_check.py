@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -33,6 +36,7 @@ class Net(pl.LightningModule):
         self.old = nn.utils.weight_norm(nn.Linear(6, 6))
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.counts, self.seen = 0, []
+        self.turns, self.rng = itertools.cycle([1, 0]), random.Random(0)
 
 
 class Two(nn.Module):
@@ -95,6 +99,23 @@ def noisy(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.c(m.drop(m.b(m.drop(m.a(x)))))
 
 
+def rarely_doubled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    if random.random() < 1e-3:
+        h = h * 2
+    return m.c(m.b(h))
+
+
+def in_turn(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.c(m.b(m.a(x))) if next(m.turns) else m.b(m.a(x))
+
+
+def drawing_in_vain(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x) if numpy.random.rand() > 2 else m.a(x)
+    random.random()
+    return m.c(m.b(h))
+
+
 def straight_through(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.c(m.b(m.a(x))) + (m.a.weight - m.a.weight.detach()).sum()
 
@@ -134,6 +155,18 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]], str]]
         names("a b c"),
         "forward() calls self.act (ReLU) between layer 0 (Linear) and layer 1 (Linear): list self.act there",
     ),
+    "what is done by rare numbers": (rarely_doubled, names("a b c"), "forward() draws from random at "),
+    "what is done by a number at the end": (
+        lambda m, x: plain(m, x) * (2 if numpy.random.rand() < 1e-3 else 1.0) if m.training else plain(m, x),
+        names("a b c"),
+        "calls mul after layer 2 (Linear)",
+    ),
+    "what is done by an own generator": (
+        lambda m, x: plain(m, x) if m.rng.random() < 2 else x,
+        names("a b c"),
+        "forward() draws from self.rng at ",
+    ),
+    "what is done in turn": (in_turn, names("a b c"), "forward() draws from self.turns at "),
     "before the first": (lambda m, x: plain(m, x * 2), names("a b c"), "calls mul before layer 0 (Linear)"),
     "after the last": (
         lambda m, x: plain(m, x).softmax(-1),
@@ -225,6 +258,7 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
         lambda m, x: m.c(F.dropout(m.b(m.a(x)), 0.5, m.training)),
         lambda m: [m.a, m.b, nn.Dropout(0.5), m.c],
     ),
+    "Python's numbers that nobody uses": (drawing_in_vain, names("a b c")),
     "random numbers that nobody uses": (noisy, names("a drop b drop c")),
     "batch normalization": (lambda m, x: m.c(m.norm(m.a(x))), names("a norm c")),
     "spectral norm": (lambda m, x: m.c(m.spectral(m.a(x))), names("a spectral c")),

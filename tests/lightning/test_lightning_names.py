@@ -65,6 +65,15 @@ def test_layers_that_forward_does_not_run_so_are_refused_on_every_rank(two: Reco
     assert "self.net.1 is a SyncBatchNorm" in said["synchronized"]
 
 
+def test_statistics_of_one_sample_are_refused_with_the_numbers(two: Records) -> None:
+    """A short last batch ended in torch's words, which know nothing of micro-batches."""
+    for rank in two.ranks:
+        end = rank["said_of_layers"]["one sample"]
+        assert end.startswith("training_step: batch normalization (self.net.1 (BatchNorm1d)) cannot compute")
+        assert "of 4 samples is cut into 4 micro-batches, of which the smallest has 1" in end
+        assert "num_micro_batches=2" in end and "drop_last=True" in end
+
+
 def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     said, others = (rank["said_of_layers"] for rank in two.ranks)
     about_hooks, about_gradients, about_statistics = said["batch normalization"]
