@@ -111,7 +111,9 @@ def in_turn(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def drawing_in_vain(m: Any, x: torch.Tensor) -> torch.Tensor:
-    h = m.a(x) if numpy.random.rand() > 2 else m.a(x)
+    h = m.a(x)
+    if numpy.random.rand() > 2:  # never
+        h = h * 2
     random.random()
     return m.c(m.b(h))
 
