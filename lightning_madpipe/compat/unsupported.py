@@ -136,6 +136,16 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     deaf = [name for name, hook in hooks.items() if getattr(hook, "__func__", hook) not in defaults]
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
+    precision = trainer.strategy.precision_plugin.precision
+    if precision.endswith("-mixed"):
+        half = "bf16" if precision.startswith("bf16") else "fp16"
+        yield (
+            f"precision={precision!r} is DeepSpeed's in a pipeline: weights, batches, activations and the loss are "
+            f"in {half}, with fp32 master weights in the optimizer. One process computes normalizations, softmax "
+            "and losses in fp32 (torch.autocast), so that losses differ by more than the order of sums: write "
+            "`self(x).float()` in the step for a loss in fp32, and such layers in fp32 inside their forward(); "
+            "precision='32-true' gives the numbers of one process"
+        )
     if trainer.accumulate_grad_batches > 1:
         yield from _notes_on_windows(trainer, module)
     compiled = [f"self.{path}" if path else "self" for path, part in outside_pipeline(module) if is_compiled(part)]

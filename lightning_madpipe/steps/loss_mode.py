@@ -55,6 +55,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
+from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
 from lightning_madpipe.steps.what_steps_leave import said
 
@@ -292,12 +293,7 @@ class LossOfBatches:
         )
         drawn_from = sorted({name for finding in findings for name in finding.drawn_from})
         if drawn_from:
-            self._tell(
-                f"training_step draws from the common random generators ({', '.join(drawn_from)}): in a pipeline "
-                "these are other numbers than in one process, unless the step seeds them itself; a generator of "
-                "its own, such as self.rng = random.Random(0), gives the same ones",
-                key="draws",
-            )
+            self._tell(draws_in_words("training_step", drawn_from), key="draws")
         why_not = next((finding.why_not for finding in findings if finding.why_not), None)
         if why_not is not None:
             off = "" if error is None else f"the mean over its micro-batches is {error_in_words(error)}: "

@@ -1,7 +1,7 @@
 """Signs, cheap enough for every step, that a loss may not be the one that was tried.
 
-- The graph of the loss: a term that begins brings operations, or a scalar factor that is no longer 0, which the
-  steps that were tried had not. It is read where the step of a micro-batch has just run, so that the batch can
+- The graph of the loss: a term that begins brings operations, a scalar factor that is no longer 0, or a scalar on
+  the other side of a threshold (``loss.clamp(max=8)``), which the steps that were tried had not. It is read where the step of a micro-batch has just run, so that the batch can
   still be given up and tried.
 - The names of what is logged and returned: a number that is no mean is named when it first appears.
 - The module: an attribute that is a number, a flag or a string, and the epoch.
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +58,42 @@ def _name_of(node: Any) -> str:
     if node is None:
         return ""
     name = node.name()
-    return f"{name} by 0" if name == "MulBackward0" and _is_zero(node._saved_other) else name
+    if name == "MulBackward0":
+        return f"{name} by 0" if _is_zero(node._saved_other) else name
+    side = BENDS.get(name.rstrip("01").removesuffix("Backward"))
+    if side is None:
+        return name
+    try:
+        # Where the mean of a batch crosses a threshold, that of one of its micro-batches does.
+        return f"{name}{side(node)}"
+    except RuntimeError:  # a backward has freed what it was
+        return name
+
+
+def _of_clamp(node: Any) -> str:
+    low, high = (getattr(node, name, None) for name in ("_saved_min", "_saved_max"))
+    return _side(node._saved_self, low, high)
+
+
+def _side(value: Tensor, low: Any, high: Any) -> str:
+    """On which side of its thresholds a scalar is; nothing of tensors, whose elements may be of samples."""
+    if value.numel() != 1 or any(isinstance(each, Tensor) and each.numel() != 1 for each in (low, high)):
+        return ""
+    # Reading a number waits for the device, which only a loss with a threshold of its own makes necessary.
+    with _disable_current_modes():
+        number = float(value.detach())
+        return " below" * (low is not None and number < low) + " above" * (high is not None and number > high)
+
+
+BENDS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("Clamp", "ClampMin", "ClampMax"), _of_clamp),
+    "Hardtanh": lambda node: _side(node._saved_self, node._saved_min_val, node._saved_max_val),
+    "Relu": lambda node: _side(node._saved_result, None, 0.0),
+    **dict.fromkeys(("Abs", "LeakyRelu"), lambda node: _side(node._saved_self, 0.0, None)),
+    **dict.fromkeys(("Maximum", "Minimum"), lambda node: _side(node._saved_self, node._saved_other, None)),
+    "Where": lambda node: _side(node._saved_condition, 1, None),
+}
+"""Functions that go on otherwise from a threshold on, by the names of their nodes (torch 2.4 to 2.13)."""
 
 
 def _is_zero(factor: Any) -> bool:

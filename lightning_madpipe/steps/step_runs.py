@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -65,6 +66,8 @@ class StepRuns:
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
         """The common generators that steps which were rehearsed have drawn from."""
+        self.told_of_draws: set[str] = set()
+        """The names of steps of which it was said what they draw from common generators."""
 
     def run(
         self,
@@ -98,11 +101,13 @@ class StepRuns:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
 
         what = "layers" if within is not None else "inputs" if only_inputs else "all"
-        ends = self._note_end if rehearsing else None
+        ends: Callable[[Any, Any], None] | None = self._note_end if rehearsing else None
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(self._context())
             enter(_seeded(micro_batch))
+            if what == "all" and not rehearsing and micro_batch.step not in self.told_of_draws:
+                ends = functools.partial(self._tell_draws, micro_batch.step, _places_of_torch())
             enter(self._draws.of_step(what, micro_batch.batch_seed, ends))
             enter(self._call.within(micro_batch.step, data))
             enter(
@@ -157,9 +162,38 @@ class StepRuns:
         ):
             yield
 
+    def _tell_draws(
+        self, step: str, begun: Mapping[int, bytes], ended: Mapping[str, int], common: Collection[str]
+    ) -> None:
+        """Say once of a step what it draws from generators that are seeded otherwise than in one process."""
+        self.told_of_draws.add(step)
+        now = _places_of_torch()
+        is_of_torch = any(now.get(seed, place) != place for seed, place in begun.items())
+        if common or is_of_torch:
+            sentence = draws_in_words(step, [*common, *["torch"] * is_of_torch])
+            warn_once(f"draws/{type(self._module).__name__}/{step}", sentence)
+
     def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
         self.ended = ended
         self.drawn_from.update(common)
+
+
+def _places_of_torch() -> dict[int, bytes]:
+    """Where torch's common generators are, by the seeds that they have been given."""
+    accelerator = get_accelerator()
+    places = {torch.initial_seed(): torch.get_rng_state().numpy().tobytes()}
+    if accelerator.device_name() != "cpu":
+        places[-accelerator.initial_seed()] = accelerator.get_rng_state().numpy().tobytes()
+    return places
+
+
+def draws_in_words(step: str, common: Collection[str]) -> str:
+    """What is said of a step that draws from common generators."""
+    return (
+        f"{step} draws from the common random generators ({', '.join(sorted(common))}): in a pipeline these are "
+        "other numbers than in one process, unless the step seeds them itself; a generator of its own, such as "
+        "self.rng = random.Random(0), gives the same ones"
+    )
 
 
 def _say_of_files(sentence: str) -> None:

@@ -134,6 +134,11 @@ class UserSteps:
         """The common generators that steps which were rehearsed have drawn from."""
         return self._runs.drawn_from
 
+    @property
+    def told_of_draws(self) -> set[str]:
+        """The names of steps of which it was said what they draw from common generators."""
+        return self._runs.told_of_draws
+
     def leftovers(self, *, undoable: bool = False, may_be_undone: bool = False) -> Leftovers:
         """The module as it is now, to tell later what a step left behind."""
         return Leftovers(

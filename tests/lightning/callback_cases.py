@@ -598,10 +598,14 @@ def notes(host: cases.Host) -> dict[str, Any]:
     """What is not called and what shows nothing is said once, and only where it matters."""
     said = {}
     board = TensorBoardLogger(str(host.folder / "graph"), log_graph=True)
-    for name, callbacks, logger in (("quiet", [], False), ("notes", [Listener()], board)):
+    for name, callbacks, arguments in (
+        ("quiet", [], {}),
+        ("notes", [Listener()], {"logger": board}),
+        ("mixed", [], {"precision": "bf16-mixed"}),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trained(host, seeded(), *callbacks, max_epochs=1, logger=logger)
+            trained(host, seeded(), *callbacks, max_epochs=1, **arguments)
         said[name] = [str(warning.message) for warning in caught if "madpipe:" in str(warning.message)]
     return said
 

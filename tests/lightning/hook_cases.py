@@ -598,6 +598,27 @@ class StepsByPlace(Module):
         return ByPlace(self.parameters(), lr=0.1)
 
 
+class Lookahead(torch.optim.SGD):
+    """Keeps a copy of each parameter by its place."""
+
+    slow: list[torch.Tensor] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        if self.slow is None:
+            self.slow = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for slow, weight in zip(self.slow, weights, strict=True):
+                weight.copy_(slow.lerp_(weight, 0.5))
+        return loss
+
+
+class LooksAhead(Module):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters(), lr=0.1)
+
+
 class Langevin(torch.optim.SGD):
     """Adds noise to each parameter."""
 
@@ -983,6 +1004,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
+    run("LooksAhead", LooksAhead, strategy={"warmup_steps": 2, "algorithm": [0, 6, 8]})
     run("HeadClamped measured", HeadClamped, strategy={"algorithm": "madpipe"})
     run("NormInEvaluation", NormInEvaluation, validation=cases.loader(21, seed=3))
     with lines() as said:

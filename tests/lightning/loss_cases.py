@@ -363,6 +363,22 @@ class DrawingFromCommon(Layers):
         return F.cross_entropy(F.dropout(logits, 0.5) if self.both else logits, y)
 
 
+class DrawingUntried(Layers):
+    """Draws in steps whose loss is not tried, and seeds one of them itself."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y) * (1 + random.random())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+        torch.rand(3)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(batch_idx)
+        self(batch[0] + torch.randn_like(batch[0]))
+
+
 class Collecting(Layers):
     """Keeps what it has seen: losses, of which micro-batches have one each, and predictions, which are joined."""
 
@@ -690,6 +706,17 @@ def drawn_from_common(host: Host, both: bool) -> dict[str, Any]:
     return {**found, "drawn": module.drawn}
 
 
+def drawn_untried(host: Host) -> dict[str, Any]:
+    from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+    with listening() as said:
+        data, strategy = DataLoader(labelled(16), batch_size=16), {"loss": "mean", "warmup_epochs": 0}
+        trainer, module = host.trainer(max_epochs=1, strategy=strategy), seeded(DrawingUntried)
+        trainer.fit(module, data, data)
+        trainer.test(module, data, verbose=False)
+    return {"said": sorted(each for lines in gather_objects(said) for each in lines)}
+
+
 def moved(host: Host) -> dict[str, Any]:
     """After an epoch the last stage is on another rank, which has joined no outputs yet."""
     plans, devices = map_cases.plans, (0, 1, 0)
@@ -721,6 +748,7 @@ def turned(host: Host) -> dict[str, Any]:
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
         "drawn for a batch": drawn_from_common(host, both=False),
         "drawn for both": drawn_from_common(host, both=True),
+        "drawn untried": drawn_untried(host),
         "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
         "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
         "roots": fitted(host, Roots, labelled(32), max_epochs=1)["found"],

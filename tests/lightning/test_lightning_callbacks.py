@@ -286,7 +286,9 @@ def test_what_differs_is_said_once(two: Records) -> None:
     assert two.ranks[0]["notes"]["quiet"] == []
     [hook, graph] = two.ranks[0]["notes"]["notes"]
     assert "on_before_backward of Listener is not called" in hook and "log_graph=True shows nothing" in graph
-    assert two.ranks[1]["notes"]["notes"] == []
+    [precision] = two.ranks[0]["notes"]["mixed"]
+    assert "the loss are in bf16" in precision and "self(x).float()" in precision
+    assert two.ranks[1]["notes"]["notes"] == two.ranks[1]["notes"]["mixed"] == []
 
 
 def test_a_rank_that_fails_alone_ends_the_job_without_a_checkpoint(tmp_path: Path) -> None:

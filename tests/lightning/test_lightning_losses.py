@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
@@ -129,6 +131,10 @@ def test_micro_batches_draw_alike_what_is_drawn_for_a_batch(two: Records) -> Non
     assert len({str(each) for each in found["drawn"]}) == 2, "two batches"
     [said] = [each for each in found["said"] if "common random generators" in each]
     assert "(numpy.random, random, torch)" in said and "self.rng = random.Random(0)" in said
+    # Steps that are not tried drew other numbers in silence.
+    trained, validated = two.of("turned")["drawn untried"]["said"]
+    assert trained.startswith("training_step draws from the common random generators (random): ")
+    assert validated.startswith("validation_step draws from the common random generators (torch): ")
     both = two.of("turned")["drawn for both"]
     assert both["once"] and len(both["drawn"]) == 2
 
@@ -272,6 +278,32 @@ def test_a_term_that_begins_shows_in_the_graph() -> None:
     assert operations(0.5) == operations(0.7)
     assert not operations(0.5) <= operations(0.0)
     assert not operations(0.5) <= operations_of(outputs.square().mean(), ends)
+
+
+@pytest.mark.parametrize(
+    "bent",
+    [
+        lambda loss: loss.clamp(max=2.0),
+        lambda loss: torch.clamp(loss, torch.tensor(-1.0), torch.tensor(2.0)),
+        lambda loss: torch.relu(loss - 2.0),
+        lambda loss: (loss - 2.0).abs() + 2.0,
+        lambda loss: torch.maximum(loss, torch.tensor(2.0)),
+        lambda loss: torch.where(loss > 2.0, loss * 0.5, loss),
+        lambda loss: F.hardtanh(loss, -1.0, 2.0),
+    ],
+)
+def test_a_threshold_that_a_loss_crosses_is_a_sign_of_another_loss(
+    bent: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A clamp that acted in two steps between trials changed the training by 1 %, and nothing was said."""
+    outputs = torch.ones(6, 3, requires_grad=True) * 1.0
+
+    def operations(scale: float) -> Operations:
+        return operations_of(bent((outputs * scale).mean()), [outputs.grad_fn])
+
+    assert operations(1.0) == operations(1.1) != operations(3.0)
+    each = [operations_of((outputs * scale).clamp(max=2.0).mean(), [outputs.grad_fn]) for scale in (1.0, 3.0)]
+    assert each[0] == each[1]  # of each sample by itself
 
 
 def test_changes_of_a_counter_count_ever_more_seldom() -> None:

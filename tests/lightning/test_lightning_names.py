@@ -297,6 +297,8 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
             "configure_optimizers returns GlobalNorm, whose step of a parameter depends on the others",
         ),
         ("StepsByPlace", "whose step of a parameter depends on which others it is given (by their places in"),
+        # After a move its lists were of other parameters than those beside them.
+        ("LooksAhead", "the optimizer of the pipeline is Lookahead, which keeps tensors of parameters in self.slow"),
         ("StepsWithNoise", "returns Langevin, whose step draws from the common random generators"),
         ("StepsWithClosure", "the step of AsksForClosure calls its closure without asking whether there is one"),
         ("WithSAM", "the step of SAM calls its closure without asking whether there is one"),

@@ -13,7 +13,7 @@ import copy
 import random
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -149,6 +149,63 @@ def _found_reason(
     return None
 
 
+def kept_beside_state(optimizer: torch.optim.Optimizer, *, after_steps: bool = False) -> list[str]:
+    """Name what an optimizer keeps of its parameters and not in ``state``, which alone goes with them when they move.
+
+    Such as a list in the order of the groups, ``self.slow = [p.clone() for p in ...]``, or the states of another
+    optimizer that it holds.
+
+    Args:
+        optimizer: Any optimizer; those of torch keep nothing else.
+        after_steps: Look at a copy that has made its first steps; else at the optimizer as it is now.
+
+    Returns:
+        Expressions, such as ``self.slow``; none where a copy cannot make steps.
+    """
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return []
+    if not after_steps:
+        return list(_kept_in(optimizer))
+    try:
+        with preserved_random_state(), _refused_collectives():
+            trial = _Trial(optimizer)
+            trial.run()
+    except (TrialError, CommunicatesError):
+        return []
+    return list(_kept_in(trial.optimizer))
+
+
+def _kept_in(optimizer: Any) -> Iterator[str]:
+    for name, value in vars(optimizer).items():
+        if name not in OF_TORCH and _holds_tensors(value, id(optimizer.state), DEPTH):
+            yield f"self.{name}"
+    for place, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names") and _holds_tensors(value, 0, DEPTH):
+                yield f"self.param_groups[{place}][{name!r}]"
+
+
+def _holds_tensors(value: Any, state: int, depth: int) -> bool:
+    """Whether a value has tensors of more than one element, and is none that goes with parameters."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1 and not isinstance(value, nn.Parameter)
+    if not depth or id(value) == state:
+        return False
+    if isinstance(value, torch.optim.Optimizer):
+        return _holds_tensors(value.state, state, depth - 1)
+    if isinstance(value, dict):
+        return any(_holds_tensors(child, state, depth - 1) for child in value.values())
+    return isinstance(value, list | tuple | deque) and any(
+        _holds_tensors(child, state, depth - 1) for child in value
+    )
+
+
+OF_TORCH = frozenset(("state", "param_groups", "defaults"))
+"""The attributes of an optimizer that are told apart by parameters, or hold none of them."""
+
+DEPTH = 3
+
+
 @contextmanager
 def _refused_collectives() -> Iterator[None]:
     here = threading.get_ident()
@@ -251,20 +308,20 @@ class _Trial:
             )
         except Exception as error:  # of the user's classes
             raise TrialError(f"it cannot be copied ({type(error).__name__}: {error})") from error
-        self._optimizer: Any = object.__new__(type(optimizer))
-        vars(self._optimizer).update(attributes)
+        self.optimizer: Any = object.__new__(type(optimizer))
+        vars(self.optimizer).update(attributes)
         for table in HOOKS:
-            vars(self._optimizer)[table] = OrderedDict()
-        for group in self._optimizer.param_groups:
+            vars(self.optimizer)[table] = OrderedDict()
+        for group in self.optimizer.param_groups:
             self._set_weights(group, [weight for weight in group["params"] if id(weight) in kept])
-        self.weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        self.weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         self._gradients = {weight: list(_steady(weight, generator)) for weight in self.weights}
         self._starts = {weight: weight.detach().clone() for weight in self.weights[::2]}
         self._pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
 
     def put_a_stranger_beside(self) -> None:
         """Give the first group another parameter, where there is but one."""
-        group = next(each for each in self._optimizer.param_groups if each["params"])
+        group = next(each for each in self.optimizer.param_groups if each["params"])
         [weight] = group["params"]
         stranger = nn.Parameter(weight.detach() * 10 + 1)
         self._gradients[stranger] = list(self._gradients[weight])
@@ -279,7 +336,7 @@ class _Trial:
 
     def take_others_out(self) -> None:
         """Leave each group the parameters that are looked at."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             self._set_weights(
                 group, [weight for weight in group["params"] if any(weight is each for each in self._starts)]
             )
@@ -291,32 +348,32 @@ class _Trial:
 
     def flatten(self) -> None:
         """Put two flat pieces in the place of each parameter."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for weight in group["params"]:
                 places = [slice(0, weight.numel() // 2), slice(weight.numel() // 2, None)]
                 pieces = [nn.Parameter(weight.detach().flatten()[place].clone()) for place in places]
                 for piece, place in zip(pieces, places, strict=True):
                     self._gradients[piece] = [each.flatten()[place].clone() for each in self._gradients[weight]]
-                    state = self._optimizer.state.get(weight, {})
+                    state = self.optimizer.state.get(weight, {})
                     if state:
-                        self._optimizer.state[piece] = {
+                        self.optimizer.state[piece] = {
                             name: value.flatten()[place].clone() if _is_shaped_as(value, weight) else value
                             for name, value in state.items()
                         }
-                self._optimizer.state.pop(weight, None)
+                self.optimizer.state.pop(weight, None)
                 self._pieces[weight] = pieces
             self._set_weights(group, [piece for weight in group["params"] for piece in self._pieces[weight]])
 
     def run(self, closure: Callable[[], Tensor] | None = None) -> list[Tensor]:
         """How far each parameter that is looked at has gone."""
         try:
-            if callable(getattr(self._optimizer, "train", None)):  # as schedule-free ones ask for
-                self._optimizer.train()
+            if callable(getattr(self.optimizer, "train", None)):  # as schedule-free ones ask for
+                self.optimizer.train()
             for step in range(NUM_STEPS):
-                for group in self._optimizer.param_groups:
+                for group in self.optimizer.param_groups:
                     for weight in group["params"]:
                         weight.grad = self._gradients[weight][step].clone()
-                self._optimizer.step(*(() if closure is None else (closure,)))
+                self.optimizer.step(*(() if closure is None else (closure,)))
         except CommunicatesError:
             raise
         except Exception as error:  # of the user's class

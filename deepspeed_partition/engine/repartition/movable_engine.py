@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.pipeline.module import asks_for_plan, check_every_rank_trains
+from deepspeed_partition.engine.pipeline.own_optimizers import kept_beside_state
 from deepspeed_partition.engine.pipeline.parts import in_words, parts_with_parameters, trainable_parameters
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
@@ -66,12 +67,13 @@ class MovingEngine(AnyPlanEngine):
 
         Raises:
             ValueError: a rank would be left without trainable parameters; nothing has moved.
-            RuntimeError: the optimizer's state cannot be told apart by parameters, the schedule of learning rates
-                cannot go on, or a layer is not what its specification builds; nothing has moved, and training can
-                go on.
+            RuntimeError: the optimizer's state cannot be told apart by parameters, or is kept elsewhere, the schedule
+                of learning rates cannot go on, or a layer is not what its specification builds; nothing has moved,
+                and training can go on.
         """
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
+        self.check_that_optimizer_can_go_on()
         optimizer, groups, scheduler = self.optimizer, self._groups, None
         before = parts_with_parameters(self.module)
         training_state: TrainingState | None = None
@@ -171,6 +173,27 @@ class MovingEngine(AnyPlanEngine):
         num_scheduled, groups = self._num_scheduled(self._every_group), copy.copy(self._groups)
         groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
         self._is_scheduler_assigned(num_scheduled == len(groups.groups))
+
+    def check_that_optimizer_can_go_on(self, *, after_steps: bool = False) -> None:
+        """Refuse an optimizer that keeps something of its parameters where it does not go with them. Collective.
+
+        Args:
+            after_steps: Look at what it will keep when it has made steps; else at what it keeps now.
+
+        Raises:
+            RuntimeError: on every rank, it does; nothing has moved.
+        """
+        optimizer = self.basic_optimizer
+        is_one = isinstance(optimizer, torch.optim.Optimizer)
+        mine = kept_beside_state(optimizer, after_steps=after_steps) if is_one else []
+        kept = list(dict.fromkeys(name for names in gather_objects(mine) for name in names))
+        if kept:
+            raise RuntimeError(
+                f"the optimizer of the pipeline is {type(optimizer).__name__}, which keeps tensors of parameters in "
+                f"{', '.join(kept)}, and when layers move to other ranks that does not go with them: keep it in "
+                "self.state[p], which goes with its parameter, or let no layer move after the first step "
+                "(warmup_steps=0, in Lightning warmup_epochs=0, and no recut())"
+            )
 
     def _is_scheduler_assigned(self, knows_all: bool) -> tuple[bool, bool]:
         """Whether a script has set the scheduler, and whether it knows all groups on each rank. Collective."""

@@ -78,6 +78,8 @@ class PendingPlan:
             if not self._knows_what_moves:
                 check_that_layers_can_move(engine.module)  # not after minutes
                 engine.check_that_scheduler_can_go_on()
+                if self.warm_up is not None:
+                    engine.check_that_optimizer_can_go_on(after_steps=True)
                 self._knows_what_moves = True
             if data_iter is not None and data_iter is not self._peeked:
                 engine.set_dataiterator(data_iter)
