@@ -26,6 +26,7 @@ from torch import nn
 from deepspeed_partition.capture.recording import Call, Recording, Template
 from deepspeed_partition.capture.source_lines import model_frame
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
+from deepspeed_partition.profiling.attributes import generators_of
 
 EXTREMES = (0, 0x12DD9BB3)
 """Words of the state of a Mersenne twister that give the smallest and the largest numbers."""
@@ -135,7 +136,8 @@ def _own(model: nn.Module) -> dict[str, Any]:
         forward: Any = inspect.unwrap(getattr(type(module), "forward", None) or module.forward)
         names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
         of_file = {name: forward.__globals__.get(name) for name in names}
-        of_self = {".".join(filter(None, ("self", path, name))): value for name, value in vars(module).items()}
+        held = generators_of(module)
+        of_self = {".".join(filter(None, ("self", path, name))): value for name, value in held.items()}
         for name, value in (*of_self.items(), *of_file.items()):
             if isinstance(value, GENERATORS) and not isinstance(value, torch.Generator):
                 found.setdefault(id(value), (name, value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +30,35 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in _OF_TORCH and not name.startswith(_OF_DEEPSPEED) and not isinstance(value, nn.Module)
     }
+
+
+def generators_of(module: nn.Module) -> dict[str, Any]:
+    """Return the random generators that a module's own attributes hold, by names such as ``tools['first'][0]``.
+
+    They may be in lists, tuples, dicts and deques, in objects of the program, and behind a method that draws
+    (``self.draw = random.Random(0).random``).
+    """
+    found: dict[str, Any] = {}
+    for name, value in attributes_of(module).items():
+        _add_generators(value, name, _DEPTH + 1, found)
+    return found
+
+
+def _add_generators(value: Any, name: str, depth: int, found: dict[str, Any]) -> None:
+    owner = getattr(value, "__self__", None)
+    if isinstance(value, GENERATORS) or isinstance(owner, GENERATORS):
+        held = value if isinstance(value, GENERATORS) else owner
+        if not any(held is other for other in found.values()):
+            found[name] = held
+    elif not depth or isinstance(value, str | bytes | torch.Tensor | np.ndarray | bool | int | float | None):
+        return
+    elif isinstance(value, dict | list | tuple | deque):
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, member in islice(members, _MOST_MEMBERS):
+            _add_generators(member, f"{name}[{key!r}]", depth - 1, found)
+    else:
+        for key, member in (members_of(value) or {}).items():
+            _add_generators(member, f"{name}.{key}", depth - 1, found)
 
 
 @contextmanager

@@ -33,6 +33,14 @@ from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 
+UNCHECKED = (
+    "check_layers=False: nobody compares the layers with forward(), nor names layers that mix samples, keep "
+    "something from run to run, decide by numbers in tensors, hand something over beside their outputs, or draw "
+    "random numbers. Where one does, this is another training than in one process, and no line says so"
+)
+"""What is said once of a run without the check."""
+
+
 class LayerComparison:
     """Compares the layers with what ``forward`` computes, once in each mode, and where something has changed.
 
@@ -151,6 +159,8 @@ class LayerComparison:
             raise self._lightning.refusal(f"{since}{verdict.difference}")
         self._traces.add(verdict.left)
         notes = [*verdict.notes, *self._notes_on_hooks()]
+        if not self._is_wanted:
+            notes.append(UNCHECKED)
         statistics: list[str] = []
         if self._module.training and len(sizes) > 1:
             statistics = self.layers_of_statistics()

@@ -1,8 +1,8 @@
 """Signs, cheap enough for every step, that a loss may not be the one that was tried.
 
 - The graph of the loss: a term that begins brings operations, a scalar factor that is no longer 0, or a scalar on
-  the other side of a threshold (``loss.clamp(max=8)``), which the steps that were tried had not. It is read where the step of a micro-batch has just run, so that the batch can
-  still be given up and tried.
+  the other side of a threshold (``loss.clamp(max=8)``), which the steps that were tried had not. It is read where
+  the step of a micro-batch has just run, so that the batch can still be given up and tried.
 - The names of what is logged and returned: a number that is no mean is named when it first appears.
 - The module: an attribute that is a number, a flag or a string, and the epoch.
 """

@@ -418,6 +418,13 @@ def recomputed_layers(_: Path) -> None:
                 assert all(count == 16 for count in counts), "as often as without recomputation"
 
 
+class Tools:
+    """An object of the program."""
+
+    def __init__(self) -> None:
+        self.pick = random.Random(4)
+
+
 class OwnNoise(nn.Module):
     """Draws from generators that it holds, and from those of Python and NumPy."""
 
@@ -426,11 +433,12 @@ class OwnNoise(nn.Module):
         self.of_torch = torch.Generator().manual_seed(1)
         self.of_python = random.Random(2)
         self.of_numpy, self.old_of_numpy = np.random.default_rng(3), np.random.RandomState(4)
+        self.held, self.tools = {"first": [np.random.default_rng(5)]}, Tools()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         draws = (
             self.of_python.random(), self.of_numpy.random(), self.old_of_numpy.rand(), random.random(),
-            np.random.rand(),
+            np.random.rand(), self.held["first"][0].random(), self.tools.pick.random(),
         )  # fmt: skip
         return x * torch.rand(x.shape, generator=self.of_torch) * (1 + sum(draws))
 

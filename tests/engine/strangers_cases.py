@@ -23,6 +23,7 @@ from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
 from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
 from deepspeed_partition.engine.runtime import environment
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
 from tests.engine import pipelines, plans
 from tests.engine.pipelines import WIDTH, WORDS, Block, halving, mlp, train_alone, two_groups
@@ -759,8 +760,15 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
     same(losses + train(engine, data[1:]), expected)
 
 
+class Tools:
+    """An object of the program."""
+
+    def __init__(self) -> None:
+        self.pick = random.Random(4)
+
+
 class Keeping(nn.Module):
-    """Counts its calls, in several ways, and draws from generators of its own, of every kind."""
+    """Counts its calls, in several ways, and draws from generators of its own, of every kind and at any place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -769,8 +777,11 @@ class Keeping(nn.Module):
         self.python, self.numbers = random.Random(3), numpy.random.default_rng(3)
         self.others = numpy.random.RandomState(3)
         self.bits = numpy.random.Philox(3)
+        self.held, self.tools = {"first": [numpy.random.default_rng(5)]}, Tools()
+        self.draw = random.Random(6).random
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * (1 + 0.1 * (self.held["first"][0].random() + self.tools.pick.random() + self.draw()))
         drawn = self.python.random() + self.numbers.random() + self.others.rand() + self.bits.random_raw() / 2**64
         x = x * (1 + 0.1 * drawn)
         self.calls += 1
@@ -1106,8 +1117,28 @@ def optimizers_that_see_a_part(_: Path) -> None:
     same(train(engine, data), alone(partial(_sgd, kind=OfGlobalNormAlone)))
 
 
+def schedules_that_see_a_part(_: Path) -> None:
+    """A rate that was made of the weights was that of a rank's own, and nothing was said."""
+
+    class Rates(torch.optim.lr_scheduler.LRScheduler):
+        reads = True
+
+        def get_lr(self) -> list[float]:
+            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+            by = float(weights[0].detach().norm()) if self.reads else weights[0].numel()
+            return [0.5 / (1 + by) for _ in self.optimizer.param_groups]
+
+    for kind in (type("Counting", (Rates,), {"reads": False}), Rates):
+        with patch.object(environment, "logger") as logger:
+            engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=_sgd, lr_scheduler=kind)
+            train(engine, batches(2))
+        said = gather_objects([str(call.args[1]) for call in logger.log.call_args_list])
+        told = [each for lines in said for each in lines if "the schedule of learning rates (" in each]
+        assert len(told) == kind.reads, told
+
+
 CASES = [
-    optimizers_that_see_a_part,
+    optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
     attributes_and_hooks_of_layers_that_move, what_layers_count_goes_with_them, averages_of_weights,

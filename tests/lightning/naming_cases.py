@@ -370,7 +370,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
 
     return {
         "left out": refused(LeftOut()),
-        "left out, unchecked": refused(LeftOut(), check_layers=False),
+        "left out, unchecked": warned(LeftOut, check_layers=False),
         "in evaluation": refused(OnlyInTraining()),
         "hook on a container": refused(Contained()),
         "synchronized": refused(Synchronized()),

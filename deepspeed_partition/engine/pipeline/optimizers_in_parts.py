@@ -9,18 +9,19 @@ ranks, where a cut of MadPipe's runs in fp32 without ZeRO.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.overrides import TorchFunctionMode
 
 from deepspeed_partition.engine.pipeline.gradient_norms import GradientNorms
 from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, was_tried, why_not_in_parts
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import announce, warn_here
+from deepspeed_partition.engine.runtime.environment import announce, warn_here, warn_once
 
 LIBRARIES = ("accelerate", "deepspeed", "deepspeed_partition", "lightning_madpipe", "torch", "transformers")
 CLIPPING = "gradient_clipping of DeepSpeed's configuration"
@@ -35,6 +36,15 @@ HOOKS_OF_A_PART = (
     "torch.distributed.all_reduce"
 )
 NORMS_OF_ALL = "; torch.nn.utils.clip_grad_norm_ alone counts all ranks there"
+
+
+SCHEDULE_OF_A_PART = (
+    "the schedule of learning rates ({kind}) reads values of parameters, and each rank of the pipeline has those "
+    "of its own stages: rates that it computes from several of them are those of a part, other ones on each rank. "
+    "Bring the ranks' parts together, as by torch.distributed.all_reduce, or let rates depend on the steps alone"
+)
+NUM_WATCHED = 3
+"""Steps of a schedule that are watched."""
 
 
 def refuse_what_needs_all(engine: Any) -> None:
@@ -80,17 +90,43 @@ class StepOfUser:
         self._engine = engine
         self._norms: GradientNorms | None = None
         self._has_looked = False
+        self._num_watched = 0
 
     @contextmanager
     def over_all_ranks(self) -> Iterator[None]:
         """Let hooks clip by the norm over all ranks meanwhile, and say once what else they see. Collective."""
         if not self._has_looked:
             self._look()
-        if self._norms is None:
+        with self._schedule_watched(), nullcontext() if self._norms is None else self._norms.over_all_ranks():
+            yield
+
+    @contextmanager
+    def _schedule_watched(self) -> Iterator[None]:
+        """Say once that a schedule reads the values of parameters, of which this rank has a part."""
+        scheduler = self._engine.lr_scheduler
+        step = getattr(scheduler, "step", None)
+        if self._engine.num_stages == 1 or step is None or self._num_watched >= NUM_WATCHED:
             yield
             return
-        with self._norms.over_all_ranks():
+        self._num_watched += 1
+        own = vars(scheduler)
+        had = own.get("step")
+
+        def watched(*arguments: Any, **keywords: Any) -> Any:
+            with _Reads(self._engine.module.parameters()) as reads:
+                result = step(*arguments, **keywords)
+            if reads.found:
+                kind = type(scheduler).__name__
+                warn_once(f"schedule/{kind}", SCHEDULE_OF_A_PART.format(kind=kind))
+            return result
+
+        own["step"] = watched
+        try:
             yield
+        finally:
+            own.pop("step")
+            if had is not None:
+                own["step"] = had
 
     def _look(self) -> None:
         self._has_looked = True
@@ -113,6 +149,31 @@ class StepOfUser:
                 is_elsewhere=lambda _: False,
                 clips=CLIPPING,
             )
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whether code asks parameters for more than their form."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {id(parameter) for parameter in parameters}
+        self.found = False
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
+        if name not in FORMS and not self.found:
+            of_lists = (each for value in arguments if isinstance(value, list | tuple) for each in value)
+            self.found = any(id(value) in self._known for value in (*arguments, *of_lists))
+        return function(*arguments, **(keywords or {}))
+
+
+FORMS = frozenset((
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "size", "dim", "numel",
+    "element_size", "is_floating_point", "__len__", "__hash__",
+))  # fmt: skip
+"""What says nothing of a parameter's values."""
 
 
 def run_by(optimizer: Any) -> list[str]:

@@ -150,7 +150,7 @@ def _found_reason(
 
 
 def kept_beside_state(optimizer: torch.optim.Optimizer, *, after_steps: bool = False) -> list[str]:
-    """Name what an optimizer keeps of its parameters and not in ``state``, which alone goes with them when they move.
+    """Name what an optimizer keeps of its parameters outside of ``state``, which alone goes with them.
 
     Such as a list in the order of the groups, ``self.slow = [p.clone() for p in ...]``, or the states of another
     optimizer that it holds.

@@ -67,9 +67,9 @@ class MovingEngine(AnyPlanEngine):
 
         Raises:
             ValueError: a rank would be left without trainable parameters; nothing has moved.
-            RuntimeError: the optimizer's state cannot be told apart by parameters, or is kept elsewhere, the schedule
-                of learning rates cannot go on, or a layer is not what its specification builds; nothing has moved,
-                and training can go on.
+            RuntimeError: the optimizer's state cannot be told apart by parameters, or is kept elsewhere, the
+                schedule of learning rates cannot go on, or a layer is not what its specification builds; nothing
+                has moved, and training can go on.
         """
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
@@ -189,9 +189,9 @@ class MovingEngine(AnyPlanEngine):
         kept = list(dict.fromkeys(name for names in gather_objects(mine) for name in names))
         if kept:
             raise RuntimeError(
-                f"the optimizer of the pipeline is {type(optimizer).__name__}, which keeps tensors of parameters in "
-                f"{', '.join(kept)}, and when layers move to other ranks that does not go with them: keep it in "
-                "self.state[p], which goes with its parameter, or let no layer move after the first step "
+                f"the optimizer of the pipeline is {type(optimizer).__name__}, which keeps tensors of parameters "
+                f"in {', '.join(kept)}, and when layers move to other ranks that does not go with them: keep it "
+                "in self.state[p], which goes with its parameter, or let no layer move after the first step "
                 "(warmup_steps=0, in Lightning warmup_epochs=0, and no recut())"
             )
 

@@ -25,7 +25,7 @@ from deepspeed_partition.engine.pipeline.parts import (
     tensors_by_name,
 )
 from deepspeed_partition.generators import generator_state, set_generator_state
-from deepspeed_partition.profiling.attributes import attributes_of
+from deepspeed_partition.profiling.attributes import attributes_of, generators_of
 
 OF_DEEPSPEED = (
     "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
@@ -129,7 +129,12 @@ def _kind_of(generator: Any) -> str | None:
 
 def _module_attributes(module: nn.Module) -> dict[str, Any]:
     """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
-    return {name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(value)}
+    found = {name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(value)}
+    for name, generator in generators_of(module).items():  # also within what cannot be sent itself
+        kind = _kind_of(generator)
+        if kind is not None:
+            found[name] = GeneratorState(kind, generator_state(generator))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +217,13 @@ def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
 def take_attributes(built: nn.Module, there: PartInfo) -> None:
     """Give the modules of a part the attributes that they have on the rank that sends them."""
     for path, found in there.attributes.items():
-        here = vars(built.get_submodule(path))
+        module = built.get_submodule(path)
+        here, generators = vars(module), generators_of(module)
         for name, value in found.items():
             if isinstance(value, GeneratorState):
-                here[name] = value.given_to(here.get(name))
+                given = value.given_to(generators.get(name))
+                if name.isidentifier() and _kind_of(here.get(name, given)) is not None:  # and no method that draws
+                    here[name] = given
             elif isinstance(value, torch.Tensor):
                 here[name] = value.to(get_accelerator().current_device_name())
             elif isinstance(value, list) and isinstance(here.get(name), list):

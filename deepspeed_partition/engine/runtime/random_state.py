@@ -11,6 +11,9 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_partition.generators import generator_state, set_generator_state
+from deepspeed_partition.profiling.attributes import generators_of
+
 
 def random_state() -> Callable[[], None]:
     """Return a function that puts every random generator that a layer may draw from back to where it is now."""
@@ -31,7 +34,7 @@ def random_state() -> Callable[[], None]:
 def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
     """Return a function that puts generators back to where they are now: those that a checkpoint leaves alone.
 
-    These are Python's, NumPy's, and what layers hold as attributes: of torch, of ``random`` and of NumPy. Torch's
+    These are Python's, NumPy's, and what layers hold in attributes: of torch, of ``random`` and of NumPy. Torch's
     own checkpoint restores torch's default generators alone.
 
     Args:
@@ -39,11 +42,11 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
     """
     python, numbers = random.getstate(), numpy.random.get_state()
     own = [
-        _state_of(value)
+        partial(set_generator_state, generator, generator_state(generator))
         for layer in layers
         if isinstance(layer, torch.nn.Module)
         for module in layer.modules()
-        for value in vars(module).values()
+        for generator in generators_of(module).values()
     ]
 
     def restore() -> None:
@@ -53,19 +56,6 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
             put_back()
 
     return restore
-
-
-def _state_of(value: object) -> Callable[[], object]:
-    """Return what puts a generator back to where it is now; nothing happens where it is none."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return lambda: None
 
 
 def torch_state() -> bytes:
