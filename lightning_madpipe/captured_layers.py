@@ -22,7 +22,7 @@ from lightning_madpipe.finding.coarse_call import CoarseCall
 from lightning_madpipe.finding.example_batch import STEPS, example_batch
 from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
-from lightning_madpipe.steps.batches import batch_size_of, not_by_samples, split_batch
+from lightning_madpipe.steps.batches import UncutBatchError, batch_size_of, not_by_samples, split_batch
 from lightning_madpipe.steps.early_optimizers import optimizers_for_steps
 from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone, without_data_undone
 from lightning_madpipe.steps.hooks_that_collect import read_around
@@ -106,6 +106,8 @@ def _say(captured: CapturedCall | None, num_micro_batches: int) -> None:
 
 def unknown_layers(module: Any, reason: Exception) -> ValueError:
     """The error of a module that names no layers, and whose layers cannot be found."""
+    if isinstance(reason, UncutBatchError):  # which named layers would not mend
+        return ValueError(f"the batches of {type(module).__name__} cannot be cut into micro-batches: {reason}")
     return ValueError(
         f"{type(module).__name__} has no pipeline_layers(), and its layers cannot be found: {reason}; or "
         f"{HOW_TO_SAY_IT}"

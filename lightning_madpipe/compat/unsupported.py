@@ -141,8 +141,8 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
         half = "bf16" if precision.startswith("bf16") else "fp16"
         yield (
             f"precision={precision!r} is DeepSpeed's in a pipeline: weights, batches, activations and the loss "
-            f"are in {half}, with fp32 master weights in the optimizer. One process computes normalizations, softmax "
-            "and losses in fp32 (torch.autocast), so that losses differ by more than the order of sums: write "
+            f"are in {half}, with fp32 master weights in the optimizer. One process computes normalizations, "
+            "softmax and losses in fp32 (torch.autocast), so that losses differ by more than rounding: write "
             "`self(x).float()` in the step for a loss in fp32, and such layers in fp32 inside their forward(); "
             "precision='32-true' gives the numbers of one process"
         )

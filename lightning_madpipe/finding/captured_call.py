@@ -34,6 +34,13 @@ DECIDES_APART = (
 )
 
 
+CHOICE = (
+    ". Where this chooses a part of the model, such as the head of a task, let forward run all of them for each "
+    "batch, and choose among their results by torch functions, such as torch.where"
+)
+"""What to do where arguments that are no tensors change from batch to batch."""
+
+
 class OtherCallError(ValueError):
     """A call for which the layers do not hold; the message says what is different."""
 
@@ -217,7 +224,7 @@ class CapturedCall:
                 begins = f"; {FROM_THE_FIRST}" if isinstance(now, Tensor) and before is None else ""
                 raise OtherCallError(
                     f"with {name}={_shown(now)}, and its layers were found for {name}={_shown(before)}: call it "
-                    f"alike in all steps, in whose tensors alone batches differ{begins}"
+                    f"alike in all steps, in whose tensors alone batches differ{begins}{CHOICE * (not begins)}"
                 )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

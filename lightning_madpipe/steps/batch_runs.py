@@ -24,6 +24,13 @@ Dims = tuple[int | None, ...]
 WAY_OUT = "take the loss of each micro-batch with MadPipeStrategy(loss='mean')"
 
 
+OF_A_LOSS = (
+    "; where a module computes a loss of its own, such as a center loss, let it return one value for each sample, "
+    "and take their mean in the step"
+)
+"""What to do about an output that is a single number."""
+
+
 class SamplesSelectedError(ValueError):
     """What a step passes to ``forward`` is not in proportion to the samples."""
 
@@ -269,7 +276,7 @@ def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dim
         if dim is None and not all(torch.equal(same[0], tensor) for tensor in same[1:]):
             raise ValueError(
                 f"output {place} of forward(), of shape {shapes[0]}, differs between micro-batches and has no "
-                f"dimension that counts the samples: {WAY_OUT}"
+                f"dimension that counts the samples{OF_A_LOSS * (not shapes[0])}: {WAY_OUT}"
             )
         dims.append(dim)
     return tuple(dims)

@@ -231,12 +231,16 @@ def some_of(batch: Any, size: int, number: int) -> Any:
     return _rows_of(batch, size, [place * (size - 1) // steps for place in range(number)])
 
 
+class UncutBatchError(ValueError):
+    """A batch that cannot be cut into samples, whatever the layers are."""
+
+
 def _rows_of(batch: Any, size: int, rows: range | list[int]) -> Any:
     if isinstance(batch, Tensor):
         if batch.ndim == 0:
             return batch
         if batch.shape[0] != size:
-            raise ValueError(
+            raise UncutBatchError(
                 f"a tensor of shape {tuple(batch.shape)} stands in a batch of {size} samples: dimension 0 "
                 "of every tensor must count the samples, so that the batch can be cut into micro-batches (also "
                 "for num_micro_batches=1, where layers are looked at on parts): pad it, so that each sample has a "
@@ -247,6 +251,16 @@ def _rows_of(batch: Any, size: int, rows: range | list[int]) -> Any:
         return (
             batch[rows.start : rows.stop] if isinstance(rows, range) else type(batch)(batch[row] for row in rows)
         )
+    if isinstance(batch, list | tuple) and len(batch) > 2 and all(isinstance(each, Tensor) for each in batch):
+        lengths = list(dict.fromkeys(each.shape[0] for each in batch if each.ndim))
+        if len(lengths) > 1 and len({each.shape[1:] for each in batch if each.ndim}) == 1:
+            raise UncutBatchError(
+                f"a {type(batch).__name__} of {len(batch)} tensors stands in a batch of {size} samples, and they "
+                f"have {', '.join(map(str, lengths[:4]))}{', ...' * (len(lengths) > 4)} rows, such as sets of "
+                "several sizes: a batch is cut into micro-batches along dimension 0 of every tensor, which counts "
+                "the samples. Let collate_fn pad them to one tensor of a row per sample, with a mask "
+                "(torch.nn.utils.rnn.pad_sequence), and let the layers use the mask"
+            )
     return map_children(batch, lambda child: _rows_of(child, size, rows))
 
 

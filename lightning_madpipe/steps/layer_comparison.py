@@ -32,7 +32,6 @@ from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnPar
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
-
 UNCHECKED = (
     "check_layers=False: nobody compares the layers with forward(), nor names layers that mix samples, keep "
     "something from run to run, decide by numbers in tensors, hand something over beside their outputs, or draw "

@@ -23,17 +23,19 @@ def uses_weights(step: str, called: str, error: Exception) -> str:
     )
 
 
-def loss_depends_on_weights(step: str, called: str) -> str:
+def loss_depends_on_weights(step: str, called: str, name: str) -> str:
     """Why a step cannot run whose loss has gradients by weights that are not those of its call."""
     return (
-        f"the loss of {step} depends on weights otherwise than through {called}, "
-        "such as by a penalty on self.parameters() or by weights of its terms that are learned, and no rank of "
-        "a pipeline has them all: use the optimizer's weight_decay, or let the layers return what the loss needs"
+        f"the loss of {step} depends on weights otherwise than through {called} ({name}), such as by a penalty "
+        "on self.parameters(), or by weights of its terms that are learned, or by a module that the step did not "
+        "call when its layers were found, such as the head of another task, and no rank of a pipeline has them "
+        "all: use the optimizer's weight_decay; let the layers return what the loss needs; or call all such "
+        "modules for each batch and choose among their results, as by torch.where"
     )
 
 
-def has_other_weights(module: nn.Module, loss: Tensor, ends: Collection[Any]) -> bool:
-    """Whether gradients of ``loss`` reach weights other than through the graph of the outputs, ``ends``."""
+def other_weight(module: nn.Module, loss: Tensor, ends: Collection[Any]) -> str | None:
+    """The name of a weight that gradients of ``loss`` reach otherwise than through the outputs, ``ends``."""
     of_metrics = {weight for metric in metrics_of(module).values() for weight in metric.parameters()}
     todo, seen = [loss.grad_fn], set(ends)
     while todo:
@@ -42,6 +44,6 @@ def has_other_weights(module: nn.Module, loss: Tensor, ends: Collection[Any]) ->
             seen.add(node)
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter) and leaf not in of_metrics:
-                return True
+                return next((name for name, each in module.named_parameters() if each is leaf), "a weight")
             todo.extend(following for following, _ in node.next_functions)
-    return False
+    return None

@@ -45,7 +45,7 @@ from lightning_madpipe.steps.loss_signs import (
 )
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
-from lightning_madpipe.steps.other_weights import has_other_weights, loss_depends_on_weights, uses_weights
+from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other_weight, uses_weights
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
@@ -564,8 +564,9 @@ class UserSteps:
                 self._check_names(micro_batch)
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
-            if micro_batch.place == 0 and self._is_cut and has_other_weights(self._module, loss, ends):
-                raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called))
+            other = other_weight(self._module, loss, ends) if micro_batch.place == 0 and self._is_cut else None
+            if other is not None:
+                raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called, other))
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":
             raise self._error(

@@ -310,7 +310,7 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("EvaluatedTwice", "optimizer_step evaluates its closure a second time for a batch"),
         ("WithLBFGS", "a pipeline works with a torch optimizer whose step needs no closure"),
         ("LearnedWeights", "LearnedWeights has parameters outside its pipeline layers (weights; 1 in all)"),
-        ("LearnedWeightsOfFound", "the loss of training_step depends on weights otherwise than through self()"),
+        ("LearnedWeightsOfFound", "depends on weights otherwise than through self() (weights), such as"),
         ("LearnedWeightsOfFound", "or by weights of its terms that are learned"),
         ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),

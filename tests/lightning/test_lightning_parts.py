@@ -103,6 +103,10 @@ def test_one_sample_stands_beside_no_more(uneven):
         ({"size": 3}, "holds no tensor"),
         ([torch.tensor(1.0)], "holds no tensor"),
         ([torch.zeros(0, 3)], "no samples"),
+        (
+            [[torch.zeros(4, 3), torch.zeros(2, 3), torch.zeros(5, 3)], torch.zeros(4)],
+            "a list of 3 tensors stands",
+        ),
         ([torch.zeros(4, 3), torch.zeros(3)], "a tensor of shape (3,) stands in a batch of 4 samples"),
     ],
 )
