@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 """The types of what a program draws random numbers from."""
 
 COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
 """The common generators of Python and of NumPy."""
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_LIBRARIES = frozenset(
+    ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
+)
+_DEPTH = 3
+_MOST_MEMBERS = 1000
 
 
 def generator_state(generator: Any) -> Any:
@@ -42,3 +52,43 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 def _bits_of(generator: Any) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def generators_of(module: nn.Module) -> dict[str, Any]:
+    """Return the random generators that a module's own attributes hold, by names such as ``tools['first'][0]``.
+
+    They may be in lists, tuples, dicts and deques, in objects of the program, and behind a method that draws
+    (``self.draw = random.Random(0).random``).
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name not in _OF_TORCH and not isinstance(value, nn.Module):
+            _add_generators(value, name, _DEPTH, found)
+    return found
+
+
+def _add_generators(value: Any, name: str, depth: int, found: dict[str, Any]) -> None:
+    owner = getattr(value, "__self__", None)
+    if isinstance(value, GENERATORS) or isinstance(owner, GENERATORS):
+        held = value if isinstance(value, GENERATORS) else owner
+        if not any(held is other for other in found.values()):
+            found[name] = held
+    elif not depth or isinstance(value, str | bytes | torch.Tensor | np.ndarray | bool | int | float | None):
+        return
+    elif isinstance(value, dict | list | tuple | deque):
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, member in islice(members, _MOST_MEMBERS):
+            _add_generators(member, f"{name}[{key!r}]", depth - 1, found)
+    else:
+        for key, member in (members_of(value) or {}).items():
+            _add_generators(member, f"{name}.{key}", depth - 1, found)
+
+
+def members_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of the program, such as a meter; None of anything else."""
+    kind = type(value)
+    if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    table = vars(value)
+    of_library = kind.__module__.partition(".")[0] in _LIBRARIES
+    return None if of_library or not isinstance(table, dict) or len(table) > _MOST_MEMBERS else table

@@ -25,8 +25,7 @@ from torch import nn
 
 from deepspeed_partition.capture.recording import Call, Recording, Template
 from deepspeed_partition.capture.source_lines import model_frame
-from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
-from deepspeed_partition.profiling.attributes import generators_of
+from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, generators_of, set_generator_state
 
 EXTREMES = (0, 0x12DD9BB3)
 """Words of the state of a Mersenne twister that give the smallest and the largest numbers."""

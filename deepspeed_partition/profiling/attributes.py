@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from deepspeed_partition.generators import GENERATORS, generator_state, set_generator_state
+from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
-_LIBRARIES = frozenset(
-    ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
-)
 _DEPTH = 2
-_MOST_MEMBERS = 1000
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -30,35 +25,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in _OF_TORCH and not name.startswith(_OF_DEEPSPEED) and not isinstance(value, nn.Module)
     }
-
-
-def generators_of(module: nn.Module) -> dict[str, Any]:
-    """Return the random generators that a module's own attributes hold, by names such as ``tools['first'][0]``.
-
-    They may be in lists, tuples, dicts and deques, in objects of the program, and behind a method that draws
-    (``self.draw = random.Random(0).random``).
-    """
-    found: dict[str, Any] = {}
-    for name, value in attributes_of(module).items():
-        _add_generators(value, name, _DEPTH + 1, found)
-    return found
-
-
-def _add_generators(value: Any, name: str, depth: int, found: dict[str, Any]) -> None:
-    owner = getattr(value, "__self__", None)
-    if isinstance(value, GENERATORS) or isinstance(owner, GENERATORS):
-        held = value if isinstance(value, GENERATORS) else owner
-        if not any(held is other for other in found.values()):
-            found[name] = held
-    elif not depth or isinstance(value, str | bytes | torch.Tensor | np.ndarray | bool | int | float | None):
-        return
-    elif isinstance(value, dict | list | tuple | deque):
-        members = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, member in islice(members, _MOST_MEMBERS):
-            _add_generators(member, f"{name}[{key!r}]", depth - 1, found)
-    else:
-        for key, member in (members_of(value) or {}).items():
-            _add_generators(member, f"{name}.{key}", depth - 1, found)
 
 
 @contextmanager
@@ -132,16 +98,6 @@ def _restorer(value: Any, depth: int) -> Callable[[], object]:
         inner = _remembered_each(table, depth - 1)
         return lambda: _refill(table, _restored(inner))
     return lambda: None
-
-
-def members_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object of the program, such as a meter; None of anything else."""
-    kind = type(value)
-    if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
-        return None
-    table = vars(value)
-    of_library = kind.__module__.partition(".")[0] in _LIBRARIES
-    return None if of_library or not isinstance(table, dict) or len(table) > _MOST_MEMBERS else table
 
 
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_partition.profiling.attributes import GENERATORS
+from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.unsupported import HOOKS
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.beside_module import BesideModule, CodeSearch

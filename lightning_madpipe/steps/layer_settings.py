@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.profiling.attributes import members_of
+from deepspeed_partition.generators import members_of
 from lightning_madpipe.compat.elsewhere import Elsewhere, HiddenTensors
 from lightning_madpipe.steps.forward_reads import facts_of
 

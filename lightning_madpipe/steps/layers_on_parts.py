@@ -39,9 +39,9 @@ from torch import Tensor, nn
 
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
-from deepspeed_partition.generators import COMMON, GENERATORS, generator_state
+from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, members_of
 from deepspeed_partition.layer_calls import unpacking
-from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of, members_of
+from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.compat.unsupported import layers_of_statistics
 from lightning_madpipe.module import PipelineCall, TiedModule

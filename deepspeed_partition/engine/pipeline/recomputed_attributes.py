@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.profiling.attributes import attributes_of, members_of
+from deepspeed_partition.generators import members_of
+from deepspeed_partition.profiling.attributes import attributes_of
 
 DEPTH = 3
 """Depth, in containers and objects, to which an attribute is looked at."""

@@ -24,8 +24,8 @@ from deepspeed_partition.engine.pipeline.parts import (
     Part,
     tensors_by_name,
 )
-from deepspeed_partition.generators import generator_state, set_generator_state
-from deepspeed_partition.profiling.attributes import attributes_of, generators_of
+from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
+from deepspeed_partition.profiling.attributes import attributes_of
 
 OF_DEEPSPEED = (
     "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",

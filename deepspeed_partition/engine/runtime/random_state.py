@@ -11,8 +11,7 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_partition.generators import generator_state, set_generator_state
-from deepspeed_partition.profiling.attributes import generators_of
+from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
 
 
 def random_state() -> Callable[[], None]:
