@@ -197,6 +197,7 @@ NAMED: dict[str, Sequence[str]] = {
             for run in ("heads, momentum", "heads, clipped", "heads, resumed")
         ),
     ],
+    "planner/test_identical_stages.py": ["test_an_optimum_above_the_bound"],
     "planner/test_mcap.py": ["test_bayesian_optimization_comes_close"],
     "planner/test_refutation.py": [
         "test_just_the_periods_that_no_pattern_has_are_refuted[any_instance]"

@@ -138,6 +138,49 @@ def test_mean_memory_over_the_step() -> None:
     assert bound >= m * stashed / (2 * 20) > m * 8 / 2
 
 
+def bound_of(problem: Problem, m: int, *, contiguous: bool = False) -> float:
+    bound = step_lower_bound(replace(problem, num_micro_batches=m), contiguous=contiguous)
+    return problem.times.clock.seconds(bound)
+
+
+def test_first_stages_of_two_devices_cannot_be_small() -> None:
+    """Fill and drain alone want device 1 to begin behind the first layer; then device 0 has too little to do."""
+    made = chain([1, 3, 3, 1, 2], [4, 1, 4, 1, 4], outputs=[1, 3, 1, 1, 2], stash=[0] * 5)
+    platform = Platform(num_devices=2, memory_bytes=1000, bandwidth=2)
+    bound = bound_of(problem_of(made, platform), 3)
+    assert (3 * 24 + 5 + 2 * 0.5) / 2 == 39  # work, fill and drain
+    assert bound == pytest.approx(40.5)
+    assert bound <= plan_of(made, platform, 3).step_seconds
+
+
+def test_first_stages_of_four_devices_cannot_be_small() -> None:
+    made = chain([1] * 4 + [4] * 12, [1] * 4 + [4] * 12, outputs=[4] * 16, stash=[0] * 16)
+    platform = Platform(num_devices=4, memory_bytes=1000, bandwidth=1)
+    bound = bound_of(problem_of(made, platform), 8)
+    assert 231.4 < bound <= plan_of(made, platform, 8, algorithm="contiguous").step_seconds  # 226 by pairs alone
+
+
+def test_two_micro_batches_without_room_for_both() -> None:
+    """Each holds 60 bytes at the end of the chain, and both devices have 70: one waits for the other."""
+    made = chain([1] * 6, [2] * 6, stash=[10] * 6)
+    platform = Platform(num_devices=2, memory_bytes=35, bandwidth=FREE)
+    assert bound_of(problem_of(made, platform), 2) > 24.8  # their work, and fill and drain by a layer, take 21
+    roomy = problem_of(made, replace(platform, memory_bytes=60))
+    assert bound_of(roomy, 2) == 21
+
+
+def test_what_a_stage_must_recompute() -> None:
+    """Room for one micro-batch: one at a time takes 4 * 6, and two at a time run the first forward twice."""
+    made = chain([1, 1], [2, 2], stash=[10, 1])
+    platform = Platform(num_devices=2, memory_bytes=15, bandwidth=FREE)
+    never = plan_of(made, platform, 4, algorithm="contiguous", recompute="never")
+    assert never.step_lower_bound_seconds == never.step_seconds == 4 * 6
+    problem = problem_of(made, platform)
+    problem = replace(problem, recomputation=Recomputation(problem.times, "block"))
+    assert bound_of(problem, 4, contiguous=True) >= 15.9  # 4 * 4 on device 0 with twice the forward, or 24
+    assert plan_of(made, platform, 4, algorithm="contiguous").step_seconds >= 16
+
+
 def test_slow_links_keep_layers_together() -> None:
     """A boundary whose tensors alone take longer than everything on one device is no place for a cut."""
     made = chain([1, 1, 1], [1, 1, 1], outputs=[100, 100, 0])

@@ -8,6 +8,7 @@ O(L) memory, for L layers and P devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -59,7 +60,7 @@ def lower_bound(problem: Problem) -> Fraction:
 def with_savings(
     total: int | Fraction,
     stashed: int | Fraction,
-    savings: list[tuple[int, int]],
+    savings: Sequence[tuple[int | Fraction, int | Fraction]],
     room: int,
     num_devices: int,
 ) -> Fraction:

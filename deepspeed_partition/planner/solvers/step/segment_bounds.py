@@ -81,7 +81,7 @@ class SegmentBound:
         self.decisions = num_decisions(bounds)
         self.C = bounds.C
         self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
-        self.num_devices, self.room, self.weights = bounds.num_devices, bounds.room, sum(bounds.weights)
+        self.num_devices, self.room_of = bounds.num_devices, bounds.room_besides_weights
         chain = bounds.problem.chain
         self.stashed = sum(
             chain.stash(layer) * int(self.C[-1] - self.C[index]) for index, layer in enumerate(chain.layers)
@@ -115,7 +115,7 @@ class SegmentBound:
 
     def _again(self, T: int, count: int) -> float | None:
         """Return the ticks that must run twice for each micro-batch; None where there is no room even so."""
-        lacks = self.stashed - Fraction((count * self.room - self.weights) * T, self.m)
+        lacks = self.stashed - Fraction(self.room_of(count) * T, self.m)
         if lacks <= 0:
             return 0.0
         if lacks > self.saved[-1] * (1 + ROUNDING):

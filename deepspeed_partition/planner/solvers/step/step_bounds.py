@@ -41,9 +41,13 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
 from deepspeed_partition.planner.solvers.interface import Problem
+from deepspeed_partition.planner.solvers.step.memory_bounds import MemoryBound
 from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound, least_from, num_decisions
+from deepspeed_partition.planner.solvers.step.stage_depths import stage_depths
+from deepspeed_partition.planner.solvers.step.window_bounds import WindowBound
 
 MOST_SUMS = 20_000
 """Most sums of layers of a device that are listed."""
@@ -104,22 +108,27 @@ class StepBounds:
         self.last_forward = int(self.B[-1] + max(latest[-1], ((last - 1) * self.b + latest).max()))
         """Ticks behind the last forward of the last layer."""
         self.flushes_once = problem.flushes is not None and len(problem.flushes) == 1
+        self.least_idle = self._least_idle()
+        """Ticks that so many devices idle at least, all together; entry 0 is for none."""
         self._describe_memory()
 
     def _describe_memory(self) -> None:
         problem = self.problem
         chain, platform = problem.chain, problem.platform
         self.room = platform.memory_bytes - platform.fixed_bytes
-        may_run_twice = [problem.recomputation is not None and layer.recomputable for layer in chain.layers]
-        self.stash = [
-            0 if twice else chain.stash(layer) for layer, twice in zip(chain.layers, may_run_twice, strict=True)
-        ]
+        self.stash = [0 if self.may_run_twice(layer) else chain.stash(layer) for layer in chain.layers]
         """Bytes that each micro-batch holds for each layer, at least."""
+        self.saved = [self._saved_by(index) for index in range(self.size)]
+        """Bytes times ticks that a micro-batch does not hold of each layer if it runs twice, at most."""
         self.savings = [
-            (chain.stash(layer) * int(self.C[-1] - self.C[index]), int(self.f[index]))
+            (self.saved[index], int(self.f[index]))
             for index, layer in enumerate(chain.layers)
-            if may_run_twice[index]
+            if self.may_run_twice(layer)
         ]
+        ends = 2 * platform.comm_buffers
+        sizes = sorted(ends * chain.boundary_bytes(boundary) for boundary in range(1, self.size))
+        self.buffers = [0, *accumulate(sizes, initial=0)]
+        """Bytes that are reserved at boundaries, at least, by the number of devices."""
         copies, seen = Fraction(str(platform.weight_copies)), set[str]()
         self.weights: list[int] = []
         """Bytes for the weights of each layer before their gradients come, at least."""
@@ -135,18 +144,43 @@ class StepBounds:
                     max(0, kept - (layer.training_bytes or 0) * shared // max(1, layer.weight_bytes) - 1)
                 )
 
+    def may_run_twice(self, layer: LayerProfile) -> bool:
+        """Return whether a plan may recompute a layer."""
+        return self.problem.recomputation is not None and layer.recomputable
+
+    def _saved_by(self, index: int) -> int:
+        """Return the bytes times ticks that recomputing a layer saves for each micro-batch, at most.
+
+        Its stash is there while it runs again and backward; of layers that were measured while they ran that is
+        not known.
+        """
+        layer = self.problem.chain.layers[index]
+        if not self.may_run_twice(layer):
+            return 0
+        begins = index + 1 if layer.running_bytes is None else index
+        return self.problem.chain.stash(layer) * int(self.C[-1] - self.C[begins])
+
+    def room_besides_weights(self, count: int) -> int:
+        """Return the bytes of so many devices besides weights and buffers, at most."""
+        return count * self.room - sum(self.weights) - self.buffers[count]
+
+    def lost(self, room: int) -> int:
+        """Return the bytes times ticks that the bytes besides weights are idle, on the devices that idle least."""
+        return self.room * self.least_idle[room // self.room]
+
     # Any allocation
 
     def of_any_allocation(self) -> int:
         """Return ticks than which no step of any allocation is shorter."""
         blocks = blocks_bound(self.problem.times, self.num_devices) // self.unit
         bound = max(int(self._of_layers().max()), self.m * blocks)
-        bound = max(bound, self._of_all_devices())
+        bound = max(bound, self._of_all_devices(), MemoryBound(self).least())
         for decision in self._decisions():
             bound = _least(decision, bound, self._longest())
-        if not num_decisions(self):
-            return bound
-        return SegmentBound(self, self._needed(self.problem.table.is_stage)).least(bound)
+        needed = self._needed(self.problem.table.is_stage)
+        if num_decisions(self):
+            bound = SegmentBound(self, needed).least(bound)
+        return WindowBound(self, needed).least(bound)
 
     def _longest(self) -> int:
         """Return ticks in which everything may run, one after the other, on one device."""
@@ -177,23 +211,23 @@ class StepBounds:
         For each number of devices, what they compute and idle is no more than their time, and what is stashed no
         more than the memory that weights leave; layers that may run twice are the cheapest that make it so.
         """
-        idle, best = self._least_idle(), None
+        idle: list[int] = self.least_idle
+        best: Fraction | None = None
         stashed = sum(
             self.problem.chain.stash(layer) * int(self.C[-1] - self.C[index])
             for index, layer in enumerate(self.problem.chain.layers)
         )
-        total, weights = self.m * int(self.C[-1]), sum(self.weights)
+        total = self.m * int(self.C[-1])
         counts = range(1, self.num_devices + 1)
         for count in sorted(counts, key=lambda count: Fraction(total + idle[count], count)):
-            room = count * self.room - weights
+            room = self.room_besides_weights(count)
             if best is not None and best * count <= total + idle[count]:
                 break
             if room <= 0:
                 continue
-            # The bytes that weights leave are on the devices that idle least.
-            lost = self.room * idle[room // self.room]
             work = Fraction(total + idle[count], self.m)
-            found = with_savings(work, stashed + Fraction(lost, self.m), self.savings, room, count)
+            lost = Fraction(self.lost(room), self.m)
+            found = with_savings(work, stashed + lost, self.savings, room, count)
             best = found * self.m if best is None else min(best, found * self.m)
         return 0 if best is None else int(best)
 
@@ -326,39 +360,17 @@ class StepBounds:
         sends = np.array([*self.send, 0], dtype=np.int64)
         f, b = self.F[None, :] - self.F[:, None], self.B[None, :] - self.B[:, None]
         behind = (self.C[-1] - self.C + 2 * sends)[None, :]
-        work = before + m * (f + b) + (behind if self.flushes_once else 0)
-        turn = before + np.maximum(m * f + b, f + m * b) + behind
         link = (self.C + self.on_link * sends)[None, :]
-        result: Integers = np.maximum(np.maximum(work, turn), link)
-        most = self._most_in_flight()
-        turns = -(-m // np.clip(most, 1, m))
-        result = np.maximum(result, before + turns * (f + b + behind))
-        nothing = np.iinfo(np.int64).max // 4
-        result[~allowed | (most < 1)] = nothing
+        result: Integers = np.full(f.shape, np.iinfo(np.int64).max // 4, dtype=np.int64)
+        for most, extra in stage_depths(self.problem, self.f):
+            again = b + extra
+            work = m * (f + again) + (behind if self.flushes_once else 0)
+            turn = np.maximum(m * f + again, f + m * again) + behind
+            turns = -(-m // np.maximum(1, most))
+            needs = np.maximum(np.maximum(work, turn), turns * (f + again + behind))
+            np.minimum(result, before + needs, out=result, where=(most >= 1) & allowed)
+        np.maximum(result, link, out=result)
         return result
-
-    def _most_in_flight(self) -> Integers:
-        """Return the most micro-batches that layers k to l may have in flight in any order of a step, [k, l]."""
-        problem = self.problem
-        chain, table, slots = problem.chain, problem.table, problem.platform.comm_buffers
-        sizes = [0, *(chain.boundary_bytes(boundary) for boundary in range(1, self.size)), 0]
-        ends = np.array([min(slots * size, 2**58) for size in sizes], dtype=np.int64)
-        gradients = _prefix([layer.gradient_bytes for layer in chain.layers])
-        base = table.weights - (gradients[None, :] - gradients[:, None]) + ends[:, None] + ends[None, :]
-        base += problem.platform.fixed_bytes
-        if problem.recomputation is None:
-            base, stash = base + table.forward_transient, table.stash
-        else:
-            kept = _prefix(self.stash)
-            stash = kept[None, :] - kept[:, None]
-            # A stage keeps its first layer's input or stash, whatever it recomputes.
-            least = [min(chain.boundary_bytes(k), chain.stash(layer)) for k, layer in enumerate(chain.layers)]
-            stash = np.maximum(stash, np.array([*least, 0], dtype=np.int64)[:, None])
-        room = problem.platform.memory_bytes - base
-        most = np.full(room.shape, self.m, dtype=np.int64)
-        np.floor_divide(room, stash, out=most, where=stash > 0)
-        most[room < 0] = 0
-        return most
 
     def _has_partition(self, needed: Integers, T: int, most: int) -> bool:
         """Return whether some partition has stages that all need at most T ticks."""
