@@ -22,7 +22,7 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions
 from deepspeed_partition.planner.solvers.contiguous.mcap import MCAP_SEARCHES, MemoryBalanced
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
-from deepspeed_partition.planner.solvers.contiguous.per_micro_batch import best_pattern
+from deepspeed_partition.planner.solvers.contiguous.per_micro_batch import best_pattern, partitions
 from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.interface import (
@@ -45,6 +45,7 @@ from deepspeed_partition.planner.solvers.step.best_step import (
     with_best_step,
 )
 from deepspeed_partition.planner.solvers.step.exact_step import with_exact_step
+from deepspeed_partition.planner.solvers.step.micro_batch_step import shorter_step, with_buffers
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import in_order
 from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
@@ -230,9 +231,10 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
             memory, num_devices = format_bytes(problem.platform.memory_bytes), problem.platform.num_devices
             raise InfeasibleError(f"no plan fits into {memory} per device on {num_devices} devices")
         raise infeasible(problem, solver, _solve)
-    faster = _plan_per_micro_batch(problem, solver, answer) if problem.per_micro_batch else None
-    if faster is not None:
-        return faster
+    if problem.per_micro_batch and problem.num_micro_batches is None:
+        faster = _plan_per_micro_batch(problem, solver, answer)
+        if faster is not None:
+            return faster
     too_large: list[int] = []
     for found, step in _candidates(problem, answer):
         plan, replayed = assemble(problem, solver.name, answer, found, step)
@@ -240,6 +242,8 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
         if over > problem.platform.memory_bytes:
             too_large.append(over)  # only the step shows tensors that wait for a slow link
             continue
+        if problem.per_micro_batch and plan.step is not None:
+            return _step_per_micro_batch(problem, solver, answer, plan)
         return plan
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
@@ -254,11 +258,11 @@ def _decides_per_micro_batch(problem: Problem, solver: Solver, mode: str, period
     """
     if mode != PER_MICRO_BATCH:
         return False
-    for key, value in (("num_micro_batches", problem.num_micro_batches), ("period_seconds", period_seconds)):
+    for key, value in (("flushes", problem.flushes), ("period_seconds", period_seconds)):
         if value is not None:
             raise ValueError(
-                f"recompute is {mode!r}, which is planned for the shortest period alone: leave {key} out, or use "
-                "recompute='block'"
+                f"recompute is {mode!r}, which is planned for the shortest period or step alone: leave {key} out, "
+                "or use recompute='block'"
             )
     return isinstance(solver, MadPipe | Contiguous)
 
@@ -277,6 +281,27 @@ def _plan_per_micro_batch(problem: Problem, solver: Solver, answer: Answer) -> P
         return None
     plan, replayed = assemble(problem, solver.name, answer, pattern)
     return plan if max(use.total for use in replayed.memory) <= memory_bytes else None
+
+
+def _step_per_micro_batch(problem: Problem, solver: Solver, answer: Answer, plan: Plan) -> Plan:
+    """Return a plan whose step keeps some micro-batches and recomputes others; ``plan`` where none is shorter."""
+    assert plan.step is not None
+    placements = partitions(problem, answer)
+    if plan.is_contiguous:
+        placements.insert(0, Placement.contiguous(tuple(plan.boundaries)))
+    assert problem.num_micro_batches is not None
+    ticks = problem.times.clock.ticks(plan.step.step_seconds)
+    # What is kept overtakes what is recomputed: that takes more places for messages than orders do otherwise.
+    roomier = max(problem.platform.comm_buffers, 2 * problem.num_micro_batches)
+    for buffers in dict.fromkeys((problem.platform.comm_buffers, roomier)):
+        buffered = with_buffers(problem, buffers)
+        step = shorter_step(buffered, answer, list(dict.fromkeys(placements)), ticks)
+        if step is None:
+            continue
+        shorter, replayed = assemble(buffered, solver.name, answer, step.steady, step)
+        if max(use.total for use in replayed.memory) <= problem.platform.memory_bytes:
+            plan, ticks = shorter, step.ticks
+    return plan
 
 
 def with_recomputation(problem: Problem, mode: str) -> Problem:

@@ -60,7 +60,7 @@ def best_pattern(problem: Problem, answer: Answer, period: Fraction) -> CyclicPa
     """
     best: CyclicPattern | None = None
     bound = lower_bound(problem)
-    for placement in _placements(problem, answer):
+    for placement in partitions(problem, answer):
         if period <= bound or problem.deadline.passed():
             break
         for pattern in _patterns(problem, placement, period):
@@ -69,7 +69,7 @@ def best_pattern(problem: Problem, answer: Answer, period: Fraction) -> CyclicPa
     return best
 
 
-def _placements(problem: Problem, answer: Answer) -> list[Placement]:
+def partitions(problem: Problem, answer: Answer) -> list[Placement]:
     """Return contiguous partitions that are worth a look, with what all micro-batches recompute."""
     cuts: list[Cuts] = list(answer.cuts[:1])
     cuts += [pattern.placement.cuts for pattern in answer.patterns[:1] if pattern.placement.is_contiguous]

@@ -1,0 +1,97 @@
+"""Steps in which stages keep some micro-batches and recompute others: exact where they are small, never slower."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_partition import Chain, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.solvers.step import micro_batch_step
+from deepspeed_partition.planner.solvers.step.micro_batch_orders import StepRoad
+from deepspeed_partition.planner.solvers.step.micro_batch_program import MicroBatchProgram
+from tests.exhaustive import is_exhaustive, some
+from tests.planner.instances import FREE, chain
+
+KNOWN = [
+    (2, 1, 2, 1, 2, 9), (2, 1, 3, 1, 2, 12), (2, 1, 4, 1, 2, 15), (2, 1, 5, 1, 2, 19), (3, 1, 3, 1, 2, 15),
+    (3, 1, 4, 1, 2, 18), (3, 2, 3, 1, 2, 15), (3, 2, 4, 1, 2, 18), (3, 2, 14, 1, 1, 34),
+]  # fmt: skip
+"""Stages, slots, micro-batches, forward, backward, and the shortest step, as other programs have proved it."""
+
+
+def identical(num_stages: int, slots: int, forward: int, backward: int) -> tuple[Chain, Platform]:
+    made = chain([float(forward)] * num_stages, [float(backward)] * num_stages, stash=[1] * num_stages)
+    return made, Platform(num_devices=num_stages, memory_bytes=slots, bandwidth=FREE)
+
+
+@pytest.mark.parametrize(("num_stages", "slots", "m", "forward", "backward", "seconds"), KNOWN)
+def test_the_program_proves_the_known_optima(num_stages, slots, m, forward, backward, seconds):
+    """Red if a recomputation held nothing, if a forward that keeps nothing held a slot, if orders were fixed."""
+    pytest.importorskip("ortools")
+    made, platform = identical(num_stages, slots, forward, backward)
+    problem = with_recomputation(problem_of(made, replace(platform, comm_buffers=2 * m), m), "block")
+    road = StepRoad(problem, Placement.contiguous(tuple(range(num_stages + 1))))
+    solved = MicroBatchProgram(road, m).solve(2**62, 120)
+    assert solved.is_optimal and solved.orders
+    assert road.fits(solved.orders)
+    assert problem.times.clock.seconds(solved.bound) == seconds
+    assert road.run(solved.orders) == solved.bound
+    if m < 14 or is_exhaustive():
+        plan = make_plan(made, platform, "contiguous", recompute="micro-batch", num_micro_batches=m)
+        assert plan.step_seconds == seconds
+        assert replay(plan, made).violations == ()
+
+
+def random_case(seed: int) -> tuple[Chain, Platform, int]:
+    pick = random.Random(seed)
+    size = pick.randint(2, 4)
+    stash = [pick.randint(2, 4) for _ in range(size)]
+    made = chain(
+        [pick.uniform(1, 2) for _ in range(size)], [pick.uniform(1, 4) for _ in range(size)],
+        weights=[pick.randint(0, 2) for _ in range(size)], outputs=[pick.randint(0, 1) for _ in range(size)],
+        stash=stash, transient=[pick.randint(0, 1) for _ in range(size)],
+    )  # fmt: skip
+    platform = Platform(
+        num_devices=size,
+        memory_bytes=pick.randint(max(stash), 2 * max(stash)) + 11,
+        bandwidth=pick.choice([2.0, 8.0]),
+    )
+    return made, platform, pick.randint(2, 9)
+
+
+def test_a_step_is_never_slower_and_does_what_it_promises(monkeypatch):
+    """Not than one that keeps all, recomputes all, or by stage and block, in 1F1B of any depth or another order.
+
+    Red if a device could run what is not there, if memory were counted by another order, if the shorter one lost.
+    """
+    monkeypatch.setattr(micro_batch_step, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(micro_batch_step, "MOST_CHANGES", 40)
+    shorter = 0
+    for seed in range(some(24)):
+        made, platform, m = random_case(seed)
+        how = {"num_micro_batches": m, "time_limit_seconds": 2}
+        alike = make_plan(made, platform, "contiguous", recompute="block", **how)
+        plan = make_plan(made, platform, "contiguous", recompute="micro-batch", **how)
+        assert replay(plan, made).violations == (), seed
+        assert plan.step_seconds <= alike.step_seconds * (1 + 1e-12), seed
+        assert plan.step_seconds >= plan.step_lower_bound_seconds * (1 - 1e-12), seed
+        shorter += plan.step_seconds < alike.step_seconds * (1 - 1e-9)
+    assert shorter
+
+
+def test_without_the_program_steps_get_shorter_too(monkeypatch):
+    """By lists and changes alone: 5 stages with room for 3, 15 micro-batches."""
+    monkeypatch.setattr(micro_batch_step, "is_installed", lambda: False)
+    made, platform = identical(5, 3, 1, 2)
+    how = {"num_micro_batches": 15, "time_limit_seconds": 10}
+    plan = make_plan(made, platform, "contiguous", recompute="micro-batch", **how)
+    alike = make_plan(made, platform, "contiguous", recompute="block", **how)
+    assert (alike.step_seconds, plan.step_seconds) == (64, 60)
+    assert replay(plan, made).violations == ()
+    names = {name[0] for order in plan.step.order for name, _ in order}
+    assert names == set("FfRB")
+    assert not plan.treats_all_alike
