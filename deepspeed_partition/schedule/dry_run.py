@@ -6,7 +6,7 @@ It shares with ``lowering.py`` only the types of the instructions. The rules:
   and posted; nothing else waits. So no tensor leaves before there is room for it, as if links held nothing.
 - From one device to another, the n-th send and the n-th posted receive are the same message, or the run is wrong.
 - A forward finds its input (handed over, or waited for) and a free slot; a backward finds its gradient, and its
-  micro-batch in its slot.
+  micro-batch in its slot, as does a forward that runs again.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ class _DryRun:
         kind, stage, micro_batch = instruction.kind, instruction.stage, instruction.micro_batch
         self._require(self.devices[stage] == device, f"{instruction} is on device {device}")
         self._require((f"{kind}{stage}", micro_batch) not in self.done, f"{instruction} runs twice")
+        if kind == "R":
+            self._recompute(device, instruction)
+            return
         if kind == "F":
             if stage > 0:
                 self._require_input(Message("F", stage - 1, micro_batch), instruction)
@@ -125,6 +128,14 @@ class _DryRun:
         made = output_of(f"{kind}{stage}", micro_batch, len(self.devices))
         if made is not None and len(set(made.ends(self.devices))) == 2:
             self.at_end[device][made.boundary] += 1
+
+    def _recompute(self, device: int, instruction: Compute) -> None:
+        here = instruction.stage, instruction.micro_batch
+        occupant = self.slots.get((device, instruction.slot))
+        self._require(
+            occupant == here, f"{instruction} finds {occupant} in its slot {instruction.slot}"
+        )  # fmt: skip
+        self.done.add((f"R{instruction.stage}", instruction.micro_batch))
 
     def _require_input(self, message: Message, instruction: Compute) -> None:
         here = self.devices[message.boundary] == self.devices[message.boundary + 1]

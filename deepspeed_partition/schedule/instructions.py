@@ -74,21 +74,23 @@ def output_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Forward or backward of one stage on one micro-batch: ``F2.5`` or ``B2.5``."""
+    """Forward or backward of one stage on one micro-batch: ``F2.5`` or ``B2.5``; ``R2.5``: its forward again."""
 
     kind: str
-    """Kind of computation: ``F`` or ``B``."""
+    """Kind of computation: ``F``, ``B``, or ``R``, which makes anew what a forward did not keep."""
     stage: int
     micro_batch: int
     slot: int
+    keeps: bool = True
+    """Whether a forward keeps what its backward needs; ``f2.5`` keeps its input alone."""
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.micro_batch}"
+        return f"{self.kind if self.keeps else 'f'}{self.stage}.{self.micro_batch}"
 
     @property
     def in_words(self) -> str:
         """Text for a message: ``the forward of micro-batch 5 of stage 2``."""
-        kind = "forward" if self.kind == "F" else "backward"
+        kind = {"F": "forward", "B": "backward", "R": "second forward"}[self.kind]
         return f"the {kind} of micro-batch {self.micro_batch} of stage {self.stage}"
 
 

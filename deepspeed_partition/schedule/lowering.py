@@ -41,8 +41,9 @@ devices wait for less, at those ends of boundaries where they must (tried one af
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from itertools import accumulate
 
 from deepspeed_partition.planner.plan import Plan
@@ -51,7 +52,14 @@ from deepspeed_partition.planner.schedule import Order, PlacedOperation
 from deepspeed_partition.schedule import timetable
 from deepspeed_partition.schedule.dry_run import dry_run
 from deepspeed_partition.schedule.emit import lists_of
-from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Program
+from deepspeed_partition.schedule.instructions import (
+    Compute,
+    DeadlockError,
+    Instruction,
+    LoweringError,
+    Program,
+    Transfer,
+)
 from deepspeed_partition.schedule.postponing import postponed
 from deepspeed_partition.schedule.timetable import Timetable
 
@@ -71,24 +79,27 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
     Raises:
         LoweringError: an order is not complete, or not on its devices.
         DeadlockError: the devices of an order wait for each other in a circle.
-        PlanMismatchError: the plan decides micro-batch by micro-batch.
+        PlanMismatchError: the plan decides micro-batch by micro-batch, and the step is not the planned one.
     """
     _check_count(num_micro_batches)
-    plan.check_treats_all_alike("a list of instructions")
     order: Sequence[Order] | None = None
     devices = [stage.device for stage in plan.stages]
     if plan.step is not None and plan.step.num_micro_batches == num_micro_batches:
         order = plan.step.order
     if flushes is not None and (order is None or not is_flushed(order, len(devices), flushes)):
+        plan.check_treats_all_alike("a step for a loss of the whole batch")
         order = flush_orders(devices, flushes, plan.platform.num_devices)
     if order is not None:
-        return with_transfers(
-            order,
+        check_halves(plan)
+        written = with_transfers(
+            without_recomputation(order),
             devices,
             comm_buffers=plan.platform.comm_buffers,
             seconds={each.operation: _seconds_in_step(plan, each) for each in plan.operations},
             platform=plan.platform,
         )
+        return recomputing(written, order)
+    plan.check_treats_all_alike(f"a step of {num_micro_batches} micro-batches, which is not the planned one,")
     return _program(timetable.of_pattern(plan, num_micro_batches, "FB"), plan.platform.comm_buffers)
 
 
@@ -97,9 +108,89 @@ def _seconds_in_step(plan: Plan, operation: PlacedOperation) -> float:
     return operation.duration_seconds + beside
 
 
+def check_halves(plan: Plan) -> None:
+    """Refuse a step with backwards in two halves.
+
+    Raises:
+        LoweringError: the plan has such a step.
+    """
+    if plan.step is not None and any(name[0] in "IW" for order in plan.step.order for name, _ in order):
+        raise LoweringError(
+            "the plan's step has backwards in two halves, which the engine does not run: plan without "
+            "--split-backward"
+        )
+
+
+def without_recomputation(orders: Sequence[Order]) -> tuple[Order, ...]:
+    """Return orders in which all forwards keep what they need, and none runs again: messages are the same."""
+    return tuple(
+        tuple((f"F{name[1:]}" if name[0] == "f" else name, number) for name, number in order if name[0] != "R")
+        for order in orders
+    )
+
+
+def recomputing(program: Program, orders: Sequence[Order]) -> Program:
+    """Return the lists of orders with what these recompute, micro-batch by micro-batch.
+
+    Args:
+        program: the lists of ``without_recomputation(orders)``.
+
+    A forward that runs again stands behind the computation before it in the order, and behind what that one sends:
+    it needs no message, so it delays none that comes before it, and nobody waits for it. Times on paper are those
+    without it.
+    """
+    keep_nothing = {(int(name[1:]), number) for order in orders for name, number in order if name[0] == "f"}
+    if not keep_nothing:
+        return program
+    lists = []
+    for order, instructions in zip(orders, program.lists, strict=True):
+        again: dict[tuple[str, int] | None, list[tuple[int, int]]] = {}
+        before: tuple[str, int] | None = None
+        for name, number in order:
+            if name[0] == "R":
+                again.setdefault(before, []).append((int(name[1:]), number))
+            else:
+                before = name.replace("f", "F"), number
+        lists.append(tuple(_recomputing_list(instructions, keep_nothing, again)))
+    written = replace(program, lists=tuple(lists))
+    dry_run(written)
+    return written
+
+
+def _recomputing_list(
+    instructions: Sequence[Instruction],
+    keep_nothing: AbstractSet[tuple[int, int]],
+    again: Mapping[tuple[str, int] | None, Sequence[tuple[int, int]]],
+) -> Iterator[Instruction]:
+    """Yield a device's list with what it recomputes behind each of its computations."""
+    slots: dict[tuple[int, int], int] = {}
+    waiting: Sequence[tuple[int, int]] = again.get(None, ())
+    for each in instructions:
+        if not (isinstance(each, Transfer) and each.kind == "S"):
+            yield from (Compute("R", stage, number, slots[stage, number]) for stage, number in waiting)
+            waiting = ()
+        if isinstance(each, Compute):
+            of = each.stage, each.micro_batch
+            slots[of] = each.slot
+            yield replace(each, keeps=False) if each.kind == "F" and of in keep_nothing else each
+            waiting = again.get((f"{each.kind}{each.stage}", each.micro_batch), ())
+        else:
+            yield each
+
+
 def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:
-    """Return the lists of one evaluation: the pattern's forwards, each as early as its input is there."""
+    """Return the lists of one evaluation: the pattern's forwards, each as early as its input is there.
+
+    Where the pattern has several micro-batches, forwards go down the chain as early as they can.
+    """
     _check_count(num_micro_batches)
+    if not plan.treats_all_alike:
+        devices = [stage.device for stage in plan.stages]
+        both = flush_orders(devices, [num_micro_batches], plan.platform.num_devices)
+        forwards = [tuple(entry for entry in order if entry[0][0] == "F") for order in both]
+        return with_transfers(
+            forwards, devices, comm_buffers=plan.platform.comm_buffers, platform=plan.platform
+        )  # fmt: skip
     return _program(timetable.of_pattern(plan, num_micro_batches, "F"), plan.platform.comm_buffers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import weakref
@@ -24,6 +25,7 @@ from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.runtime import autograd_boundary, environment, host_staging
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import boundaries as transfers
 from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans
 from tests.engine.harness import run_cases
@@ -75,14 +77,17 @@ def maps() -> list[tuple[tuple[int, ...], list[int]]]:
 
 
 def plan_for(
-    devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES, **more: Any
-) -> Plan:
-    """``depth`` micro-batches in flight; None: GPipe."""
+    devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES,
+    some_recomputed: int | None = None, **more: Any,
+) -> Plan:  # fmt: skip
+    """``depth`` micro-batches in flight; None: GPipe. ``some_recomputed``: a seed."""
     orders = (
         plans.gpipe(devices, num_micro_batches)
         if depth is None
         else plans.depth_first(devices, num_micro_batches, depth)
     )
+    if some_recomputed is not None:
+        orders = plans.some_recomputed(orders, some_recomputed)
     num_devices = max(devices) + 1
     chain, platform = plans.chain_of(cuts[-1]), plans.platform_of(num_devices)
     return plans.plan_of(chain, platform, cuts, devices, orders=orders, **more)
@@ -425,6 +430,31 @@ class Tools:
         self.pick = random.Random(4)
 
 
+def recomputed_micro_batch_by_micro_batch(_: Path) -> None:
+    """Some forwards keep nothing: they run again at an instruction of their own, or in their backward."""
+    if not recomputes_on_a_cpu():
+        return
+    for specs, tokens, config in (
+        (mlp, False, {}), (mlp, False, {"wall_clock_breakdown": True}),
+        (tied, True, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+    ):  # fmt: skip
+        data = batches(tokens=tokens)
+        expected = train_alone(specs(), data, adam, clip=config.get("gradient_clipping", 1.0))
+        for seed, (devices, cuts) in enumerate(maps()[1:4] if two() else maps()[:1]):
+            plan = plan_for(devices, cuts, depth=4 if seed else None, some_recomputed=seed)
+            engine, _, _ = begin(specs(), plan, config)
+            same(train(engine, data), expected)
+            lists = engine.program(NUM_MICRO_BATCHES, trains=True).lists
+            kinds = [str(each)[0] for each in itertools.chain(*lists) if isinstance(each, Compute)]
+            assert kinds.count("f") > kinds.count("R") > 0
+            counts = [value for name, value in engine.module.named_buffers() if name.endswith("seen")]
+            assert all(count == 16 for count in counts), "as often as without recomputation"
+            assert not engine.batch_state.second_forwards
+            evaluated = [float(engine.eval_batch(Counted(list(data[0]))))]
+            engine.recut(plan_for(devices, cuts))
+            same([float(engine.eval_batch(Counted(list(data[0]))))], evaluated, digits=1e-7)
+
+
 class OwnNoise(nn.Module):
     """Draws from generators that it holds, and from those of Python and NumPy."""
 
@@ -454,7 +484,9 @@ def recomputed_dropout(_: Path) -> None:
     for seed_layers in (True, False):
         losses = []
         for recomputed in ({}, dict.fromkeys(range(4), True), {1: [(3, 5)], 2: [(6, 8)]}):
-            engine, _, _ = begin(specs, plan_for(devices, cuts, recomputed=recomputed), seed_layers=seed_layers)
+            seed = 1 if recomputed else None
+            plan = plan_for(devices, cuts, recomputed=recomputed, some_recomputed=seed)
+            engine, _, _ = begin(specs, plan, seed_layers=seed_layers)
             for number, weight in sorted(engine.module.named_parameters()):
                 torch.manual_seed(len(number))
                 weight.data.normal_(0.0, 0.3)
@@ -692,6 +724,7 @@ CASES_OF_ANY = [
     checkpoints_are_saved_and_loaded,
     dropout,
     recomputed_layers,
+    recomputed_micro_batch_by_micro_batch,
     recomputed_dropout,
     recomputed_layers_that_count,
     recomputed_layers_that_work_in_place,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -103,6 +104,23 @@ def pattern(
 def _apart(begin: float, length: float, other: float, other_length: float, period: float) -> bool:
     """Whether two intervals that repeat every period never overlap."""
     return (other - begin) % period >= length and (begin - other) % period >= other_length
+
+
+def some_recomputed(orders: Sequence[Order], seed: int, share: float = 0.5) -> tuple[Order, ...]:
+    """Orders of which some forwards keep nothing: they run again before their backward, or within it."""
+    pick = random.Random(seed)
+    found = []
+    for order in orders:
+        entries = list(order)
+        for name, number in order:
+            if name[0] == "F" and pick.random() < share:
+                at = entries.index((name, number))
+                entries[at] = f"f{name[1:]}", number
+                if pick.random() < 0.6:
+                    backward = entries.index((f"B{name[1:]}", number))
+                    entries.insert(pick.randint(at + 1, backward), (f"R{name[1:]}", number))
+        found.append(tuple(entries))
+    return tuple(found)
 
 
 def plan_of(

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Platform, make_plan, replay
+from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.engine import plans
 from tests.planner.instances import of_case, solved_cases
@@ -83,6 +84,43 @@ def test_gpipe_and_looped_orders(devices, slots):
         assert result.num_posted.keys() == {
             f"{kind}{cut}" for cut in range(len(devices) - 1) for kind in "FB" if devices[cut] != devices[cut + 1]
         }
+
+
+@pytest.mark.parametrize("devices", MAPS)
+@given(st.integers(0, 10**6), st.integers(1, 6))
+def test_forwards_that_run_again(devices, seed, num_micro_batches):
+    """Each device computes in the order that was given, and its messages are those of the order without them."""
+    without = plans.depth_first(devices, num_micro_batches, 3)
+    orders = plans.some_recomputed(without, seed)
+    chain, platform = plans.chain_of(len(devices)), plans.platform_of(max(devices) + 1)
+    plan = plans.plan_of(chain, platform, range(len(devices) + 1), devices, orders=orders)
+    seconds = {each.operation: each.duration_seconds for each in plan.operations}
+    plain = with_transfers(without, devices, platform=platform, seconds=seconds)
+    program = lower(plan, num_micro_batches)
+    for order, instructions, expected in zip(orders, program.lists, plain.lists, strict=True):
+        shown = [str(each) for each in instructions if is_compute(each)]
+        assert shown == [f"{name}.{number}" for name, number in order]
+        kept = [replace(each, keeps=True) if is_compute(each) else each for each in instructions]
+        assert [each for each in kept if not (is_compute(each) and each.kind == "R")] == list(expected)
+        for each, after in itertools.pairwise(instructions):
+            if is_compute(each) and each.kind == "R":
+                assert is_compute(after) or after.kind != "S", "what was made is sent first"
+
+
+def test_a_step_of_another_size_does_not_decide_by_micro_batch():
+    orders = plans.some_recomputed(plans.gpipe((0, 1), 4), 1)
+    plan = plans.plan_of(plans.chain_of(2), plans.platform_of(2), range(3), (0, 1), orders=orders)
+    with pytest.raises(PlanMismatchError, match="a step of 3 micro-batches, which is not the planned one"):
+        lower(plan, 3)
+    assert all(each.kind == "F" for each in lower_evaluation(plan, 3).lists[0] if is_compute(each))
+
+
+def test_a_second_forward_without_its_micro_batch():
+    program = with_transfers(plans.gpipe((0, 1), 2), (0, 1))
+    first = program.lists[0]
+    broken = replace(program, lists=((*first, Compute("R", 0, 0, 0)), program.lists[1]))
+    with pytest.raises(LoweringError, match=r"R0\.0 finds None in its slot 0"):
+        dry_run(broken)
 
 
 @st.composite

@@ -198,6 +198,8 @@ class Batch:
             self._output_shapes[forward.stage] = Shapes.of(output)
 
     def _do_without(self, compute: Compute) -> None:
+        if compute.kind == "R":
+            return
         state, stage, number = self._state, compute.stage, compute.micro_batch
         devices = self._engine.module.device_of_stage
         is_last = stage == len(devices) - 1

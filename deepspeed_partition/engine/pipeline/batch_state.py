@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.runtime.autograd_boundary import (
     Arrived,
     ArrivedLeaf,
@@ -30,17 +31,20 @@ class BatchState:
         """Outputs to the next stage, by slot, until their backward."""
         self.losses: dict[int, torch.Tensor] = {}
         """Losses by slot, until their backward."""
+        self.second_forwards: dict[int, SecondForward] = {}
+        """What runs a forward again that kept nothing, by slot."""
         self.gradient_shapes: dict[Message, Shapes] = {}
         """Shapes of the gradients that will come back."""
 
     def clear(self) -> None:
         """Forget what a batch before may have left."""
-        for kept in (self.between, self.arrived, self.departed, self.losses, self.gradient_shapes):
+        self.free_graphs()
+        for kept in (self.between, self.gradient_shapes):
             kept.clear()
 
     def free_graphs(self) -> None:
         """Free what is kept for backwards."""
-        for kept in (self.arrived, self.departed, self.losses):
+        for kept in (self.arrived, self.departed, self.losses, self.second_forwards):
             kept.clear()
 
 

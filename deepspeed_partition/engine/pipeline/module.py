@@ -135,9 +135,9 @@ def check_plan(plan: Plan, num_layers: int, num_ranks: int, *, one_stage_each: s
             f"the plan uses {num_used} of its {num_ranks} devices, and DeepSpeed's optimizer cannot start on a "
             "rank without parameters: make a plan that uses all of them, or start fewer ranks and plan for those"
         )
-    plan.check_treats_all_alike("the engine")
     if one_stage_each is None:
         return
+    plan.check_treats_all_alike(f"DeepSpeed's own schedule, which runs here, because {one_stage_each},")
     recomputed = [index for index, stage in enumerate(plan.stages) if stage.blocks]
     if recomputed:
         raise PlanMismatchError(

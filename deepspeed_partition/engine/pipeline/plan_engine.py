@@ -35,6 +35,7 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
     shown_as,
     why_not_lists,
 )
+from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.pipeline.tied_gradients import (
     copies_added_up,
@@ -142,6 +143,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._read_now: Any = None
         self._lockstep = Lockstep(self._pipelines())
         self._passes, self._is_plain = PlainPasses(self), False
+        self._computations = {"F": self._run_forward, "B": self._run_backward, "R": self._run_again}
         self._lowered_lists = functools.lru_cache(maxsize=16)(self._lower)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -416,7 +418,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if isinstance(instruction, Compute):
             own = self.__dict__  # past ``__setattr__``, here and below: see there
             module = own["_modules"]["module"]
-            run = self._run_forward if instruction.kind == "F" else self._run_backward
+            run = self._computations[instruction.kind]
             own["_active"] = instruction.stage
             module.activate(instruction.stage)
             try:
@@ -531,6 +533,19 @@ class AnyPlanEngine(AnyBoundaryEngine):
             from_here = devices[stage - 1] == devices[stage]
             arrived = arrived_of(state.between.pop(Message("F", stage - 1, number)), is_ours=not from_here)
             buffers["inputs"][slot] = state.arrived[slot] = arrived
+        if not forward.keeps:
+            own = self.module.__dict__
+            own["second_forward"] = state.second_forwards[slot] = SecondForward()
+            try:
+                self._run_forward_on(forward, devices)
+            finally:
+                own["second_forward"] = None
+            return
+        self._run_forward_on(forward, devices)
+
+    def _run_forward_on(self, forward: Compute, devices: Sequence[int]) -> None:
+        stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
+        buffers, is_last = self.pipe_buffers, stage + 1 == len(devices)
         if self._is_plain:
             inputs, labels = buffers["inputs"][slot], buffers["labels"][slot]
             buffers["inputs"][slot] = buffers["labels"][slot] = None
@@ -569,6 +584,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
             gradient = Message("B", message.boundary, message.micro_batch)
             state.gradient_shapes[gradient] = Shapes.of(floating)
 
+    def _run_again(self, again: Compute, devices: Sequence[int]) -> None:
+        """Run a forward again that kept nothing, before its backward would."""
+        self.batch_state.second_forwards.pop(again.slot).run()
+
     def _run_backward(self, backward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = backward.stage, backward.micro_batch, backward.slot, self.batch_state
         if stage + 1 == len(devices):
@@ -596,6 +615,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if stage > 0:
             of_input = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1, devices))
             state.between[Message("B", stage - 1, number)] = of_input
+
+        state.second_forwards.pop(slot, None)
 
     def _no_gradient_for(self, stage: int, devices: Sequence[int]) -> NoGradient:
         """What stands for a gradient that there is none of, for the stage before a cut."""

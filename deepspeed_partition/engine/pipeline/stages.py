@@ -20,6 +20,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns
+from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
 from deepspeed_partition.engine.runtime.random_state import drawn_state
@@ -57,6 +58,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     micro_batch = -1
     """The micro-batch that the active stage runs, counted from the begin of the batch."""
     _within: Within | None = None
+    second_forward: SecondForward | None = None
+    """While the active stage keeps nothing of a micro-batch but its input: what lets it run again."""
 
     @contextmanager
     def run_within(self, within: Within) -> Iterator[None]:
@@ -265,6 +268,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     def _recomputed_blocks(self) -> tuple[tuple[int, int], ...]:
         """The ranges of layers of the active stage that the plan recomputes."""
+        if self.second_forward is not None:
+            return ((self._local_start, self._local_stop),)
         plan = self.madpipe_cut.plan if self.madpipe_cut is not None else None
         return () if plan is None or not self._is_active else plan.stages[self._shown].blocks
 
@@ -297,11 +302,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """What runs these layers of the active stage, now and again, with the same seeds."""
         functions = self.forward_funcs[first - self._local_start : last - self._local_start]
         seed = self.base_seed * (self.micro_offset + 1)
+        second = self.second_forward
         first_state: Callable[[], None] | None = None
 
         def run(*tensors: Any) -> Any:
             nonlocal first_state
             again, first_state = first_state, first_state or drawn_state(functions)
+            if second is not None:
+                second.save(is_first=again is None)
             passed = tensors[0] if len(tensors) == 1 else tensors
             with nullcontext() if again is None else _as_at_first(functions, again):
                 for self.curr_layer, function in enumerate(functions, first):

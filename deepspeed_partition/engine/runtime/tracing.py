@@ -81,7 +81,8 @@ class Recorded:
         if isinstance(instruction, Compute):
             start = self._clock.now()
             self._execute(instruction)
-            self._computed.append((instruction, start, self._clock.now()))
+            if instruction.kind != "R":  # a timeline has each forward and each backward once
+                self._computed.append((instruction, start, self._clock.now()))
             return
         if instruction.kind == "S":
             self._sent[instruction.message] = self._clock.now()
