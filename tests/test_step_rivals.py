@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks" / "
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "profiles" / "transformers"))
 
 import rival_cuts
+from bounds_now import bound_row
 from judge import check, judged, plan_of, with_promises
 from llama2 import MODELS, chain_of
 from rival_orders import (
@@ -33,11 +34,13 @@ from rivals import FAMILIES, best_of, rivals_of
 from rows import read_rows
 from settings import NUMBER, read_settings
 from settings import chain_of as chain_of_setting
-from step_report import compared, report
+from step_report import compared, gaps, report
 
 from deepspeed_partition import Chain, Platform, make_plan
+from tests.exhaustive import is_exhaustive
 from tests.planner.instances import chain
 
+RESULTS = Path(__file__).parents[1] / "examples" / "benchmarks" / "step_rivals" / "results"
 TRANSFORMERS = Path(__file__).parents[1] / "examples" / "profiles" / "transformers"
 
 EVEN = chain([1] * 8, [2] * 8, outputs=[0] * 8, input_bytes=0, stash=[10] * 8)
@@ -224,6 +227,28 @@ def test_verdicts_go_both_ways(step, ratio, words):
         assert row.gain == pytest.approx(2.4 / step)
         assert row.gap == pytest.approx(step / 1.6 - 1)
     assert words in report([SETTING], rivals, plans)
+
+
+def test_gaps_are_of_both_bounds():
+    text = gaps(
+        [SETTING],
+        [plan_row("madpipe", 2.0) | {"recomputes": False}],
+        [{"number": 0, "step_lower_bound_seconds": 1.96}],
+    )
+    assert "| all | 1 | 25.0% | 2.0% | 2.04% | 2.0% | 0 | 1 |" in text
+
+
+def test_no_recorded_step_is_below_its_bound():
+    """Of chains as large as real ones: some of the settings, computed anew."""
+    steps = {
+        row["number"]: row["step_seconds"]
+        for row in read_rows(RESULTS / "plans_now.jsonl")
+        if row["algorithm"] == "madpipe"
+    }
+    chosen = [each for each in read_settings() if is_exhaustive() or each.number % 20 == 0]
+    for setting in chosen:
+        assert bound_row(setting)["step_lower_bound_seconds"] <= steps[setting.number] * (1 + 1e-9), setting
+    assert len(chosen) >= 10
 
 
 def test_a_torn_line_is_done_again(tmp_path):

@@ -4,17 +4,22 @@
     python examples/benchmarks/step_rivals/main.py plans [--algorithms madpipe contiguous] [--time-limit 20]
         [--numbers ...] [--jobs 1] [--label NAME]
     python examples/benchmarks/step_rivals/main.py report [--label NAME]
+    python examples/benchmarks/step_rivals/main.py bounds [--label NAME]
 
 ``rivals`` finds the best of each published schedule (``rivals.py``). ``plans`` asks the planner, in a new process
-for each plan. ``report`` writes ``results/report_NAME.md``. A line is written as soon as it is known, and what
-``results/`` has is not done again: a run may be stopped, continued and split. To plan again, give another label.
+for each plan. ``report`` writes ``results/report_NAME.md``. ``bounds`` computes the lower bounds anew, and writes
+how far the steps of the plans are above them: ``results/gaps_NAME.md``. A line is written as soon as it is known,
+and what ``results/`` has is not done again: a run may be stopped, continued and split. To plan again, give another
+label.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +27,12 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+from bounds_now import bound_row
 from judge import check
 from rivals import FAMILIES, best_of
 from rows import read_rows, run_jobs
 from settings import Setting, chain_of, read_settings
-from step_report import report
+from step_report import gaps, report
 
 from deepspeed_partition import InfeasibleError, make_plan
 
@@ -93,6 +99,15 @@ def plan_row(setting: Setting, algorithm: str, time_limit: float) -> dict[str, A
     return row
 
 
+def write_gaps(settings: Sequence[Setting], label: str) -> None:
+    """Compute all bounds, and write them and the gaps of the plans of a label."""
+    bounds = [bound_row(each) for each in settings]
+    (RESULTS / "bounds.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in bounds), encoding="utf-8")
+    text = gaps([asdict(each) for each in settings], read_rows(RESULTS / f"plans_{label}.jsonl"), bounds)
+    (RESULTS / f"gaps_{label}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
 def _most_bytes() -> int | None:
     """Return the most memory that this process had; None where the system does not say (Linux does)."""
     try:
@@ -104,7 +119,7 @@ def _most_bytes() -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rivals", "plans", "report"))
+    parser.add_argument("what", choices=("rivals", "plans", "report", "bounds"))
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--time-limit", type=float, default=20.0, help="processor seconds of each plan")
     parser.add_argument("--numbers", nargs="+", type=int, help="of the settings, in this order; left out: all")
@@ -130,6 +145,8 @@ def main() -> None:
             ],
             arguments.jobs,
         )
+    elif arguments.what == "bounds":
+        write_gaps(settings, arguments.label)
     else:
         text = report([asdict(each) for each in settings], read_rows(rivals_path), read_rows(plans_path))
         (RESULTS / f"report_{arguments.label}.md").write_text(text, encoding="utf-8")

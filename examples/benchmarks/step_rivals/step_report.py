@@ -106,6 +106,53 @@ def report(settings: Sequence[Row], rivals: Sequence[Row], plans: Sequence[Row])
     ])  # fmt: skip
 
 
+def gaps(settings: Sequence[Row], plans: Sequence[Row], bounds: Sequence[Row]) -> str:
+    """Return in Markdown how far the steps of plans are above their own lower bounds, and above other ones."""
+    of_plans = {row["number"]: row for row in plans if row["algorithm"] == "madpipe" and "step_seconds" in row}
+    others = {row["number"]: row["step_lower_bound_seconds"] for row in bounds}
+    rows = [
+        (setting, plan, plan["step_seconds"] / bound - 1, plan["step_seconds"] / others[number] - 1)
+        for setting in settings
+        for number in [setting["number"]]
+        if number in others and (plan := of_plans.get(number)) and (bound := plan["step_lower_bound_seconds"])
+    ]
+    lines = [
+        "# The planner's step above its lower bound",
+        "",
+        "Bounds as they were when the plans were made, and as they are now; the steps are the same.",
+        "",
+        "| settings | number | gap, median | now | least | most | below 5 % | now |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for setting, plan, before, now in rows:
+        recomputes = "with recomputation" if plan["recomputes"] else "without recomputation"
+        for name in ("all", setting["memory"], recomputes, f"{setting['num_devices']} devices"):
+            groups[name].append((before, now))
+    for name in sorted(groups, key=lambda name: (name != "all", name)):
+        before, now = zip(*groups[name], strict=True)
+        cells = [
+            name, len(now), f"{statistics.median(before):.1%}", f"{statistics.median(now):.1%}", f"{min(now):.2%}",
+            f"{max(now):.1%}", sum(gap < 0.05 for gap in before), sum(gap < 0.05 for gap in now),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        "## Settings with the largest gaps",
+        "",
+        "| setting | network | devices | micro-batches | memory | gap | now | stages | recomputes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for setting, plan, before, now in sorted(rows, key=lambda row: -row[3])[:40]:
+        cells = [
+            setting["number"], setting["network"], setting["num_devices"], setting["num_micro_batches"],
+            setting["memory"], f"{before:.1%}", f"{now:.1%}", len(plan["devices"]),
+            "yes" if plan["recomputes"] else "no",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, ""])
+
+
 def _summary(rows: Sequence[Compared], num_settings: int) -> list[str]:
     ratios = [row.ratio for row in rows if row.ratio is not None]
     beaten = sum(row.is_beaten for row in rows)

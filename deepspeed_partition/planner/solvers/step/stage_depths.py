@@ -32,6 +32,8 @@ NUM_PRICES, NUM_DEPTHS = 8, 10
 """Numbers of prices, and of ranges of micro-batches in flight, that are looked at."""
 MOST_NUMBERS = 10**8
 """Most numbers that are looked at; of long chains fewer prices and ranges are."""
+MOST_LAYERS = 1200
+"""Number of layers up to which it counts that what runs twice takes time: tables of more take much memory."""
 ROUNDING = 1e-9
 """Relative error of prices times bytes."""
 Integers = NDArray[np.int64]
@@ -71,7 +73,7 @@ def _recomputing(problem: Problem, forward: Integers, room: Integers) -> Iterato
     kept = _between(stash - saved)
     first = np.append(np.minimum(inputs, stash), 0)[:, None]
     most = _most(room, np.maximum(kept, first), m)
-    if problem.per_micro_batch:  # no two of them need recompute the same
+    if problem.per_micro_batch or chain.num_layers > MOST_LAYERS:  # in the former no two need recompute the same
         yield most, np.zeros_like(most)
         return
     every, total = _between(stash), _between(forward)
