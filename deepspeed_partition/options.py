@@ -56,7 +56,8 @@ class Options:
     """Path where rank 0 saves the plan it makes. None: beside the logs of the run, if it writes any."""
     recompute: str = "auto"
     """What may run its forward again in the backward, to keep less: ``"never"``: nothing; ``"stage"``: each stage
-    as a whole; ``"block"``: ranges of layers within a stage; ``"auto"``: whatever is fastest within memory."""
+    as a whole; ``"block"``: ranges of layers within a stage; ``"auto"``: whatever is fastest within memory;
+    ``"micro-batch"``: each stage decides for each micro-batch besides."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""

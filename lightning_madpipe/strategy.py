@@ -106,8 +106,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         plan: A plan file, which is run as it is, without measuring.
         save_plan: Where the plan is written. None: ``madpipe-plan.json`` in the logger's directory, if it has one.
         recompute: What may run its forward again in the backward, to keep less: ``"never"``, ``"stage"`` (each
-            stage as a whole), ``"block"`` (ranges of layers within a stage), or ``"auto"``, whatever is fastest
-            within memory. None: ``"auto"``.
+            stage as a whole), ``"block"`` (ranges of layers within a stage), ``"auto"``, whatever is fastest
+            within memory, or ``"micro-batch"``, which decides for each micro-batch besides. None: ``"auto"``.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
         checkpoint_checksums: Whether a checkpoint gets a checksum of each file, and whether those are verified

@@ -13,6 +13,7 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import problem_of, with_recomputation
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.simulate.replay import replay_and_count
 from deepspeed_partition.planner.simulate.replay_step import run_step, step_ticks
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
@@ -62,8 +63,10 @@ def _with_buffers(plan: Plan, chain: Chain, platform: Platform) -> Plan | None:
     seconds = clock.seconds(ticks)
     if seconds > plan.step.step_seconds:
         return None  # a transfer comes earlier, and another one waits for it
+    mode = "auto" if plan.treats_all_alike else PER_MICRO_BATCH
     problem = problem_of(chain, platform, plan.step.num_micro_batches)
-    bound = clock.seconds(step_lower_bound(with_recomputation(problem, "auto"), contiguous=False))
+    problem = replace(with_recomputation(problem, mode), per_micro_batch=mode == PER_MICRO_BATCH)
+    bound = clock.seconds(step_lower_bound(problem, contiguous=False))
     step = replace(
         plan.step,
         step_seconds=seconds,

@@ -99,6 +99,20 @@ def test_more_buffers_where_memory_is_to_spare():
     assert with_more_buffers(without, made) is without
 
 
+def test_more_buffers_for_a_plan_that_decides_by_micro_batch():
+    """Its step is shorter than that of any plan which treats all alike, and the bound of those is no bound."""
+    stages = [replace(each, stash_bytes=100) for each in chain([1] * 3, [1] * 3, outputs=[1, 1, 0]).layers]
+    made = replace(chain([1], [1]), layers=tuple(stages))
+    platform = Platform(num_devices=3, memory_bytes=230, bandwidth=1e9)
+    options = {"num_micro_batches": 14, "recompute": "micro-batch", "time_limit_seconds": 1}
+    plan = make_plan(made, platform, "contiguous", **options)
+    assert not plan.treats_all_alike
+    roomier = with_more_buffers(replace(plan, platform=replace(platform, memory_bytes=400)), made)
+    assert roomier.platform.comm_buffers == 16 and roomier.step.order == plan.step.order
+    assert roomier.step.lower_bound_seconds <= roomier.step_seconds < 42
+    assert not replay(roomier, made).violations
+
+
 @pytest.mark.parametrize(
     ("cost", "words"),
     [
