@@ -375,9 +375,9 @@ def needs_two_samples(error: BaseException, step: str, sizes: Sequence[int], nam
     return (
         f"{step}: batch normalization ({_all_of(names, 'layers ')}) cannot compute statistics of one sample, and "
         f"the batch of {sum(sizes)} samples is cut into {len(sizes)} micro-batches, of which the smallest has "
-        f"{min(sizes)}: MadPipeStrategy(num_micro_batches={sum(sizes) // 2}) or less; drop_last=True in the "
-        "loader, where this is a short last batch; larger batches; frozen statistics (.eval() on these layers "
-        "before fit); or nn.GroupNorm in their place"
+        f"{min(sizes)}: MadPipeStrategy(num_micro_batches={sum(sizes) // 2}){', or fewer' * (sum(sizes) > 3)}; "
+        "drop_last=True in the loader, where this is a short last batch; larger batches; frozen statistics "
+        "(.eval() on these layers before fit); or nn.GroupNorm in their place"
     )
 
 

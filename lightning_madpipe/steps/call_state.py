@@ -313,8 +313,10 @@ class CallStates:
         return f"changes {', '.join(found[:3])}{', ...' * (len(found) > 3)}"
 
     def look_again(self) -> None:
-        """Look anew, when a step begins, at what layers hold and what their code reads."""
-        self._attributes = None
+        """Look anew at what layers hold: hooks may have given them other containers since."""
+        if self._attributes is not None:
+            self._attributes.find_containers()
+            self._held = self._attributes.held()
 
 
 class _State:

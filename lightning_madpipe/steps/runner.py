@@ -119,6 +119,8 @@ class BatchRunner:
     def begin_epoch(self) -> None:
         """Let the next batch be the first of an epoch."""
         self._reading.begins = True
+        if self.steps.call_states is not None:
+            self.steps.call_states.look_again()
 
     # The two ways through the pipeline
 

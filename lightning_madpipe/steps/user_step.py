@@ -217,16 +217,7 @@ class UserSteps:
         before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad(), nullcontext() if states is None else states.undone():
-                self._runs.run(
-                    micro_batch,
-                    take,
-                    log=lambda *_, **__: None,
-                    record=lambda _: None,
-                    again=True,
-                    rehearsing=self.rehearsing,
-                    only_inputs=True,
-                    begins=None if states is None else lambda: states.begun(before),
-                )
+                self._run_to_call(micro_batch, take, None if states is None else lambda: states.begun(before))
         except InputTaken:
             pass
         finally:
@@ -234,6 +225,26 @@ class UserSteps:
         if states is not None and taken is not None:
             states.settle(micro_batch.step, alike=on_all_ranks)
         return taken
+
+    def _run_to_call(
+        self,
+        micro_batch: MicroBatch,
+        take: Callable[..., None],
+        begins: Callable[[], AbstractContextManager[object]] | None,
+        within: list[ExitStack] | None = None,
+    ) -> None:
+        """Run a step up to its call of the layers, where ``take`` ends it; nothing that it logs counts."""
+        self._runs.run(
+            micro_batch,
+            take,
+            log=lambda *_, **__: None,
+            record=lambda _: None,
+            again=True,
+            rehearsing=self.rehearsing,
+            only_inputs=True,
+            begins=begins,
+            within=within,
+        )
 
     def run_layers(self, label: MicroBatch | Piece, run: Callable[[], Any]) -> Any:
         """Run layers of this rank in the state in which the step of a micro-batch calls them.
@@ -261,22 +272,11 @@ class UserSteps:
             back = random_state()
             raise InputTaken
 
-        def run_up_to_call() -> None:
-            self._runs.run(
-                micro_batch,
-                take,
-                log=lambda *_, **__: None,
-                record=lambda _: None,
-                again=True,
-                rehearsing=self.rehearsing,
-                only_inputs=True,
-                begins=lambda: states.begun(None),
-                within=contexts,
-            )
-
         try:
             with states.undone():
-                copy_context().run(run_up_to_call)
+                copy_context().run(
+                    self._run_to_call, micro_batch, take, lambda: states.begun(None), within=contexts
+                )
         except InputTaken:
             pass
         finally:

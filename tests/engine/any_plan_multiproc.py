@@ -538,6 +538,7 @@ def recomputed_layers_that_count(_: Path) -> None:
             train(engine, batches(2))
         [layer] = [each for each in engine.module.modules() if type(each) is kind] or [None]
         told = [line for line in lines if "for each micro-batch, to recompute" in line]
+        assert engine.module._has_told == bool(recomputed and layer is not None), "that layers run again"
         if not recomputed or layer is None:
             assert not told, told
             continue

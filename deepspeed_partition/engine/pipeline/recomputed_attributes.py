@@ -35,6 +35,17 @@ _Place: TypeAlias = tuple[int, str]
 _Values: TypeAlias = dict[_Place, list[Any]]
 
 
+def tell_of_second_runs() -> None:
+    """Say once in a job that layers are recomputed, and what of theirs nobody looks at."""
+    warn_once(
+        "second runs",
+        "layers are recomputed: they run again in the backward of each micro-batch. Buffers and random generators "
+        "are put back; what else such a layer changes (files, globals, objects, tensors of more than "
+        f"{MOST_MEMBERS:,} numbers), it changes twice. recompute='never', and activation_checkpoint_interval=0, "
+        "run each layer once",
+    )
+
+
 class TwoRuns:
     """A look at the two runs of recomputed layers for one micro-batch.
 

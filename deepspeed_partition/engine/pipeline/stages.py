@@ -19,7 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns
+from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns, tell_of_second_runs
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
@@ -53,6 +53,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     _layer_specs: list[Any]
     activation_checkpoint_func: Callable[..., Any]
     is_checkpointable_results: list[bool]
+    _has_told = False
+    """Whether it was said that layers run twice."""
     is_checkpointable_results_interval: int | None
     _loads_stages = False
     micro_batch = -1
@@ -225,6 +227,9 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     def _forward(self, forward_input: Any) -> Any:
         blocks = self._recomputed_blocks()
+        if (blocks or self.activation_checkpoint_interval) and torch.is_grad_enabled() and not self._has_told:
+            self._has_told = True
+            tell_of_second_runs()
         if not blocks and not self.activation_checkpoint_interval and self._is_active and not self.seed_layers:
             return self._forward_in_turn(forward_input)
         if not blocks or not torch.is_grad_enabled():
