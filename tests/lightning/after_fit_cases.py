@@ -24,6 +24,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 
 CUT = {"algorithm": [0, 3, 8]}
@@ -472,7 +473,11 @@ def planned_again(host: cases.Host) -> dict[str, Any]:
         "recut from a plan": [(by_plan, [0, 6, 8]), (by_plan, None), (other, None)],
         "recut and frozen": [(first, plans["second"]), (first, None)],
     }
-    return {name: _cuts_of_fits(host, fits, name == "recut and frozen") for name, fits in rows.items()}
+    return {
+        name: _cuts_of_fits(host, fits, name == "recut and frozen")
+        for name, fits in rows.items()
+        if is_chosen(name)
+    }
 
 
 def _cuts_of_fits(host: cases.Host, fits: list[Any], freezes: bool) -> list[Any]:

@@ -269,7 +269,9 @@ class Host:
 
             settings = {
                 "algorithm": "contiguous",  # planned in a tenth of the default's time
-                "num_micro_batches": 4, "bandwidth": 1e9, "latency_seconds": 0.0, **strategy,
+                "num_micro_batches": 4, "bandwidth": 1e9, "latency_seconds": 0.0,
+                "operation_seconds": 0.0, "copy_bandwidth": 1e12,  # to measure them takes a tenth of a short run
+                **strategy,
             }  # fmt: skip
             defaults["strategy"] = lightning_madpipe.MadPipeStrategy(**settings)
         return pl.Trainer(callbacks=list(callbacks), **{**defaults, **arguments})

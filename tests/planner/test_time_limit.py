@@ -73,32 +73,32 @@ def test_a_little_more_time_ends_with_the_whole_when_that_is_stopped():
 def test_a_search_keeps_its_limit(num_micro_batches):
     """It once took six times as long, where nobody looked at the clock for the neighbours of an allocation."""
     made, platform = long_chain()
-    how = {"num_micro_batches": num_micro_batches, "time_limit_seconds": 1.5, "recompute": "never"}
+    how = {"num_micro_batches": num_micro_batches, "time_limit_seconds": 0.7, "recompute": "never"}
     seconds, plan = spent(make_plan, made, platform, **how)
-    assert seconds < 3
+    assert seconds < 2
     again = spent(make_plan, made, platform, **how | {"recompute": "auto"})[0]
-    assert again < 4
+    assert again < 3
     assert (plan.proved, plan.proved_class) == (False, None)
     assert replay(plan, made).violations == ()
 
 
 def test_all_algorithms_of_a_comparison_share_its_limit():
     made, platform = long_chain()
-    seconds, found = spent(compare, made, platform, num_micro_batches=48, time_limit_seconds=2)
-    assert seconds < 4
+    seconds, found = spent(compare, made, platform, num_micro_batches=48, time_limit_seconds=1)
+    assert seconds < 3
     assert [contender.algorithm for contender in found.contenders] == list(COMPARED)
 
 
 def test_others_keep_it_too():
     made, platform = long_chain()
-    assert spent(frontier, made, platform, time_limit_seconds=1)[0] < 3
+    assert spent(frontier, made, platform, time_limit_seconds=0.5)[0] < 2
     roomy = replace(platform, memory_bytes=10 * platform.memory_bytes)
     period = make_plan(made, platform, "contiguous").period_seconds
-    seconds, plan = spent(make_plan, made, roomy, period_seconds=period, time_limit_seconds=1)
-    assert seconds < 3
+    seconds, plan = spent(make_plan, made, roomy, period_seconds=period, time_limit_seconds=0.5)
+    assert seconds < 2
     assert not plan.proved
-    every = {"num_micro_batches": 48, "data_parallel": "auto", "time_limit_seconds": 1.5}
-    assert spent(make_plan, made, platform, **every)[0] < 4
+    every = {"num_micro_batches": 48, "data_parallel": "auto", "time_limit_seconds": 0.7}
+    assert spent(make_plan, made, platform, **every)[0] < 3
 
 
 @pytest.mark.parametrize("algorithm", ["contiguous", "madpipe"])
@@ -137,7 +137,7 @@ def test_an_interrupt_is_answered_at_once(tmp_path, command):
     }[command]
     run = [sys.executable, "-m", "deepspeed_partition", more[0], *arguments, *more[1:]]
     with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        _wait_until(lambda: _cpu_seconds(process.pid) > 1.5)
+        _wait_until(lambda: _cpu_seconds(process.pid) > 1)
         before = _cpu_seconds(process.pid)
         process.send_signal(signal.SIGINT)
         _wait_until(lambda: process.poll() is not None or _cpu_seconds(process.pid) > before + 3)
