@@ -73,7 +73,10 @@ def _recomputing(problem: Problem, forward: Integers, room: Integers) -> Iterato
     kept = _between(stash - saved)
     first = np.append(np.minimum(inputs, stash), 0)[:, None]
     most = _most(room, np.maximum(kept, first), m)
-    if problem.per_micro_batch or chain.num_layers > MOST_LAYERS:  # in the former no two need recompute the same
+    if problem.per_micro_batch:
+        # No two need recompute the same, and a forward that keeps nothing does not hold its input yet.
+        most = _most(room, kept, m)
+    if problem.per_micro_batch or chain.num_layers > MOST_LAYERS:
         yield most, np.zeros_like(most)
         return
     every, total = _between(stash), _between(forward)
