@@ -74,7 +74,7 @@ def assemble(
         proved_class=proved_class,
         proved_of=None if proved_class is None else "period",
         class_lower_bound_seconds=None
-        if answer.class_bound is None or not is_plain(problem.platform)
+        if answer.class_bound is None or problem.per_micro_batch or not is_plain(problem.platform)
         else seconds(answer.class_bound),
         stages=_planned_stages(problem, steady),
         operations=steady.schedule.operations,

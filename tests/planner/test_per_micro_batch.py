@@ -65,6 +65,7 @@ def test_the_planner_finds_the_patterns_of_the_slides(num_stages, slots, period)
     assert plan.period_seconds == pytest.approx(float(period), rel=1e-12)
     assert replay(plan, made).violations == ()
     assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.class_lower_bound_seconds is None  # it bounds plans that treat all micro-batches alike
     names = [operation.operation for operation in plan.operations]
     kept = names.count("F0")
     assert (kept, names.count("f0")) == (4 * slots - 3, 3 * (num_stages - slots))
