@@ -104,8 +104,8 @@ class Options:
             raise ValueError(f"madpipe option 'recompute': {error}") from None
         if self.recompute == PER_MICRO_BATCH:
             raise ValueError(
-                f"madpipe option 'recompute' is {self.recompute!r}, and the engine runs every micro-batch alike: "
-                "use 'block'; `madpipe plan` says what recomputation per micro-batch would gain"
+                f"madpipe option 'recompute' is {self.recompute!r}, and a run plans every micro-batch alike: use "
+                "'block', or give the plan of `madpipe plan --recompute micro-batch` with the option 'plan'"
             )
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):

@@ -121,7 +121,7 @@ def make_plan(
             ``"stage"``: each stage as a whole; ``"block"``: any ranges of layers within a stage; ``"auto"``:
             whatever of these is fastest within memory; ``"micro-batch"``: what ``"block"`` allows, and besides
             stages may keep some micro-batches and recompute others, in a pattern of several of them (of other
-            algorithms than ``"madpipe"`` and ``"contiguous"``, as ``"block"``; no engine runs such a plan yet).
+            algorithms than ``"madpipe"`` and ``"contiguous"``, as ``"block"``).
             Layers that are not ``recomputable`` never do. A step of DeepSpeed's own engine (``num_stages`` or
             ``every_stage_trains``), which cannot, and ``"madpipe-paper"`` are planned without.
 

@@ -85,7 +85,7 @@ class Problem:
     """Ways to recompute a stage, of which a plan may take one for each. None: nothing is recomputed. ``table`` and
     ``times`` are without it."""
     per_micro_batch: bool = False
-    """True: a plan may treat micro-batches differently, as no engine can run it yet."""
+    """True: a plan may treat micro-batches differently."""
     is_one_of_many: bool = False
     """True: others are planned as well, so nobody asks why this one has no plan, or what would help."""
 
