@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed_partition.planner.planning import solver_of
 from deepspeed_partition.planner.problem import DUPLEX
-from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH, checked_mode
+from deepspeed_partition.planner.recomputation import checked_mode
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown
 
 PATIENCE_SECONDS = 20.0
@@ -102,11 +102,6 @@ class Options:
             checked_mode(self.recompute)
         except ValueError as error:
             raise ValueError(f"madpipe option 'recompute': {error}") from None
-        if self.recompute == PER_MICRO_BATCH:
-            raise ValueError(
-                f"madpipe option 'recompute' is {self.recompute!r}, and a run plans every micro-batch alike: use "
-                "'block', or give the plan of `madpipe plan --recompute micro-batch` with the option 'plan'"
-            )
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")

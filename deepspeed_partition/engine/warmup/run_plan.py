@@ -37,6 +37,7 @@ from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.remedies import with_remedies
 from deepspeed_partition.planner.renumbering import renumbered
 from deepspeed_partition.planner.simulate.replay import replay
@@ -179,6 +180,9 @@ def _recompute(engine: MadPipeEngine) -> str:
         why = "activation_checkpoint_interval is set, which recomputes layers itself"
     elif engine.device.type == "cpu" and deepspeed.__version__.startswith("0.19.0"):
         why = "DeepSpeed 0.19.0 cannot recompute on a CPU"
+    if why is None and mode == PER_MICRO_BATCH and engine.flushes is not None:
+        announce("the loss is that of a whole batch: recomputation is planned by block, and not by micro-batch")
+        return "block"
     if why is None or mode == "never":
         return mode
     if mode != "auto":
