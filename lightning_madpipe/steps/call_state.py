@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -119,8 +119,10 @@ class NotedAttributes:
             if [*now] == [*before] and all(map(is_, now.values(), before.values())):
                 continue
             for name in {**before, **now}:
-                was = before.get(name, _MISSING)
-                if now.get(name, _MISSING) is not was and name not in _OF_TORCH and not _is_cached(owner, name):
+                was, value = before.get(name, _MISSING), now.get(name, _MISSING)
+                if value is was or name in _OF_TORCH or _is_cached(owner, name):
+                    continue
+                if not (name == "forward" and (_is_ours(value) or _is_ours(was))):
                     yield owner, name, was
 
     def changes(self) -> list[Change]:
@@ -372,6 +374,12 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, (nn.Parameter, nn.Module, *GENERATORS)):
         return False
     return isinstance(value, Tensor | numpy.ndarray | list | dict | set | deque)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether this stands in the place of a module's ``forward`` while a step runs."""
+    function = value.func if isinstance(value, partial) else value
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_cached(owner: nn.Module, name: str) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
 from torch import nn
 
 from lightning_madpipe.steps.call_state import LayerAttributes
+from lightning_madpipe.steps.serialization import pickled
 
 
 class Layer(nn.Module):
@@ -64,6 +65,22 @@ def test_what_a_step_sets_is_found_and_undone(step: str) -> None:
         assert isinstance(layer.factor, nn.Parameter)
     else:
         assert vars(layer).keys() == kept.keys() and all(vars(layer)[name] == kept[name] for name in kept)
+
+
+def test_what_stands_for_forward_is_no_change_of_the_step() -> None:
+    """Red where it is: each step that calls several modules was told that their ``forward`` cannot be sent."""
+    layer = Layer()
+    layers = LayerAttributes({layer: "layer"})
+    for forward, is_change in ((partial(pickled, 1), False), (pickled, False), (partial(len, "1"), True)):
+        with layers.noted() as noted:
+            vars(layer)["forward"] = forward
+            assert bool(noted.changes()) is is_change
+            noted.undo()
+        assert (vars(layer).pop("forward", None) is forward) is not is_change
+    vars(layer)["forward"] = partial(pickled, 1)
+    with layers.noted() as noted:
+        del vars(layer)["forward"]
+        assert not noted.changes()
 
 
 def test_torchs_classes_stay_as_they_are_while_a_step_is_noted() -> None:
