@@ -97,10 +97,12 @@ def mine(engine: MadPipeEngine, data: list[list[Any]]) -> Counted:
 
 def train(engine: MadPipeEngine, data: list[list[Any]]) -> list[float]:
     items = mine(engine, data)
-    given = items if engine.is_first_stage() or engine.is_last_stage() else None
-    losses = [float(engine.train_batch(given)) for _ in data]
+    has_an_end = engine.is_first_stage() or engine.is_last_stage()
+    losses = [float(engine.train_batch(items if has_an_end else None)) for _ in data]
     if engine.is_first_stage() or engine.is_last_stage():
         assert items.taken == len(items.items), "every micro-batch is taken once"
+    elif has_an_end and items.taken > 1:
+        assert items.taken % engine.micro_batches == 0, "whole steps, until a plan gave the stages to other ranks"
     else:
         assert items.taken <= 1, "one may have been measured, before a plan gave the stages to other ranks"
     return losses
