@@ -127,7 +127,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 FIRST_BYTES = 1024
-"""Of the first message of an object, which holds its length and, nearly always, all of it.
+"""Bytes of the first message of an object, which holds the object's length and, nearly always, all of it.
 
 Torch's own functions send two, each with a wait for all ranks: these take a third of their time on a CPU.
 """
