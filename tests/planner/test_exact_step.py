@@ -14,6 +14,7 @@ import pytest
 from deepspeed_partition import InfeasibleError, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers.constraint_program import is_installed
 from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
 from deepspeed_partition.planner.solvers.step import exact_step, order_program
 from deepspeed_partition.planner.solvers.step.order_program import OrderProgram
@@ -26,7 +27,7 @@ from tests.planner.instances import FREE, chain, problem_of, random_instance
 from tests.planner.test_step_bounds import random_placement, random_problem, with_memory
 from tests.planner.test_step_search import interleavings
 
-pytestmark = pytest.mark.skipif(not order_program.is_installed(), reason="OR-tools is not installed")
+pytestmark = pytest.mark.skipif(not is_installed(), reason="OR-tools is not installed")
 
 
 def shortest(problem: Problem) -> int | None:

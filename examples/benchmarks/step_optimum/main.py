@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tiny import SEEDS, Instance, instance
 
 from deepspeed_partition import Plan, make_plan
-from deepspeed_partition.planner.solvers.step import exact_step, order_program
+from deepspeed_partition.planner.solvers.constraint_program import is_installed
+from deepspeed_partition.planner.solvers.step import exact_step
 
 EQUAL = 1e-9
 """Relative difference below which two steps are equal."""
@@ -121,7 +122,7 @@ def main() -> None:
     )
     parser.add_argument("-o", "--output", type=Path, help="file for the rows, as JSON")
     arguments = parser.parse_args()
-    if not order_program.is_installed():
+    if not is_installed():
         parser.error("the exact program needs OR-tools: pip install 'madpipe[exact]'")
     planned(instance(0))  # OR-tools is imported here, and not counted
     rows = [row_of(seed) for seed in range(*arguments.seeds)]

@@ -20,6 +20,7 @@ from fractions import Fraction
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.bounds import lower_bound
+from deepspeed_partition.planner.solvers.constraint_program import is_installed
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
@@ -30,7 +31,7 @@ from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import (
     busiest_stages,
     retimed,
 )
-from deepspeed_partition.planner.solvers.pattern.cyclic_program import CyclicProgram, is_installed
+from deepspeed_partition.planner.solvers.pattern.cyclic_program import CyclicProgram
 from deepspeed_partition.planner.solvers.pattern.kept_and_recomputed import kept_and_recomputed
 
 MOST_NUMBER, MOST_OPERATIONS = 4, 48

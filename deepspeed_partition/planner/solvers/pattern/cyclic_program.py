@@ -17,22 +17,14 @@ OR-tools is an extra (``madpipe[exact]``) and imported where it is used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
-from math import gcd
 from typing import Any
 
+from deepspeed_partition.planner.solvers.constraint_program import minimized, unit_of
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, Key, Orders
 
 TIME_STEPS, BYTE_STEPS = 2**22, 2**20
 """Largest numbers of units of time and of bytes."""
-
-
-@cache
-def is_installed() -> bool:
-    """Return whether OR-tools can be imported."""
-    return find_spec("ortools") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +51,11 @@ class CyclicProgram:
     def __init__(self, road: CyclicRoad, *, recomputes: bool, most_periods: int = 0) -> None:
         from ortools.sat.python import cp_model
 
-        self.cp, self.road = cp_model, road
+        self.road = road
         self.model: Any = cp_model.CpModel()
         times = [*road.forward, *road.backward, *road.one_way]
         total = sum(2 * each for each in road.forward) + sum(road.backward) + 2 * sum(road.one_way)
-        self.unit = _unit(times, total * road.number, TIME_STEPS)
+        self.unit = unit_of(times, total * road.number, TIME_STEPS)
         self.longest = total * road.number // self.unit + 1
         self.most_periods = most_periods or road.num_stages + 2
         self.length: Any = self.model.new_int_var(1, self.longest, "")
@@ -101,19 +93,13 @@ class CyclicProgram:
         Args:
             seconds: the most seconds that this takes.
         """
-        if seconds <= 0:
-            return SolvedPattern(0, None)
-        self.model.add(self.length <= (shorter_than - 1) // self.unit)
-        solver = self.cp.CpSolver()
-        solver.parameters.num_workers = 1  # in this thread, so that the deadline counts it
-        solver.parameters.max_time_in_seconds = seconds
-        status = solver.solve(self.model)
-        if status == self.cp.INFEASIBLE:
-            return SolvedPattern(shorter_than, None, is_optimal=True)
-        bound = round(solver.best_objective_bound) * self.unit
-        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return SolvedPattern(max(0, bound), None)
-        return SolvedPattern(bound, self._orders(solver), is_optimal=status == self.cp.OPTIMAL)
+        limit = (shorter_than - 1) // self.unit + 1
+        found = minimized(self.model, self.length, limit, seconds)
+        if found.solver is None:
+            return SolvedPattern(
+                shorter_than if found.is_optimal else found.bound * self.unit, None, found.is_optimal
+            )
+        return SolvedPattern(found.bound * self.unit, self._orders(found.solver), found.is_optimal)
 
     def _orders(self, solver: Any) -> Orders:
         length = solver.value(self.length)
@@ -195,7 +181,7 @@ class CyclicProgram:
         sizes = [road.stash[stage], road.input[stage], road.transient[stage], road.passing[stage], capacity]
         if road.stash[stage] * road.number * (self.most_periods + 1) + max(sizes[2:4]) <= capacity:
             return
-        unit = _unit(sizes, capacity, BYTE_STEPS)
+        unit = unit_of(sizes, capacity, BYTE_STEPS)
         stash, bytes_in, transient, passing, room = (each // unit for each in sizes)
         times: list[Any] = []
         changes: list[Any] = []
@@ -272,9 +258,3 @@ class CyclicProgram:
                 model.add_bool_or([literal.negated(), actives[other].negated(), both])
                 terms.append(size * both)
             model.add(sum(terms) <= room).only_enforce_if(actives[one])
-
-
-def _unit(numbers: list[int], largest: int, most_steps: int) -> int:
-    """Return a unit in which numbers are whole; where ``largest`` then has too many, one in which it has not."""
-    common = gcd(*numbers) or 1
-    return common if largest // common <= most_steps else -(-largest // most_steps)

@@ -22,6 +22,7 @@ from math import comb
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers.constraint_program import is_installed
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
@@ -29,7 +30,6 @@ from deepspeed_partition.planner.solvers.step.order_program import (
     OrderProgram,
     Solved,
     bytes_before_backwards,
-    is_installed,
 )
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import step_engine

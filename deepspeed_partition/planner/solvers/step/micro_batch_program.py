@@ -21,12 +21,11 @@ OR-tools is an extra (``madpipe[exact]``) and imported where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from math import gcd
 from typing import Any
 
+from deepspeed_partition.planner.solvers.constraint_program import minimized, unit_of
 from deepspeed_partition.planner.solvers.step.micro_batch_orders import Entry, StepRoad
 
 TIME_STEPS, BYTE_STEPS = 2**24, 2**20
@@ -52,12 +51,12 @@ class MicroBatchProgram:
     def __init__(self, road: StepRoad, num_micro_batches: int) -> None:
         from ortools.sat.python import cp_model
 
-        self.cp, self.road, self.num_micro_batches = cp_model, road, num_micro_batches
+        self.road, self.num_micro_batches = road, num_micro_batches
         self.model: Any = cp_model.CpModel()
         times = [*road.forward, *road.again, *road.backward, *road.one_way, *road.allreduce]
         each = sum(road.forward) + sum(road.again) + sum(road.backward) + 2 * sum(road.one_way)
         longest = num_micro_batches * each + max(road.allreduce)
-        self.unit = _unit(times, longest, TIME_STEPS)
+        self.unit = unit_of(times, longest, TIME_STEPS)
         self.horizon = longest // self.unit + 1
         self.step: Any = self.model.new_int_var(0, self.horizon, "")
         self.begins: dict[Key, Any] = {}
@@ -87,19 +86,13 @@ class MicroBatchProgram:
         Args:
             seconds: the most seconds that this takes.
         """
-        if seconds <= 0:
-            return SolvedStep(0, None)
-        self.model.add(self.step <= (shorter_than - 1) // self.unit)
-        solver = self.cp.CpSolver()
-        solver.parameters.num_workers = 1  # in this thread, so that the deadline counts it
-        solver.parameters.max_time_in_seconds = seconds
-        status = solver.solve(self.model)
-        if status == self.cp.INFEASIBLE:
-            return SolvedStep(shorter_than, None, is_optimal=True)
-        bound = max(0, round(solver.best_objective_bound)) * self.unit
-        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return SolvedStep(bound, None)
-        return SolvedStep(bound, self._orders(solver), is_optimal=status == self.cp.OPTIMAL)
+        limit = (shorter_than - 1) // self.unit + 1
+        found = minimized(self.model, self.step, limit, seconds)
+        if found.solver is None:
+            return SolvedStep(
+                shorter_than if found.is_optimal else found.bound * self.unit, None, found.is_optimal
+            )
+        return SolvedStep(found.bound * self.unit, self._orders(found.solver), found.is_optimal)
 
     def _orders(self, solver: Any) -> tuple[tuple[Entry, ...], ...]:
         found: list[list[tuple[int, int, Entry]]] = [[] for _ in range(self.road.num_stages)]
@@ -205,7 +198,7 @@ class MicroBatchProgram:
         sizes = [road.stash[stage], road.input[stage], road.transient[stage], road.passing[stage]]
         if m * max(road.stash[stage], road.input[stage]) + max(sizes[2:]) <= room:
             return
-        unit = _unit([*sizes, room], room, BYTE_STEPS)
+        unit = unit_of([*sizes, room], room, BYTE_STEPS)
         stash, bytes_in, transient, passing, room = (each // unit for each in (*sizes, room))
         spans: list[Any] = []
         demands: list[int] = []
@@ -256,9 +249,3 @@ class MicroBatchProgram:
                     demands.append(transient)
         model.add_cumulative(spans, demands, room)
         model.add(sum(energy) <= room * (self.step - before - tail))
-
-
-def _unit(numbers: Sequence[int], largest: int, most_steps: int) -> int:
-    """Return a unit in which numbers are whole; where ``largest`` then has too many, one in which it has not."""
-    common = gcd(*numbers) or 1
-    return common if largest // common <= most_steps else -(-largest // most_steps)

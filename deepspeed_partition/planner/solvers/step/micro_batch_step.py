@@ -28,10 +28,10 @@ from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.recomputation import Recomputation
+from deepspeed_partition.planner.solvers.constraint_program import is_installed
 from deepspeed_partition.planner.solvers.contiguous.per_micro_batch import best_pattern
 from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicPattern
-from deepspeed_partition.planner.solvers.pattern.cyclic_program import is_installed
 from deepspeed_partition.planner.solvers.step.micro_batch_orders import Entry, StepRoad
 from deepspeed_partition.planner.solvers.step.micro_batch_program import MicroBatchProgram
 

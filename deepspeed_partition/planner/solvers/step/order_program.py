@@ -24,23 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from math import gcd
 from typing import Any
 
 from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.solvers.constraint_program import minimized, unit_of
 from deepspeed_partition.planner.solvers.step.step_simulator import Positions, StepEngine
 
 TIME_STEPS, BYTE_STEPS = 2**28, 2**20
 """Largest numbers of units of time and of bytes: the program multiplies and adds them in 64 bits."""
-
-
-@cache
-def is_installed() -> bool:
-    """Return whether OR-tools can be imported."""
-    return find_spec("ortools") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +70,11 @@ class OrderProgram:
     ) -> None:
         from ortools.sat.python import cp_model
 
-        self.cp, self.engine, self.num_micro_batches = cp_model, engine, num_micro_batches
+        self.engine, self.num_micro_batches = engine, num_micro_batches
         self.model: Any = cp_model.CpModel()
         times = [*engine.ticks, *engine.allreduce, *(send or 0 for send in engine.send)]
         longest = num_micro_batches * (sum(engine.ticks) + sum(send or 0 for send in engine.send))
-        self.unit = _unit(times, longest, TIME_STEPS)
+        self.unit = unit_of(times, longest, TIME_STEPS)
         self.is_greedy = greedy and 0 not in engine.send and all(ticks % self.unit == 0 for ticks in times)
         self.is_greedy &= not engine.has_ports  # ports tie the rules of all links together
         self.horizon = longest // self.unit + max(engine.allreduce) // self.unit + 1
@@ -104,20 +96,11 @@ class OrderProgram:
 
         Where the time is up before, the bound is what is known by then, 0 for nothing.
         """
-        seconds = deadline.remaining_seconds()
-        if seconds <= 0:
-            return Solved(0, None)
-        self.model.add(self.step <= (shorter_than - 1) // self.unit)
-        solver = self.cp.CpSolver()
-        solver.parameters.num_workers = 1  # in this thread, so that the deadline counts it
-        solver.parameters.max_time_in_seconds = seconds
-        status = solver.solve(self.model)
-        if status == self.cp.INFEASIBLE:
-            return Solved(shorter_than, None)
-        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return Solved(0, None)
-        bound = round(solver.best_objective_bound) * self.unit
-        return Solved(bound, self._orders(solver))
+        limit = (shorter_than - 1) // self.unit + 1
+        found = minimized(self.model, self.step, limit, deadline.remaining_seconds())
+        if found.solver is None:
+            return Solved(shorter_than if found.is_optimal else 0, None)
+        return Solved(found.bound * self.unit, self._orders(found.solver))
 
     def _orders(self, solver: Any) -> tuple[Positions, ...]:
         """Return what each device runs, in the order of the solution."""
@@ -278,7 +261,7 @@ class OrderProgram:
         if room < 0 or engine.floor[place] > memory_bytes:
             self.model.add_bool_or([])
         elif most > room and not recomputes:
-            unit = _unit([room, *(size for _, size in spans)], room, BYTE_STEPS)
+            unit = unit_of([room, *(size for _, size in spans)], room, BYTE_STEPS)
             needed = [(span, size // unit) for span, size in spans if size // unit]
             self.model.add_cumulative([span for span, _ in needed], [size for _, size in needed], room // unit)
 
@@ -296,9 +279,3 @@ def bytes_before_backwards(engine: StepEngine, place: int) -> int:
         if engine.link[boundary] >= 0 and place in engine.device[boundary : boundary + 2]
     )
     return engine.kept[place] - late + engine.platform.comm_buffers * ends
-
-
-def _unit(numbers: Sequence[int], largest: int, most_steps: int) -> int:
-    """Return a unit in which numbers are whole; where ``largest`` then has too many, one in which it has not."""
-    common = gcd(*numbers) or 1
-    return common if largest // common <= most_steps else -(-largest // most_steps)
