@@ -30,12 +30,13 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.draws import EXTREMES, Draws, is_common, numbers_drawn
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
-from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.engine.runtime.random_state import drawn_state, random_state
 from deepspeed_partition.layer_calls import needs_unpacking, unpacking
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.module import PipelineCall, TiedModule
+from lightning_madpipe.steps.extreme_numbers import ExtremeNumbers
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
@@ -123,7 +124,11 @@ class LayerCheck:
         self._existing = [layer for _, layer in call.existing_modules()]
         self._notes: list[str] = []
         self._drawn: dict[str, None] = {}
-        """What ``forward`` draws from outside of its layers, with the line."""
+        """What ``forward`` draws from outside of its layers, with the line: Python, NumPy, own iterators."""
+        self._drawn_by_torch: dict[str, None] = {}
+        """What it draws from torch, where no layer of the list does it in its place."""
+        self._word: int | None = None
+        """While ``forward`` gets the smallest or the largest numbers between its layers: one of ``EXTREMES``."""
         self._collected = list(collected_by_hooks(module, call))
         """What ``forward`` may read that hooks on layers write, which are called therefore."""
         self._in_segment = False
@@ -209,32 +214,39 @@ class LayerCheck:
     def _compare_draws(self, *, whole: bool) -> None:
         """Refuse what ``forward`` does by numbers that it draws between its layers, where no layer does it.
 
-        With the smallest and the largest numbers, it shows whether it does something else by others.
+        With the smallest and the largest numbers, it shows whether it does something else by others. If not, it is
+        noted that it draws.
 
         Raises:
             LayersDifferError: it does, or draws from something of which no extremes are known.
         """
-        drawn, notes = list(self._drawn), list(self._notes)
-        if not drawn:
+        drawn, by_torch, notes = list(self._drawn), list(self._drawn_by_torch), list(self._notes)
+        if not drawn and not by_torch:
             return
-        where = f"draws from {some(drawn)} outside of its layers"
+        where = f"draws from {some([*drawn, *by_torch])} outside of its layers"
         advice = "put the draw, and what is done by it, into the forward() of a layer"
         if not all(map(is_common, drawn)):
             raise self._differs(f"{where}, which no rank does in a pipeline", advice)
         try:
-            for word in EXTREMES:
-                with numbers_drawn(word):
+            for self._word in EXTREMES:
+                with numbers_drawn(self._word):
                     self._compare(whole=whole)
         except LayersDifferError as difference:
             what = f"{where}, and by another number it {difference.what}"
             raise self._differs(what, advice) from difference
         finally:
-            self._notes[:] = notes
+            self._word, self._notes[:] = None, notes
+        self._notes.append(
+            f"forward() of {self._name} {where}, which no rank does in a pipeline: no number changes what it does "
+            "with the first micro-batch, but the numbers that are drawn after it are others than in one process; "
+            f"leave it out, or {advice}"
+        )
 
     def _compare(self, *, whole: bool) -> None:
         inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
-        restore = random_state()
+        restore = self._random_state()
         with ExitStack() as stack:
+            stack.callback(restore)
             if whole:
                 stack.enter_context(self._copies([self._module, *self._existing]))
             else:
@@ -246,7 +258,7 @@ class LayerCheck:
             passed = [tensor.clone() for tensor in inputs]  # which may be changed in place
             given = Passed.of(tuple(passed))
             draws = self._draws()
-            watched = WatchedForward(self._anchors(), given, self._foreign(), draws)
+            watched = WatchedForward(self._anchors(), given, self._foreign(), draws, self._word)
             if draws is not None:
                 stack.enter_context(draws.of_iterators())
             start = autograd_state()
@@ -267,7 +279,8 @@ class LayerCheck:
             after = _random_numbers()
             self._drawn.update(watched.drawn)
             self._compare_calls(watched, given, returned, start, whole=whole)
-            if whole:
+            # The list as a whole draws ordinary numbers.
+            if whole and (self._word is None or not self._drawn_by_torch):
                 drew = self._compare_whole(inputs, outputs, buffers, restore, after)
                 if drew:
                     self._compare_without_chance(buffers)
@@ -293,6 +306,7 @@ class LayerCheck:
             watched.end(getattr(inspect.unwrap(self._forward), "__code__", None))
             return outputs
         finally:
+            watched.put_generators_back()
             for name in silent:
                 object.__delattr__(self._module, name)
             collected = {each.shown for each in self._collected}
@@ -325,15 +339,18 @@ class LayerCheck:
     ) -> None:
         place, last = -1, given
         done: list[str] = []
+        drawn: list[str] = []
         names = {part: name for name, part in self._module.named_modules()}
         for number, call in enumerate(watched.calls):
             done += call.done_before
+            drawn += call.drawn_before
             later = {following.layer for following in watched.calls[number + 1 :]}
             found = self._next_place(call, place, later)
             if found is None:
                 done.append(f"self.{names.get(call.layer, '')} ({type(call.layer).__name__})")
                 continue
             self._compare_call(call, found, start)
+            self._note_draws(drawn, place, found)
             self._compare_link(place, last, found, call.given, done, whole)
             if call.returned is None:
                 return  # forward() caught what the layer raised, and the whole will show it
@@ -342,8 +359,14 @@ class LayerCheck:
                 what = f"calls {self._words.described(found)} with {call.num_given} arguments"
                 with torch.no_grad():
                     self._compare_segment(found - 1, call.given, found + 1, call.returned, what, whole)
-            place, last, done = found, call.returned, []
+            place, last, done, drawn = found, call.returned, [], []
+        self._note_draws([*drawn, *watched.drawn_by_torch], place, len(self._layers))
         self._compare_link(place, last, len(self._layers), returned, [*done, *watched.done], whole)
+
+    def _note_draws(self, drawn: Sequence[str], before: int, after: int) -> None:
+        """Note what was drawn from torch between two neighbors of the list; what is between them draws itself."""
+        if after == before + 1:
+            self._drawn_by_torch.update(dict.fromkeys(drawn))
 
     def _next_place(self, call: LayerCall, place: int, later: Collection[nn.Module]) -> int | None:
         """Find the place of this call in the list; None if it comes before one that the list has before it."""
@@ -439,7 +462,8 @@ class LayerCheck:
             stack.enter_context(buffers_restored(buffer_values(modules)))
             self._in_segment = True
             try:
-                outputs = self._run_layers(before + 1, after, _as_passed(inputs))
+                with ExtremeNumbers(self._word):
+                    outputs = self._run_layers(before + 1, after, _as_passed(inputs))
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:
@@ -566,7 +590,7 @@ class LayerCheck:
         parts = [part for owner in (self._module, *self._existing) for part in owner.modules()]
         with modes(dict.fromkeys(parts, False)):
             restore_buffers(buffers)
-            restore = random_state()
+            restore = self._random_state()
             inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
             with self._context():
                 outputs = self._forward(self._module, *(tensor.clone() for tensor in inputs))
@@ -589,6 +613,16 @@ class LayerCheck:
         return error
 
     # Modules
+
+    def _random_state(self) -> Callable[[], None]:
+        """Return a function that puts generators back to where they are now, those that layers hold, too."""
+        of_all, of_layers = random_state(), drawn_state([self._module, *self._existing])
+
+        def restore() -> None:
+            of_all()
+            of_layers()
+
+        return restore
 
     def _anchors(self) -> dict[nn.Module, None]:
         """The layers whose calls in ``forward`` can be seen."""

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_partition.capture.draws import Draws
-from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.capture.source_lines import model_line
+from deepspeed_partition.engine.runtime.random_state import random_state, torch_state
+from lightning_madpipe.steps.extreme_numbers import call_with_extremes
 from lightning_madpipe.steps.tensor_comparison import (
     are_same,
     equal,
@@ -75,9 +77,11 @@ class LayerCall:
     state: tuple[Any, ...]
     """The state of gradients and autocast when the layer was called."""
     num_given: int = 1
-    returned: Passed | None = None
     done_before: list[str] = field(default_factory=list)
     """What ``forward`` did since the call before."""
+    drawn_before: list[str] = field(default_factory=list)
+    """What ``forward`` drew from torch since the call before, with the line."""
+    returned: Passed | None = None
 
 
 class WatchedForward(TorchFunctionMode):
@@ -88,6 +92,8 @@ class WatchedForward(TorchFunctionMode):
         given: What ``forward`` is given.
         foreign: Modules that are no layers, with their names.
         draws: The generators that ``forward`` may draw from; None where nobody asks.
+        word: One of ``EXTREMES``, to let ``forward`` get such numbers from torch outside of the layers; None: let
+            it get what torch draws.
     """
 
     def __init__(
@@ -96,22 +102,37 @@ class WatchedForward(TorchFunctionMode):
         given: Passed,
         foreign: Mapping[nn.Module, str],
         draws: Draws | None = None,
+        word: int | None = None,
     ) -> None:
         super().__init__()
-        self._draws = draws
+        self._draws, self._word = draws, word
+        self.drawn_by_torch: list[str] = []
+        """What ``forward`` drew from torch since its last call of a layer, with the line."""
+        self._torch_was = b""
+        """Where torch's generators were when ``forward`` began, or the last layer ended."""
+        self._generators: dict[torch.Generator, Tensor] = {}
+        """Generators of its own that ``forward`` gives torch, and where they were."""
         self.drawn: dict[str, None] = {}
         """The generators of Python and NumPy, and iterators, that ``forward`` draws from, with the line."""
         self._anchors, self._foreign = anchors, foreign
         self.calls: list[LayerCall] = []
         self.done: list[str] = []
-        self._depth = 0
+        self._depth = self._foreign_depth = 0
         self._last = given
         self.read_values: dict[str, None] = {}
         """The operations by which ``forward`` asked for the numbers in tensors."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
         name = getattr(function, "__name__", "")
+        if self._draws is None or self._depth > self._foreign_depth:
+            result = function(*arguments, **(keywords or {}))
+        else:
+            given = (keywords or {}).get("generator")
+            if isinstance(given, torch.Generator):
+                self._generators.setdefault(given, given.get_state())
+            result, has_drawn = call_with_extremes(function, arguments, keywords or {}, self._word)
+            if has_drawn:
+                self.drawn_by_torch.append(f"torch ({name.strip('_')}) at {model_line()}")
         if not self._depth and name not in ("__get__", "__set__") and _has_tensor(result):
             self.done.append(name.removeprefix("__").removesuffix("__"))
         if not self._depth and name in READS_OF_VALUES:
@@ -128,6 +149,7 @@ class WatchedForward(TorchFunctionMode):
             for part in self._foreign:
                 stack.callback(part.register_forward_pre_hook(self._enter_foreign).remove)
                 stack.callback(part.register_forward_hook(self._leave_foreign).remove)
+            self._torch_was = torch_state()
             yield
 
     def _enter(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -137,32 +159,43 @@ class WatchedForward(TorchFunctionMode):
         self._note_draws()
         plain, named = _without_defaults(layer, arguments, keywords)
         given = Passed.of(plain[0] if len(plain) == 1 else plain, same_as=self._last)
-        self.calls.append(LayerCall(layer, given, named, autograd_state(), len(plain), done_before=self.done))
-        self.done = []
+        call = LayerCall(layer, given, named, autograd_state(), len(plain), self.done, self.drawn_by_torch)
+        self.calls.append(call)
+        self.done, self.drawn_by_torch = [], []
 
     def _leave(self, layer: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
         if self._depth == 1:  # what this does to tensors itself is not to be recorded
             self._last = self.calls[-1].returned = Passed.of(outputs)
             if self._draws is not None:
                 self._draws.forget()
+                self._torch_was = torch_state()
         self._depth -= 1
 
     def end(self, code: CodeType | None) -> None:
         """Note what the code of ``forward`` has drawn behind the last layer."""
         self._note_draws(code)
 
+    def put_generators_back(self) -> None:
+        """Put the program's own generators that torch was given outside of layers back to where they were."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
     def _note_draws(self, ended: CodeType | None = None) -> None:
         drawn = None if self._draws is None else self._draws.since_last(ended)
         if drawn is not None:
             self.drawn[drawn] = None
+        if self._draws is not None and not self.drawn_by_torch and torch_state() != self._torch_was:
+            self.drawn_by_torch.append(f"torch before {model_line()}" if ended is None else "torch")
 
     def _enter_foreign(self, part: nn.Module, arguments: Any) -> None:
         if not self._depth:
             self.done.append(f"self.{self._foreign[part]} ({type(part).__name__})")
         self._depth += 1
+        self._foreign_depth += 1
 
     def _leave_foreign(self, part: nn.Module, arguments: Any, outputs: Any) -> None:
         self._depth -= 1
+        self._foreign_depth -= 1
 
 
 def _without_defaults(

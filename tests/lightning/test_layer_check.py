@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_partition.generators import generator_state
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
 from lightning_madpipe.steps.forward_reads import Read
@@ -23,6 +24,8 @@ from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces, Left, left_by_code
 from tests.lightning.test_lightning_parts import HalfAPipeline
+
+GENERATOR = torch.Generator().manual_seed(0)
 
 
 class Net(pl.LightningModule):
@@ -36,6 +39,7 @@ class Net(pl.LightningModule):
         self.old = nn.utils.weight_norm(nn.Linear(6, 6))
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.counts, self.seen = 0, []
+        self.own = Noise()
         self.turns, self.rng = itertools.cycle([1, 0]), random.Random(0)
 
 
@@ -49,6 +53,17 @@ class Two(nn.Module):
             x, mask = x
         x = self.linear(x) * scale
         return x if mask is None else (x * mask, mask)
+
+
+class Noise(nn.Module):
+    """Draws from generators of its own, of torch and of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.tools = torch.Generator().manual_seed(0), {"first": random.Random(0)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(6, generator=self.numbers) * self.tools["first"].random()
 
 
 def reverse(x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +121,25 @@ def rarely_doubled(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.c(m.b(h))
 
 
+def rarely_left_out(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    if torch.rand(()) > 1e-3:
+        h = m.b(h)
+    return m.c(h)
+
+
+def doubled_by_length(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Asks for no number, but for how many there are; by a generator of its own."""
+    chosen = torch.rand(4, generator=GENERATOR) > 1 - 1e-6
+    h = m.a(x)
+    return m.c(m.b(h * 2 if len(chosen.nonzero()) else h))
+
+
+def reseeded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return m.c(m.b(m.a(x)))
+
+
 def in_turn(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.c(m.b(m.a(x))) if next(m.turns) else m.b(m.a(x))
 
@@ -158,6 +192,16 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]], str]]
         "forward() calls self.act (ReLU) between layer 0 (Linear) and layer 1 (Linear): list self.act there",
     ),
     "what is done by rare numbers": (rarely_doubled, names("a b c"), "forward() draws from random at "),
+    "what is done by rare numbers of torch": (
+        rarely_left_out,
+        names("a b c"),
+        "forward() draws from torch (rand) at ",
+    ),
+    "what is done by how many numbers of torch are large": (
+        doubled_by_length,
+        names("a b c"),
+        "and by another number it calls ",
+    ),
     "what is done by a number at the end": (
         lambda m, x: plain(m, x) * (2 if numpy.random.rand() < 1e-3 else 1.0) if m.training else plain(m, x),
         names("a b c"),
@@ -262,6 +306,20 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
     ),
     "Python's numbers that nobody uses": (drawing_in_vain, names("a b c")),
     "random numbers that nobody uses": (noisy, names("a drop b drop c")),
+    "numbers of torch that nobody asks for": (
+        lambda m, x: m.c(m.b(m.a(x))) if torch.randint(9, ()) is not None else x,
+        names("a b c"),
+    ),
+    "a seed": (reseeded, names("a b c")),
+    "generators of layers": (lambda m, x: m.c(m.own(m.a(x))), names("a own c")),
+    "an own generator that nobody needs": (
+        lambda m, x: m.c(m.b(m.a(x))) if len(torch.rand(3, generator=GENERATOR)) else x,
+        names("a b c"),
+    ),
+    "draws of functions": (
+        lambda m, x: m.c(F.dropout(m.b(m.a(x) + 0.1 * torch.rand(6)), 0.5, m.training)),
+        lambda m: [m.a, lambda h: h + 0.1 * torch.rand(6), m.b, nn.Dropout(0.5), m.c],
+    ),
     "batch normalization": (lambda m, x: m.c(m.norm(m.a(x))), names("a norm c")),
     "spectral norm": (lambda m, x: m.c(m.spectral(m.a(x))), names("a spectral c")),
     "weight norm": (lambda m, x: m.new(m.old(m.a(x))), names("a old new")),
@@ -283,6 +341,21 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
     "defaults": (lambda m, x: m.c(m.two(m.a(x), None, scale=1.0)), lambda m: [m.a, m.two, m.c]),
     "traces": (traced, names("a b c")),
 }
+
+SAID = {
+    "Python's numbers that nobody uses": "draws from random at ",
+    "random numbers that nobody uses": "draws from torch (randn) at ",
+    "numbers of torch that nobody asks for": "draws from torch (randint) at ",
+    "a seed": "draws from torch before ",
+    "an own generator that nobody needs": "draws from torch (rand) at ",
+    "traces": "calls self.log(), sets self.",
+}
+"""What is said although nothing differs."""
+
+
+def state_in_words(generator: Any) -> str:
+    state = generator_state(generator)
+    return str(state.tolist() if isinstance(state, torch.Tensor) else state)
 
 
 def module_of(forward: Callable[..., Any], layers: Callable[[Any], list[Any]]) -> Any:
@@ -349,23 +422,22 @@ def test_what_is_the_same_passes_and_leaves_no_trace(case: str, kind: str) -> No
     before = {name: (value, value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
     object.__setattr__(module, HOLDER, PipelineHolder())
     modules, inputs = [(part, dict(vars(part))) for part in module.modules()], torch.randn(4, 6)
-    numbers = torch.get_rng_state()
+    generators = torch.default_generator, GENERATOR, module.own.numbers, module.own.tools["first"]
+    numbers = list(map(state_in_words, generators))
     found = compare(module, inputs)
     assert found.difference is None
     assert not called
-    assert torch.equal(numbers, torch.get_rng_state())
+    assert numbers == list(map(state_in_words, generators))
     for name, value in module.state_dict(keep_vars=True).items():
         assert value is before[name][0] and torch.equal(value, before[name][1]) and value.grad is None
     for part, was in modules:
         assert vars(part).keys() == was.keys()
     assert module.counts == 0 and module.seen == []
-    expected = {
-        "random numbers that nobody uses": "compared layer by layer",
-        "traces": "calls self.log(), sets self.",
-    }
     told = [note for note in found.notes if "does not fit" not in note]
-    if case in expected and not (case.startswith("random") and kind != "whole"):
-        assert expected[case] in told[0]
+    if case.startswith("random") and kind == "whole":
+        assert "compared layer by layer" in told.pop(0)
+    if case in SAID:
+        assert len(told) == 1 and SAID[case] in told[0]
     else:
         assert not told
 
