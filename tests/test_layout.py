@@ -21,7 +21,7 @@ ROOMS = [
     f"{PLANNER}.data_parallel", SOLVERS, f"{SOLVERS}.pattern",
     f"{SOLVERS}.contiguous", f"{SOLVERS}.non_contiguous", f"{SOLVERS}.step", f"{PLANNER}.simulate",
     f"{PLANNER}.assembly", f"{PLANNER}.infeasible", f"{PLANNER}.planning", f"{PLANNER}.buffers",
-    f"{PLANNER}.remedies",
+    f"{PLANNER}.operation_costs", f"{PLANNER}.remedies",
     f"{PLANNER}.replication",
     f"{PLANNER}.report", "deepspeed_partition.schedule", "deepspeed_partition.versions",
     "deepspeed_partition.layer_calls", "deepspeed_partition", "deepspeed_partition.options",

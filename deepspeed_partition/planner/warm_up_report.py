@@ -48,6 +48,9 @@ class TrialRun:
     planned_peak_bytes: tuple[int, ...]
     """Peak bytes of each device by the planner's model of the trial partition, with as many micro-batches in
     flight."""
+    step_seconds: float | None = None
+    """Median seconds of a step from the first forward to the last backward of the first device; None where not
+    measured."""
     links: tuple[LinkUse, ...] = ()
     """Use of each link between the devices of neighbouring stages, where transfers were recorded."""
 
@@ -59,6 +62,7 @@ class TrialRun:
             "optimizer_seconds": list(self.optimizer_seconds),
             "peak_bytes": list(self.peak_bytes),
             "planned_peak_bytes": list(self.planned_peak_bytes),
+            **({} if self.step_seconds is None else {"step_seconds": self.step_seconds}),
             "links": [
                 {
                     "link": list(use.link),
@@ -81,6 +85,7 @@ class TrialRun:
             optimizer_seconds=tuple(None if each is None else float(each) for each in data["optimizer_seconds"]),
             peak_bytes=tuple(None if each is None else int(each) for each in data["peak_bytes"]),
             planned_peak_bytes=tuple(map(int, data["planned_peak_bytes"])),
+            step_seconds=float(data["step_seconds"]) if "step_seconds" in data else None,
             links=tuple(
                 LinkUse(
                     link=(int(use["link"][0]), int(use["link"][1])),

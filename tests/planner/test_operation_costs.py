@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner.buffers import MOST_FILLED, with_more_buffers
+from deepspeed_partition.planner.operation_costs import operation_seconds_of
 from deepspeed_partition.planner.simulate.replay_step import run_step
+from tests.exhaustive import some
 from tests.planner.instances import chain, problem_of, random_instance
 
 COSTS = [(0.0, None), (0.5, None), (0.0, 2.0), (1.25, 4.0)]
@@ -47,6 +49,40 @@ def test_a_step_by_hand():
     assert {each.operation: each.duration_seconds for each in plan.operations}["F0"] == 1, (
         "periods do not count it"
     )
+
+
+@settings(max_examples=some(30))
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 2.0]), st.integers(1, 5))
+def test_a_measured_step_tells_what_an_operation_takes(seed, seconds, num_micro_batches):
+    """The step is that of the replay, which is another program."""
+    made, platform = random_instance(seed, most_layers=5, most_devices=3)
+    platform = replace(platform, memory_bytes=10**15)
+    dear = replace(platform, operation_seconds=seconds)
+    plan = make_plan(made, dear, "uniform", num_micro_batches=num_micro_batches, recompute="never")
+    found = operation_seconds_of(made, platform, plan.boundaries, plan.step.order, plan.step_seconds)
+    assert found == pytest.approx(seconds, rel=0.05)
+    again = replay(replace(plan, platform=replace(dear, operation_seconds=found)), made).step_seconds
+    assert again == pytest.approx(plan.step_seconds, rel=0.01)
+    least = replace(platform, operation_seconds=seconds + 1)
+    assert operation_seconds_of(made, least, plan.boundaries, plan.step.order, plan.step_seconds) == seconds + 1
+
+
+def test_a_measured_step_of_whole_batches():
+    """Where the loss is that of a whole batch, forwards end before backwards begin."""
+    made = chain([1, 1], [2, 2], outputs=[0, 0])
+    platform = Platform(num_devices=2, memory_bytes=10**6, bandwidth=1.0)
+    order = ("F", 0), ("B", 0), ("F", 1), ("B", 1)
+    one_by_one = [tuple((f"{kind}{stage}", number) for kind, number in order) for stage in range(2)]
+    all_first = [tuple((f"{kind}{stage}", number) for kind in "FB" for number in range(2)) for stage in range(2)]
+
+    def found(orders, step_seconds, flushes):
+        return operation_seconds_of(made, platform, [0, 1, 2], orders, step_seconds, flushes)
+
+    assert found(all_first, 9 + 6 * 0.5, None) == pytest.approx(0.5, rel=0.01)
+    assert found(all_first, 9 + 6 * 0.5, (2,)) == pytest.approx(0.5, rel=0.01)
+    assert found(one_by_one, 12 + 8 * 0.5, (1, 1)) == pytest.approx(0.5, rel=0.01)
+    with pytest.raises(ValueError, match="operation R0 is no forward or backward of one of 2 stages"):
+        found([(("R0", 0),), ()], 12.0, None)
 
 
 def test_neighbours_on_one_device_copy_nothing():

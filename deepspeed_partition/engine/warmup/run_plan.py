@@ -34,6 +34,7 @@ from deepspeed_partition.planner.buffers import with_more_buffers
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.memory import stage_memory
+from deepspeed_partition.planner.operation_costs import operation_seconds_of
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
@@ -47,6 +48,7 @@ from deepspeed_partition.profiling import Link, OperationCost, measure_links, me
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, to_device
 from deepspeed_partition.profiling.layers import measured_chain, num_samples
 from deepspeed_partition.profiling.measure import MeasuredLayer
+from deepspeed_partition.schedule.instructions import Compute
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -349,6 +351,8 @@ def _plan(
         chain = replace(chain, warm_up=trial_run)
         _tell(trial_run)
         platform = _corrected(platform, trial_run)
+        if options.operation_seconds is None:
+            platform = _with_operations_of(trial_run, engine, chain, platform)
     deadline = Deadline()
     how: dict[str, Any] = {
         "num_micro_batches": engine.micro_batches,
@@ -457,6 +461,7 @@ def _trial_run(
         optimizer_seconds=tuple(trial.optimizer_seconds for trial in trials),
         peak_bytes=tuple(trial.peak_bytes for trial in trials),
         planned_peak_bytes=tuple(planned),
+        step_seconds=trials[0].pipeline_seconds,
         links=uses,
     )
 
@@ -501,6 +506,25 @@ def _corrected(platform: Platform, run: TrialRun) -> Platform:
             "added to what each device is planned to hold (fixed_bytes of the plan's platform)"
         )
     return replace(platform, fixed_bytes=platform.fixed_bytes + most)
+
+
+def _with_operations_of(run: TrialRun, engine: MadPipeEngine, chain: Chain, platform: Platform) -> Platform:
+    """Return the platform with the seconds of an operation that a step of the warm-up tells."""
+    if run.step_seconds is None:
+        return platform
+    lists = engine.program(engine.micro_batches, trains=True).lists
+    orders = [
+        tuple((f"{each.kind}{each.stage}", each.micro_batch) for each in mine if isinstance(each, Compute))
+        for mine in lists
+    ]
+    seconds = operation_seconds_of(chain, platform, run.boundaries, orders, run.step_seconds, engine.flushes)
+    if seconds > platform.operation_seconds:
+        announce(
+            f"a step of the warm-up took {format_seconds(run.step_seconds)}, so that a plan counts "
+            f"{format_seconds(seconds)} for each forward and backward of a stage beside its layers "
+            "(operation_seconds of the plan's platform)"
+        )
+    return replace(platform, operation_seconds=seconds)
 
 
 def on_hosts(plan_on: Callable[[Platform], Plan], platform: Platform, chain: Chain) -> Plan:

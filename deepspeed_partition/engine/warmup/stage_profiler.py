@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -56,6 +57,9 @@ class TrialReport:
     """The number of micro-batches in flight in the step of the peak."""
     parts: list[DeviceTrace]
     """What the device saw of the steps whose transfers were recorded."""
+    pipeline_seconds: float | None
+    """Median seconds of a step from this rank's first forward to its last backward; None on a GPU, whose host does
+    not wait for it, and where layers were recomputed."""
 
 
 class Measuring:
@@ -75,7 +79,10 @@ class Measuring:
         self._peak_bytes: int | None = None
         self._num_in_flight = 0
         self._parts: list[DeviceTrace] = []
+        self._pipeline_seconds: list[float | None] = []
         # Of the step that runs:
+        self._computed_from: float | None = None
+        self._computed_until = 0.0
         self._memory: InPlaceMemory | None = None
         self._live: LiveBytes | None = None
         self._part: DeviceTrace | None = None
@@ -89,7 +96,7 @@ class Measuring:
         """
         module = self._engine.module
         recomputes = recomputes or bool(module.activation_checkpoint_interval)
-        self._part = None
+        self._part = self._computed_from = None
         if self.clock.num_steps == NUM_DROPPED - 1:
             self.why_no_bytes = self._why_not(recomputes)
             if self.why_no_bytes is None:
@@ -103,6 +110,8 @@ class Measuring:
                 self._bytes = self._memory.found
             if self._part is not None:
                 self._parts.append(self._part)
+            lasted = None if self._computed_from is None else self._computed_until - self._computed_from
+            self._pipeline_seconds.append(None if recomputes else lasted)
         finally:
             if self._memory is not None:
                 self._memory.close()
@@ -147,8 +156,14 @@ class Measuring:
             CannotBeWatchedError: it fails while they are, perhaps for that.
         """
         memory = self._memory
-        if memory is None or not isinstance(instruction, Compute) or instruction.micro_batch > 0:
+        if not isinstance(instruction, Compute):
             run(instruction)
+            return
+        if self._computed_from is None:
+            self._computed_from = time.perf_counter()
+        if memory is None or instruction.micro_batch > 0:
+            run(instruction)
+            self._computed_until = time.perf_counter()
             return
         try:
             with memory.forward() if instruction.kind == "F" else memory.backward():
@@ -193,7 +208,18 @@ class Measuring:
             peak_bytes=self._peak_bytes,
             num_in_flight=self._num_in_flight,
             parts=self._parts,
+            pipeline_seconds=self._median_pipeline_seconds(),
         )
+
+    def _median_pipeline_seconds(self) -> float | None:
+        """Return the seconds of a step, from those in which nothing is recorded where there are any."""
+        if self._engine.device.type != "cpu":
+            return None
+        for num_dropped in (NUM_DROPPED + NUM_RECORDED, NUM_DROPPED):
+            readings = [seconds for seconds in self._pipeline_seconds[num_dropped:] if seconds is not None]
+            if readings:
+                return statistics.median(readings)
+        return None
 
     def _why_not(self, recomputes: bool) -> str | None:
         if self._unwatchable is not None:
