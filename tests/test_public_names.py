@@ -68,6 +68,7 @@ ADDED = {
     "options/port_bandwidth",
     "options/recompute",
     "options/unpickle",
+    "schemas/chain.schema.json/$defs/warm_up/properties/step_seconds/$ref",
     "schemas/chain.schema.json/$defs/differences/items/maximum",
     "schemas/chain.schema.json/$defs/differences/items/minimum",
     "schemas/chain.schema.json/$defs/differences/items/type",

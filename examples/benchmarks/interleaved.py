@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed_partition import Plan
+from deepspeed_partition import Chain, Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.runtime.transfers import Transfers
@@ -70,6 +70,32 @@ def engine_for_plan(
         model_parameters=parameters,
     )[0]
     return engine
+
+
+def planned_by_a_run(
+    layers: Sequence[nn.Module],
+    micro_batches: int,
+    loss_fn: Callable[..., Any],
+    data: Iterator[Any],
+    options: Mapping[str, Any],
+    *,
+    micro_batch_size: int = 1,
+) -> tuple[Plan, Chain]:
+    """Return the plan that a run makes after its warm-up, and the chain that it measured; on all ranks.
+
+    Args:
+        options: of madpipe; ``warmup_steps`` among them.
+    """
+    module = PipelineModule(layers, num_stages=dist.get_world_size(), partition_method="madpipe", loss_fn=loss_fn)
+    config = _config(micro_batches, micro_batch_size) | {"pipeline": {"madpipe": dict(options)}}
+    engine = initialize_with(
+        MadPipeEngine, model=module, config=config, model_parameters=list(module.parameters())
+    )[0]
+    for _ in range(options["warmup_steps"] + 1):
+        engine.train_batch(data)
+    plan, chain = engine.plan, engine.chain
+    engine.destroy()
+    return plan, chain
 
 
 def _config(micro_batches: int, micro_batch_size: int) -> dict[str, Any]:

@@ -346,6 +346,10 @@ def what_else_a_warm_up_measures(folder: Path) -> None:
         assert use.link == (0, 1) and use.forward_bytes == use.backward_bytes == 4 * ROWS * WIDE
         assert use.forward_seconds >= LINK_SECONDS and use.backward_seconds >= LINK_SECONDS
         assert engine.plan.platform.bandwidth == told.get("bandwidth", use.bandwidth)
+        # With links that are told nothing but operations explains what a step took.
+        assert found.step_seconds > 2 * NUM_MICRO_BATCHES * LINK_SECONDS
+        assert not told or engine.plan.platform.operation_seconds > LINK_SECONDS / 4
+        assert not told or any("a step of the warm-up took" in each for each in sentences), sentences
         assert engine._transfers.watch is None
 
 

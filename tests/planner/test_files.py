@@ -45,7 +45,7 @@ CHAIN = {
     ],
     "warm_up": {
         "boundaries": [0, 1, 2], "num_steps": 18, "optimizer_seconds": [0.01, None], "peak_bytes": [1000, None],
-        "planned_peak_bytes": [1100, 900],
+        "planned_peak_bytes": [1100, 900], "step_seconds": 0.25,
         "links": [{"link": [0, 1], "forward_bytes": 48000000, "forward_seconds": 0.004, "backward_bytes": 24000000,
                    "backward_seconds": 0.003, "bandwidth": 8e9}],
     },
@@ -152,6 +152,7 @@ def test_the_bandwidth_of_a_link_is_that_of_its_slower_direction():
         ("layers.0.type", [], "layers[0].type is [], not a string"),
         ("warm_up", 3, "warm_up is 3, not an object"),
         ("warm_up.num_steps", -1, "warm_up.num_steps is -1, less than 0"),
+        ("warm_up.step_seconds", "long", "warm_up.step_seconds is 'long', not a number"),
         ("warm_up.links.0.link", [0], "warm_up.links[0].link is [0], with fewer than 2 entries"),
         ("warm_up.peak_bytes.0", "much", "warm_up.peak_bytes[0] is 'much', not an integer or a null"),
     ],

@@ -3,9 +3,10 @@
     torchrun --nproc_per_node=2 examples/benchmarks/planned_steps/main.py [--models digits gpt] [--micro-batches 8]
         [--rounds 20] [--save]
 
-The real layers of the two examples on this machine, measured before; then a step of each engine in turn:
+The real layers of the two examples on this machine, measured in the warm-up of a run; then a step of each engine
+in turn:
 
-- ``madpipe``: the step that is found, with several stages on a rank where that is faster;
+- ``madpipe``: the plan that the run made, with several stages on a rank where that is faster;
 - ``contiguous``: the best contiguous step, on the same engine;
 - ``DeepSpeed, same cut``: DeepSpeed's own engine on the best cut for it that is planned;
 - ``DeepSpeed``: DeepSpeed's own engine on its default cut, ``parameters``.
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import cycle
 from pathlib import Path
@@ -34,15 +35,17 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_partition import Chain, Plan, Platform, make_plan
-from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition import Chain, Plan, make_plan
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
 from deepspeed_partition.planner.buffers import with_more_buffers
-from deepspeed_partition.profiling import measure_links, measure_operations, profile_chain
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from interleaved import engine_for, engine_for_plan, environment, ratios, step_seconds
+from interleaved import engine_for, engine_for_plan, environment, planned_by_a_run, ratios, step_seconds
 
 MEMORY_BYTES = 10**10
+WARM_UP_STEPS = 12
+BUFFERS = 2
+"""Tensors at each end of a boundary with which plans are searched."""
 ENGINES = ("madpipe", "contiguous", "DeepSpeed, same cut", "DeepSpeed")
 
 
@@ -75,32 +78,19 @@ def gpt() -> Model:
 MODELS = {"digits": digits, "gpt": gpt}
 
 
-def measured_chain(name: str, model: Model) -> Chain:
-    """Measure the layers on rank 0 alone, as if it had the machine for itself."""
-    boxes: list[Any] = [None]
-    alone = dist.new_group([0])
-    if dist.get_rank() == 0:
-        sample = next(model.micro_batches())
-        boxes = [profile_chain(model.layers(), sample, loss_fn=model.loss, name=name, repeats=9, group=alone)]
-    dist.barrier()
-    dist.broadcast_object_list(boxes)
-    return boxes[0]
+def plans_for(plan: Plan, chain: Chain, num_micro_batches: int) -> dict[str, Plan]:
+    """Plan the others, on rank 0, with what the run has measured, so that all ranks have the same plans.
 
-
-def plans_for(chain: Chain, platform: Platform, num_micro_batches: int) -> dict[str, Plan]:
-    """Plan on rank 0 as a run does, so that all ranks have the same plans."""
-    boxes: list[Any] = [None]
-    if dist.get_rank() == 0:
-        number, devices = num_micro_batches, platform.num_devices
-        boxes = [{
-            name: with_more_buffers(make_plan(chain, platform, name, num_micro_batches=number), chain)
-            for name in ("madpipe", "contiguous")
-        } | {
-            "DeepSpeed, same cut": make_plan(chain, platform, num_micro_batches=number, num_stages=devices),
-            "DeepSpeed": make_plan(chain, platform, "parameters", num_micro_batches=number, num_stages=devices),
-        }]  # fmt: skip
-    dist.broadcast_object_list(boxes)
-    return boxes[0]
+    Args:
+        plan: the one that the run made.
+    """
+    platform = replace(plan.platform, comm_buffers=BUFFERS)
+    number, devices = num_micro_batches, platform.num_devices
+    return {"madpipe": plan} | from_rank_0(lambda: {
+        "contiguous": with_more_buffers(make_plan(chain, platform, "contiguous", num_micro_batches=number), chain),
+        "DeepSpeed, same cut": make_plan(chain, platform, num_micro_batches=number, num_stages=devices),
+        "DeepSpeed": make_plan(chain, platform, "parameters", num_micro_batches=number, num_stages=devices),
+    })  # fmt: skip
 
 
 def engines_for(model: Model, plans: Mapping[str, Plan], num_micro_batches: int) -> dict[str, Any]:
@@ -132,14 +122,12 @@ def processor_seconds(engines: Mapping[str, Any], data: Callable[[], Iterator[An
 def measured(name: str, num_micro_batches: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each engine of a model: planned and measured, and against ``madpipe``."""
     model = MODELS[name]()
-    link, operations = measure_links(), measure_operations()
-    chain = measured_chain(name, model)
-    platform = Platform(
-        num_devices=dist.get_world_size(), memory_bytes=MEMORY_BYTES, bandwidth=link.bandwidth,
-        latency_seconds=link.latency_seconds, operation_seconds=operations.operation_seconds,
-        copy_bandwidth=operations.copy_bandwidth,
+    torch.manual_seed(0)
+    plan, chain = planned_by_a_run(
+        model.layers(), num_micro_batches, model.loss, model.micro_batches(),
+        {"memory": MEMORY_BYTES, "warmup_steps": WARM_UP_STEPS}, micro_batch_size=model.micro_batch_size,
     )  # fmt: skip
-    plans = plans_for(chain, platform, num_micro_batches)
+    plans = plans_for(plan, chain, num_micro_batches)
     engines = engines_for(model, plans, num_micro_batches)
     seconds = step_seconds(engines, model.micro_batches, rounds)
     worked = processor_seconds(engines, model.micro_batches)
@@ -149,7 +137,8 @@ def measured(name: str, num_micro_batches: int, rounds: int) -> list[dict[str, A
         rows.append({
             "model": name, "engine": kind, "boundaries": plan.boundaries,
             "devices": [stage.device for stage in plan.stages], "micro_batches": num_micro_batches,
-            "planned_seconds": planned, "measured_seconds": statistics.median(seconds[kind]),
+            "operation_seconds": plan.platform.operation_seconds, "planned_seconds": planned,
+            "measured_seconds": statistics.median(seconds[kind]),
             "takes_times_madpipe": ratios(seconds, to="madpipe")[kind],
             "processor_seconds": worked[kind], "rounds": rounds,
         })  # fmt: skip
