@@ -228,7 +228,7 @@ def main() -> None:
             setting = Setting(stages_per_rank, share, arguments.layer_ms / 1e3, arguments.micro_batches)
             taken = contenders(setting, arguments.planning_seconds)
             gc.collect()
-            gc.freeze()  # a search for garbage among all that was imported takes 0.2 s, on each rank at another time
+            gc.freeze()  # to look for garbage among all that was imported takes a rank 0.2 s, each at another time
             seconds = measured(taken, arguments.rounds)
             for each in taken:
                 lines.append({
