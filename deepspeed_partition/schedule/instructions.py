@@ -7,7 +7,7 @@ two lists and says what each instruction does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deepspeed_partition.planner.errors import MadPipeError
@@ -130,6 +130,11 @@ class Program:
     beyond_room: tuple[tuple[int, int], ...] = ()
     """Ends of boundaries, as (device, boundary), at which the device may hold a tensor more than in the run that
     the lists were made from, where another device is late."""
+    _num_slots: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = [[each.slot + 1 for each in mine if isinstance(each, Compute)] for mine in self.lists]
+        object.__setattr__(self, "_num_slots", tuple(max(mine, default=0) for mine in counts))
 
     def __str__(self) -> str:
         return "\n".join(
@@ -144,4 +149,4 @@ class Program:
 
     def num_slots(self, device: int) -> int:
         """Return the most micro-batches in flight on a device, over all its stages."""
-        return max((each.slot + 1 for each in self.lists[device] if isinstance(each, Compute)), default=0)
+        return self._num_slots[device]

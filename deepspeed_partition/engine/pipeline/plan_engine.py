@@ -30,8 +30,8 @@ from deepspeed_partition.engine.pipeline.lockstep import Lockstep
 from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
+    Replaced,
     instructions_of,
-    replaced_instructions,
     shown_as,
     why_not_lists,
 )
@@ -141,6 +141,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             )
         self.batch_data.begin()
         self._read_now: Any = None
+        self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {"F": self._run_forward, "B": self._run_backward, "R": self._run_again}
@@ -267,7 +268,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.loss = self.grad_layer = None
 
     def _replaced_too_late(self) -> Exception | None:
-        reason = why_not_lists(self)
+        reason = self._replaced.why_not_lists
         if reason is None:
             return None
         return RuntimeError(
@@ -360,7 +361,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 self._transfers.finish()
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
             if torch.is_grad_enabled():
-                replaced = replaced_instructions(self)
+                replaced = self._replaced.instructions
                 for kind, name in AT_THE_END.items():
                     run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
                     is_of_ties = kind is schedule.ReduceTiedGrads

@@ -42,6 +42,56 @@ Instruction = Callable[..., Any]
 _ABSENT = object()
 
 
+class Replaced:
+    """What a program has put in the places of instructions and schedules, looked for anew where anything changed.
+
+    Args:
+        engine: whose instructions they are.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._seen: list[Any] | None = None
+        self._instructions: dict[type, Instruction] = {}
+        self._why_not_lists: str | None = None
+
+    @property
+    def instructions(self) -> dict[type, Instruction]:
+        """Return what :func:`replaced_instructions` returns."""
+        self._look()
+        return self._instructions
+
+    @property
+    def why_not_lists(self) -> str | None:
+        """Return what :func:`why_not_lists` returns."""
+        self._look()
+        return self._why_not_lists
+
+    def _look(self) -> None:
+        seen = list(_that_may_be_replaced(self._engine))
+        if seen != self._seen:
+            self._instructions = replaced_instructions(self._engine)
+            self._why_not_lists = why_not_lists(self._engine)
+            self._seen = seen
+
+
+def _that_may_be_replaced(engine: PipelineEngine) -> Iterator[Any]:
+    """Yield all that the functions below look at: where it is the same, they find the same."""
+    for name in SCHEDULES:
+        for each in getattr(schedule, name).__mro__:
+            yield each
+            if each is not object:
+                yield from vars(each).values()
+    for each in type(engine).__mro__:
+        yield each
+        if not _is_foreign(each):
+            break  # ours and what it derives from is known
+        yield from vars(each).values()
+    for instructions in (PipelineEngine._INSTRUCTION_MAP, engine._INSTRUCTION_MAP):
+        yield from instructions
+        yield from instructions.values()
+
+
 def replaced_instructions(engine: PipelineEngine) -> dict[type, Instruction]:
     """What stands in the places of instructions: in the engine's map, in DeepSpeed's, or as an overriding method.
 
