@@ -33,6 +33,7 @@ from deepspeed_partition.cli_options import (
     json_flag,
     output_file,
     platform_options,
+    plot_file,
     zero_option,
 )
 from deepspeed_partition.planner import units
@@ -50,12 +51,16 @@ from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.report.memory_report import explain_memory, memory_text
+from deepspeed_partition.planner.report.pictures import comparison_svg, frontier_svg
+from deepspeed_partition.planner.report.planned_run import planned_run
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.schedule.other_runtimes import megatron_layout, torch_csv
 from deepspeed_partition.versions import HostError
 
+TIMELINE_LABEL = len("device 100 ||")
+"""Columns beside those of a timeline."""
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -130,7 +135,7 @@ def profile(
         )
         if mcap:
             chain = replace(chain, mcap=_incremental_profile(factory, micro_batch, training))
-    _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
+    _hand_over(chain, output, as_json, lambda: draw.chain_text(chain, _width(), colour=_colour()))
 
 
 @cli.command()
@@ -224,7 +229,7 @@ def plan(
             made = make_plan(layers, devices, time_limit_seconds=time_limit, deadline=deadline, **how)
         except InfeasibleError as error:
             raise with_remedies(error, make_plan, layers, devices, deadline, **how) from None
-    _hand_over(made, output, as_json, lambda: draw.summary(made, _width()))
+    _hand_over(made, output, as_json, lambda: draw.summary(made, _width(), colour=_colour()))
 
 
 @cli.command(name="compare")
@@ -241,6 +246,7 @@ def plan(
     help="One more besides the usual ones, such as type:REGEX, 0,3,8 or madpipe-paper, which is slow; "
     "may be repeated.",
 )
+@plot_file("of the table")
 @json_flag("the table")
 def compare_command(
     chain: str,
@@ -250,6 +256,7 @@ def compare_command(
     zero: str | None,
     recompute: str,
     time_limit: float,
+    plot: str | None,
     as_json: bool,
     **platform: Any,
 ) -> None:
@@ -259,6 +266,7 @@ def compare_command(
     overlapped. The gap is to the lower bound, which no schedule of any allocation beats. Exit 3 if nothing fits.
     """
     layers = Chain.load(chain)
+    _check_plot(plot)
     with _watched_search() as deadline:
         comparison = compare(
             layers,
@@ -276,9 +284,8 @@ def compare_command(
     if as_json:
         _print_json(comparison.to_dict())
     else:
-        width = max(120, _width())  # a narrower terminal wraps the lines, which loses no figure
-        click.echo(draw.as_text([draw.comparison_table(comparison)], width), nl=False)
-        click.echo(draw.replicated_note(), nl=False)
+        click.echo(draw.comparison_text(comparison, _width(), colour=_colour()), nl=False)
+    _save_plot(plot, lambda: comparison_svg(comparison), as_json)
     if not comparison.fitting:
         raise comparison.nothing_fits()
 
@@ -287,6 +294,7 @@ def compare_command(
 @input_file("chain")
 @platform_options(memory_is_required=False)
 @algorithm_option
+@plot_file("of time over memory")
 @json_flag("the plans")
 def frontier_command(
     chain: str,
@@ -295,6 +303,7 @@ def frontier_command(
     recompute: str,
     time_limit: float,
     memory: int | None,
+    plot: str | None,
     as_json: bool,
     **platform: Any,
 ) -> None:
@@ -304,6 +313,7 @@ def frontier_command(
     memory is always possible at the price of time; nothing is faster in the memory that a row shows, if proved.
     """
     layers = Chain.load(chain)
+    _check_plot(plot)
     with _watched_search() as deadline:
         found = frontier(
             layers,
@@ -316,8 +326,9 @@ def frontier_command(
         )
     if as_json:
         _print_json(found.to_dict())
-        return
-    click.echo(draw.as_text([draw.frontier_table(found)], _width()) + draw.frontier_words(found), nl=False)
+    else:
+        click.echo(draw.frontier_text(found, _width(), colour=_colour()), nl=False)
+    _save_plot(plot, lambda: frontier_svg(found), as_json)
 
 
 @cli.command(short_help="Replay PLAN on CHAIN; exit 1 where it breaks.")
@@ -387,10 +398,15 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     if as_json:
         _print_json(made.to_dict())
         return
-    click.echo(draw.summary(made, _width()))
-    click.echo(draw.timeline(made, max(40, _width() - 20)), nl=False)
+    width, colour = _width(), _colour()
+    click.echo(draw.summary(made, width, colour=colour))
+    room = max(40, width - TIMELINE_LABEL)
+    click.echo(draw.timeline(made, room, colour=colour), nl=False)
     if made.step is not None:
-        click.echo("\n" + draw.step_order(made), nl=False)
+        run = planned_run(made)
+        if run.is_step:
+            click.echo("\n" + draw.planned_timeline(run, made.platform, room, colour=colour), nl=False)
+        click.echo("\n" + draw.step_order(made, width), nl=False)
 
 
 @cli.command()
@@ -423,7 +439,7 @@ def convert(graph: str, target: str, micro_batches: int | None, output: str | No
     if target == "chain":
         output, as_json = _result(output, as_json, graph)
         chain = Chain.load(graph)
-        _hand_over(chain, output, as_json, lambda: draw.as_text([draw.chain_table(chain)], _width()))
+        _hand_over(chain, output, as_json, lambda: draw.chain_text(chain, _width(), colour=_colour()))
         return
     if as_json:
         raise click.UsageError(f"--json is for --to chain: {target} is a text of its own")
@@ -541,7 +557,7 @@ def _plan_replicated(
 
 def _hand_over_replicated(found: Plan | Replicated, output: str | None, as_json: bool) -> None:
     if isinstance(found, Plan):
-        _hand_over(found, output, as_json, lambda: draw.summary(found, _width()))
+        _hand_over(found, output, as_json, lambda: draw.summary(found, _width(), colour=_colour()))
     elif output is not None:
         raise click.UsageError(
             "a plan file holds no stages with replicas of their own yet: leave out --output, --json prints them",
@@ -607,6 +623,23 @@ def _result(output: str | None, as_json: bool, source: str) -> tuple[str | None,
     return output, as_json
 
 
+def _check_plot(path: str | None) -> None:
+    """Refuse a file that cannot be written before any search."""
+    if path is None:
+        return
+    if not path.lower().endswith(".svg"):
+        raise click.BadParameter(
+            f"{path}: the picture is an SVG file: give a name that ends in .svg", param_hint="--plot"
+        )
+    _check_writable(path, "--plot")
+
+
+def _save_plot(path: str | None, picture: Callable[[], str], as_json: bool) -> None:
+    if path is not None:
+        write_text(path, picture())
+        click.echo(f"saved {units.printable(path)}", err=as_json)
+
+
 def _hand_over(made: Chain | Plan, output: str | None, as_json: bool, text: Callable[[], str]) -> None:
     if output is not None:
         made.save(output)
@@ -627,14 +660,19 @@ def _width() -> int:
     return max(40, min(160, os.get_terminal_size().columns)) if sys.stdout.isatty() else 140
 
 
-def _check_writable(path: str) -> None:
+def _colour() -> bool:
+    """Return whether standard output is a terminal that shows colours, whose user has not asked for none."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _check_writable(path: str, option: str = "--output") -> None:
     folder = Path(path).resolve().parent
     if not folder.is_dir():
-        raise click.BadParameter(f"{path}: the folder {folder} does not exist", param_hint="--output")
+        raise click.BadParameter(f"{path}: the folder {folder} does not exist", param_hint=option)
     if Path(path).is_dir():
-        raise click.BadParameter(f"{path} is a folder", param_hint="--output")
+        raise click.BadParameter(f"{path} is a folder", param_hint=option)
     if not os.access(folder, os.W_OK) or (Path(path).exists() and not os.access(path, os.W_OK)):
-        raise click.BadParameter(f"{path}: no permission to write there", param_hint="--output")
+        raise click.BadParameter(f"{path}: no permission to write there", param_hint=option)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -46,6 +46,12 @@ def output_file(what: str) -> Callable[[Command], Command]:
     return click.option("-o", "--output", metavar="FILE", type=click.Path(), help=f"The {what} file to write.")
 
 
+def plot_file(what: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--plot", metavar="FILE", type=click.Path(), help=f"A picture {what} to write, such as picture.svg."
+    )
+
+
 def json_flag(what: str) -> Callable[[Command], Command]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON, and nothing else.")
 

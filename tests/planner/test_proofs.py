@@ -32,7 +32,7 @@ def test_what_is_proved_of_a_step_is_not_proved_of_its_period(algorithm, path, t
     assert make_plan(LAYERS, PLATFORM).proved
     plan = make_plan(LAYERS, PLATFORM, algorithm, num_micro_batches=4)
     assert (plan.proved, plan.proved_class, plan.proved_of) == (False, None, None)
-    text = draw.summary(plan)
+    text = draw.summary(plan, 200)
     assert (STEP_PROOF in text) == plan.step_proved == (algorithm == "contiguous")
     assert ("the best found and not proved" in text) == (not plan.step_proved)
     assert PROOF not in text
@@ -55,10 +55,10 @@ def test_a_plan_of_others_that_marks_a_step_is_not_believed():
 def test_a_period_and_its_memory_are_told_apart():
     plan = make_plan(LAYERS, PLATFORM)
     assert (plan.proved, plan.proved_of) == (True, "period")
-    assert f"period {PROOF}: {plan.proved_class}" in draw.summary(plan)
+    assert f"period {PROOF}: {plan.proved_class}" in draw.summary(plan, 200)
     least = make_plan(LAYERS, PLATFORM, period_seconds=20, recompute="never")
     assert (least.proved, least.proved_of) == (True, "memory")
-    assert f"memory proved least at this period: {least.proved_class}" in draw.summary(least)
+    assert f"memory proved least at this period: {least.proved_class}" in draw.summary(least, 200)
     for each in (plan, least):
         assert Plan.from_dict(each.to_dict()) == each
     old = {key: value for key, value in plan.to_dict().items() if key != "proved_of"}
@@ -71,12 +71,12 @@ def test_tables_say_of_steps_what_is_proved_of_steps():
     assert not any(row["proved"] for row in rows)
     assert [row["step_proved"] for row in rows] == [False, True, False]
     assert steps.to_dict()["step_lower_bound_seconds"] == rows[0]["step_lower_bound_seconds"]
-    text = draw.as_text([draw.comparison_table(steps)], width=200)
+    text = draw.comparison_text(steps, 200)
     assert text.count("yes") == 1 and "step gap" in text and "(step)" in text
     for row in rows:
         line = next(line for line in text.splitlines() if row["algorithm"] in line)
-        # period, its unit, its gap, the step, its unit, its gap
-        assert line.split()[3:7:3] == [f"{row['gap']:.1%}", f"{row['step_gap']:.1%}"]
+        # algorithm, step, its unit, its gap, the ratio, proved, period, its unit, its gap
+        assert line.split()[3:9:5] == [f"{row['step_gap']:.1%}", f"{row['gap']:.1%}"]
     assert "yes" not in draw.as_text([draw.frontier_table(frontier(LAYERS, PLATFORM, num_micro_batches=4))])
     split = compare(LAYERS, PLATFORM, ("uniform",), num_micro_batches=4, data_parallel=1)
     assert split.step_lower_bound_seconds is None

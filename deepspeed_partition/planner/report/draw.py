@@ -3,47 +3,76 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from deepspeed_partition.planner.data_parallel import bytes_sent_without_pipeline, seconds_of
 from deepspeed_partition.planner.plan import Plan, PlannedStage, StepPlan
-from deepspeed_partition.planner.problem import Chain, Platform
-from deepspeed_partition.planner.schedule import PlacedOperation
+from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
+from deepspeed_partition.planner.report.planned_run import (
+    PlannedRun,
+    bottleneck_words,
+    busy,
+    memory_words,
+    place_of,
+    places_of,
+)
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS, REPLICATED, ReplicatedStage
-from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
+from deepspeed_partition.planner.units import counted, format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:  # these modules draw plans themselves
     from deepspeed_partition.planner.replication import Replicated
     from deepspeed_partition.planner.report.comparison import Comparison, Contender
     from deepspeed_partition.planner.report.frontier import Frontier
-    from deepspeed_partition.planner.report.timeline import MeasuredTimeline
+    from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
 
+WIDTH = 80
+"""Columns of a text that goes to no terminal."""
+COLOURS = {"F": "blue", "f": "blue", "R": "cyan", "B": "green", "I": "green", "W": "magenta", "S": "yellow"}
+"""Colours of a terminal for operations, by the first letter of their names."""
+_PERIOD_COLUMNS = ("period", "gap", "x best", "proved", "sent", "memory")
+_STEP_COLUMNS = ("step", "step gap", "x best", "proved", "period", "gap", "sent", "memory")
+_OF_THE_PERIOD = ("gap", "sent")
+"""Columns of steps that a narrow terminal has below the table."""
 REPLICATED_ROW = "replicated*"
 FILL = {"F": "=", "f": "=", "R": "+", "B": "#", "I": "#", "W": "%", "S": "-"}
 """Characters of a forward, a recomputation, a backward, the gradients of weights and a transfer in a timeline;
 idle time is a dot."""
 
 
-def summary(plan: Plan, width: int = 140) -> str:
-    """Return the promises of a plan and the table of its stages, as text."""
-    return as_text([stage_table(plan)], width) + "\n".join(promises(plan)) + "\n"
+def summary(plan: Plan, width: int = WIDTH, *, colour: bool = False) -> str:
+    """Return the tables of a plan's stages and devices, and what it promises, as text."""
+    tables = "\n".join(_table_text(table, width, colour) for table in (stage_table(plan), device_table(plan)))
+    return f"{tables}\n" + sentences([*promises(plan), bottleneck_words(plan), memory_words(plan)], width)
 
 
-def as_text(renderables: Iterable[object], width: int = 140) -> str:
-    """Return what a terminal of ``width`` columns would show, without colours."""
+def as_text(renderables: Iterable[object], width: int = WIDTH, *, colour: bool = False) -> str:
+    """Return what a terminal of ``width`` columns would show, with its colours or as plain text."""
     buffer = io.StringIO()
     # Names are printed as they are: brackets and colons in them are no markup.
     console = Console(
-        file=buffer, width=width, no_color=True, force_terminal=False, markup=False, emoji=False, highlight=False
-    )
+        file=buffer, width=width, no_color=not colour, force_terminal=colour, markup=False, emoji=False,
+        highlight=False, color_system="standard" if colour else None, legacy_windows=False,
+    )  # fmt: skip
     for renderable in renderables:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def sentences(lines: Iterable[str], width: int = WIDTH) -> str:
+    """Return lines that are broken between words where they are longer than a terminal is wide."""
+    return "".join(
+        textwrap.fill(line, max(20, width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        + "\n"
+        for line in lines
+    )
 
 
 def promises(plan: Plan) -> Iterator[str]:
@@ -128,72 +157,202 @@ def _step_proof(step: StepPlan) -> str:
     return f"lower bound {format_seconds(step.lower_bound_seconds)} (gap {step.gap:.1%}, {proof})"
 
 
-def stage_table(plan: Plan) -> Table:
-    """Table with a row for each stage; memory is that of its device."""
-    title = f"{printable(plan.chain.name)}: {plan.chain.num_layers} layers on {plan.platform.num_devices} devices"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("stage", "device", "in flight"):
+def _table(title: str | None = None) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, show_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+
+
+def _table_text(table: Table, width: int, colour: bool) -> str:
+    """Return a table that fits into a terminal, but never without digits: a narrow terminal breaks its lines."""
+    whole = as_text([table], 10**5)
+    if _letters(as_text([table], width)) == _letters(whole):
+        return as_text([table], width, colour=colour)
+    return as_text([table], max(map(len, whole.splitlines())), colour=colour)
+
+
+def _letters(text: str) -> Counter[str]:
+    """Count what is read of a table: rules and spaces are longer in a wider one."""
+    return Counter(character for character in text if character not in " \n─")
+
+
+def _natural_width(table: Table) -> int:
+    """Return the columns that a table takes where nothing is broken."""
+    return max(map(len, as_text([table], 10**5).splitlines()))
+
+
+def _add_columns(table: Table, *names: str) -> None:
+    """Add columns of figures, which are never cut and never broken."""
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    terms = ["weights", "stash", "buffers", "transient", *(["fixed"] if plan.platform.fixed_bytes else [])]
-    signs = ["=", *["+"] * len(terms)]
-    for name in ("forward", "backward", "memory", *map(" ".join, zip(signs, terms, strict=False))):
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("12.34 ms")))
-    table.add_column("layers", overflow="ellipsis", no_wrap=True)  # the column that shrinks
+
+
+def stage_table(plan: Plan) -> Table:
+    """Table with a row for each stage."""
+    title = (
+        f"{printable(plan.chain.name)}: {counted(plan.chain.num_layers, 'layer')} in "
+        f"{counted(len(plan.stages), 'stage')} on {counted(plan.platform.num_devices, 'device')} of "
+        f"{format_bytes(plan.platform.memory_bytes)}"
+    )
+    table = _table(title)
+    recomputes = any(stage.blocks for stage in plan.stages)
+    _add_columns(table, "stage", "device", "forward", "backward", "in flight")
+    table.add_column("layers", overflow="fold")  # the column that shrinks
+    if recomputes:
+        table.add_column("recomputed", overflow="fold", min_width=len("recomputed"))
     durations: dict[str, float] = {}
     for operation in plan.operations:  # a backward that runs the forward again is longer than others of its stage
         shortest = durations.get(operation.operation, operation.duration_seconds)
         durations[operation.operation] = min(shortest, operation.duration_seconds)
     for index, stage in enumerate(plan.stages):
-        use = plan.memory[stage.device]
+        halves = durations.get(f"I{index}", 0.0) + durations.get(f"W{index}", 0.0)
         table.add_row(
             str(index),
             str(stage.device),
-            str(stage.in_flight),
             format_seconds(durations.get(f"F{index}", durations.get(f"f{index}", 0.0))),
-            format_seconds(
-                durations.get(f"B{index}", durations.get(f"I{index}", 0.0) + durations.get(f"W{index}", 0.0))
-            ),
-            format_bytes(plan.peak_memory_bytes[stage.device]),
-            *(format_bytes(getattr(use, term)) for term in terms),
+            format_seconds(durations.get(f"B{index}", halves)),
+            str(stage.in_flight),
             _layers(stage),
+            *([_recomputed(stage)] if recomputes else []),
         )
     return table
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Table with a row for each algorithm; one that does not fit shows the memory with which it would."""
-    chain, platform = comparison.chain, comparison.platform
-    title = (
-        f"{printable(chain.name)}: {chain.num_layers} layers on {platform.num_devices} devices of "
-        f"{format_bytes(platform.memory_bytes)}, {_lower_bounds(comparison)}; "
-        "sent: in all, and as part of what plain data parallelism would send"
-    )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("algorithm", overflow="fold", min_width=len("pipedream-blind"))
-    steps = any(each.plan is not None and each.plan.step is not None for each in comparison.contenders)
-    with_step = ("period", "gap", "step", "step gap", "x best", "step proved")
-    times = with_step if steps else ("period", "x best", "gap", "proved")
-    for name in times:
-        table.add_column(
-            name, justify="right", no_wrap=True, min_width=len("1.234 s") if name == "step" else len(name)
+def _recomputed(stage: PlannedStage) -> str:
+    """Name the layers of a stage whose forward runs again."""
+    if not stage.blocks:
+        return "nothing"
+    return "all" if stage.rematerialize is True else " ".join(f"{first}..{last}" for first, last in stage.blocks)
+
+
+def device_table(plan: Plan) -> Table:
+    """Table with a row for each device: how long it is busy, and what its peak of memory consists of."""
+    table = _table(f"Devices, per {'period' if plan.step is None else 'step'}, and their memory at its peak")
+    terms = ["weights", "stash", "buffers", "transient", *(["fixed"] if plan.platform.fixed_bytes else [])]
+    signs = ["=", *["+"] * len(terms)]
+    _add_columns(table, "device", "busy", "memory", *map(" ".join, zip(signs, terms, strict=False)))
+    shares = {each.place: each.share for each in busy(plan)}
+    for device, use in enumerate(plan.memory):
+        table.add_row(
+            str(device),
+            f"{shares[f'device {device}']:.0%}",
+            format_bytes(plan.peak_memory_bytes[device]),
+            *(format_bytes(getattr(use, term)) for term in terms),
         )
-    table.add_column("sent", justify="right", no_wrap=True, min_width=len("123.4 MB (100%)"))
-    table.add_column("peak memory", overflow="fold", min_width=12)
-    table.add_column("cut", overflow="fold", min_width=8)
+    return table
+
+
+def comparison_text(comparison: Comparison, width: int = WIDTH, *, colour: bool = False) -> str:
+    """Return the table of a comparison, below it what did not fit beside the figures, and what the words mean."""
+    several = comparison.platform.num_devices > 1
+    table = comparison_table(comparison)
+    refused = dict(_refusals(comparison))
+    below = refused
+    if _natural_width(table) > width:
+        table = comparison_table(comparison, short=True)
+        below = dict(_cuts(comparison, short=True)) | refused
+    rest = "\n" + _below(below.items(), width) if below else ""
+    notes = ["sent: in all, and as part of what plain data parallelism would send"]
+    if several:
+        notes.append("memory: of the device that needs most; --json has all")
+    notes.append(f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period")
+    title = _comparison_title(comparison)
+    return (
+        sentences([title], width)
+        + "\n"
+        + _table_text(table, width, colour)
+        + rest
+        + "\n"
+        + sentences(notes, width)
+    )
+
+
+def _below(named: Iterable[tuple[str, str]], width: int) -> str:
+    """Return a line for each name and what is to be said of it, broken between words."""
+    pairs = list(named)
+    label = max((len(name) for name, _ in pairs), default=0)
+    lines = []
+    for name, text in pairs:
+        room = max(20, width - label - 2)
+        if len(text) > room and " " not in text:
+            text = text.replace(",", ", ")
+        broken = textwrap.wrap(text, room, break_on_hyphens=False)
+        lines += [f"{name:<{label}}  {broken[0]}", *(f"{'':<{label}}  {line}" for line in broken[1:])]
+    return "\n".join(lines) + "\n"
+
+
+def _comparison_title(comparison: Comparison) -> str:
+    chain, platform = comparison.chain, comparison.platform
+    return (
+        f"{printable(chain.name)}: {counted(chain.num_layers, 'layer')} on "
+        f"{counted(platform.num_devices, 'device')} of {format_bytes(platform.memory_bytes)}, "
+        f"{_lower_bounds(comparison)}"
+    )
+
+
+def _has_steps(comparison: Comparison) -> bool:
+    return any(each.plan is not None and each.plan.step is not None for each in comparison.contenders)
+
+
+def comparison_table(comparison: Comparison, *, short: bool = False) -> Table:
+    """Table with a row for each algorithm; one that does not fit shows the memory with which it would.
+
+    Args:
+        short: leave out where each algorithm cuts the chain, and of steps what is of their period.
+    """
+    table = _table()
+    table.add_column("algorithm", no_wrap=True)
+    steps = _has_steps(comparison)
+    names = _STEP_COLUMNS if steps else _PERIOD_COLUMNS
+    shown = [name for name in names if not (short and steps and name in _OF_THE_PERIOD)]
+    _add_columns(table, *shown)
+    if not short:
+        table.add_column("cut")
+    cuts = dict(_cuts(comparison))
     for contender in comparison.contenders:
         name, plan = printable(contender.algorithm), contender.plan
         if plan is None:
-            table.add_row(name, *["-"] * (len(times) + 1), *_refusal(contender))
-            continue
-        table.add_row(
-            name,
-            *_times(comparison, contender, plan),
-            _sent(comparison, contender),
-            ", ".join(format_bytes(peak) for peak in plan.peak_memory_bytes),
-            allocation_text(plan),
-        )
-    table.add_row(*_replicated_row(comparison, steps=steps))
+            smallest = contender.smallest_memory_bytes
+            cells = {"memory": "refused" if smallest is None else f"needs {format_bytes(smallest)}"}
+        else:
+            cells = _cells(comparison, contender, plan)
+        table.add_row(name, *(cells.get(each, "-") for each in shown), *([] if short else [cuts[name]]))
+    cells = _replicated_cells(comparison, steps=steps)
+    row = [REPLICATED_ROW, *(cells.get(each, "-") for each in shown)]
+    table.add_row(*row, *([] if short else [cuts[REPLICATED_ROW]]))
     return table
+
+
+def _cuts(comparison: Comparison, *, short: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield for each algorithm where it cuts the chain.
+
+    Args:
+        short: say what the short table leaves out, too.
+    """
+    for contender in comparison.contenders:
+        name, text = printable(contender.algorithm), "does not fit"
+        if contender.plan is not None:
+            text = allocation_text(contender.plan)
+            if short and contender.plan.step is not None:
+                cells = _cells(comparison, contender, contender.plan)
+                text = "; ".join([text, *(f"{each} {cells[each]}" for each in _OF_THE_PERIOD)])
+        elif contender.smallest_memory_bytes is None:
+            text = "see below"
+        yield name, text
+    found = comparison.replicated
+    on_devices = () if found is None else found.on_devices()
+    yield REPLICATED_ROW, " ".join(f"{start}..{stop}x{count}" for start, stop, count in on_devices) or "see below"
+
+
+def _refusals(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield for each algorithm that refuses the problem why it does."""
+    for contender in comparison.contenders:
+        if contender.plan is None and contender.smallest_memory_bytes is None:
+            yield printable(contender.algorithm), printable(contender.reason or "")
+    if comparison.replicated is None:
+        too_many = comparison.platform.num_devices > MOST_REPLICAS
+        yield REPLICATED_ROW, f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
 
 
 def _lower_bounds(comparison: Comparison) -> str:
@@ -203,44 +362,40 @@ def _lower_bounds(comparison: Comparison) -> str:
     return text if of_step is None else f"{text} (period), {format_seconds(of_step)} (step)"
 
 
-def _times(comparison: Comparison, contender: Contender, plan: Plan) -> list[str]:
-    """Cells of a row: the period, and the step where there is one, each with its own gap."""
-    period, gap = format_seconds(plan.period_seconds), f"{plan.gap:.1%}"
-    ratio = f"{comparison.ratio_to_best(contender):.3f}"
-    if plan.step is None:
-        return [period, ratio, gap, "yes" if plan.proved else "no"]
-    step_gap = "-" if plan.step.gap is None else f"{plan.step.gap:.1%}"
-    return [period, gap, format_seconds(contender.seconds), step_gap, ratio, "yes" if plan.step.proved else "no"]
+def _cells(comparison: Comparison, contender: Contender, plan: Plan) -> dict[str, str]:
+    """Cells of a row by their columns: the step where there is one, and the period, each with its own gap."""
+    cells = {
+        "period": format_seconds(plan.period_seconds),
+        "gap": f"{plan.gap:.1%}",
+        "x best": f"{comparison.ratio_to_best(contender):.3f}",
+        "proved": "yes" if plan.proved else "no",
+        "sent": _sent(comparison, contender),
+        "memory": format_bytes(max(plan.peak_memory_bytes)),
+    }
+    if plan.step is not None:
+        cells["step"] = format_seconds(contender.seconds)
+        cells["step gap"] = "-" if plan.step.gap is None else f"{plan.step.gap:.1%}"
+        cells["proved"] = "yes" if plan.step.proved else "no"
+    return cells
 
 
-def replicated_note() -> str:
-    """Note below the comparison: what the row of PipeDream's own partitioner means."""
-    return f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period\n"
-
-
-def _replicated_row(comparison: Comparison, *, steps: bool) -> list[str]:
-    """Row of PipeDream's own partitioner; its result is no plan, since its stages are replicated."""
+def _replicated_cells(comparison: Comparison, *, steps: bool) -> dict[str, str]:
+    """Cells of PipeDream's own partitioner; its result is no plan, since its stages are replicated."""
     found = comparison.replicated
     if found is None:
-        too_many = comparison.platform.num_devices > MOST_REPLICAS
-        why = f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
-        return [REPLICATED_ROW, *["-"] * (7 if steps else 5), "refused", why]
+        return {"memory": "refused"}
     period, most = found.pipeline.period_seconds, max(found.fewest_bytes)
+    too_much = most > comparison.platform.memory_bytes
+    cells = {
+        "period": format_seconds(period),
+        "memory": f"needs {format_bytes(most)}" if too_much else f"{format_bytes(most)} +",
+    }
+    if steps:
+        return cells
     best = min((each.seconds for each in comparison.fitting), default=period)
-    over = most > comparison.platform.memory_bytes
-    return [
-        REPLICATED_ROW,
-        format_seconds(period),
-        *(["-"] * 5 if steps else [f"{period / best:.3f}", "-", "no"]),
-        "-"
-        if steps
-        else _share(
-            found.pipeline.bytes_per_micro_batch,
-            bytes_sent_without_pipeline(comparison.chain, comparison.platform.num_devices, per_step=False),
-        ),
-        f"does not fit: needs {format_bytes(most)}" if over else f"{format_bytes(most)} or more",
-        " ".join(f"{start}..{stop}x{count}" for start, stop, count in found.on_devices()),
-    ]
+    plain = bytes_sent_without_pipeline(comparison.chain, comparison.platform.num_devices, per_step=False)
+    sent = _share(found.pipeline.bytes_per_micro_batch, plain)
+    return cells | {"x best": f"{period / best:.3f}", "proved": "no", "sent": sent}
 
 
 def replicated_table(found: Replicated) -> Table:
@@ -251,9 +406,9 @@ def replicated_table(found: Replicated) -> Table:
         for level, name in zip(found.levels, ("in a machine", "machines"), strict=False)
     )
     title = f"{REPLICATED}: {printable(chain.name)}, {chain.num_layers} layers, devices: {devices}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = _table(title)
     table.add_column("stage", no_wrap=True)
-    table.add_column("layers", overflow="ellipsis", no_wrap=True)
+    table.add_column("layers", overflow="fold")
     for name in ("replicas", "compute", "weights", "memory, one in flight"):
         table.add_column(name, justify="right", no_wrap=True)
 
@@ -287,15 +442,30 @@ def replicated_words(found: Replicated) -> str:
     )
 
 
-def frontier_table(frontier: Frontier) -> Table:
-    """Table with a row for each plan, the fastest first."""
+def frontier_text(frontier: Frontier, width: int = WIDTH, *, colour: bool = False) -> str:
+    """Return the table of a frontier, below it what did not fit beside the figures, and what it says."""
+    table, rest = frontier_table(frontier), ""
+    if _natural_width(table) > width:
+        table = frontier_table(frontier, with_cuts=False)
+        cuts = ((format_bytes(frontier.memory_bytes(plan)), allocation_text(plan)) for plan in frontier.plans)
+        rest = "\n" + _below(cuts, width)
+    return _table_text(table, width, colour) + rest + "\n" + sentences([frontier_words(frontier).rstrip()], width)
+
+
+def frontier_table(frontier: Frontier, *, with_cuts: bool = True) -> Table:
+    """Table with a row for each plan, the fastest first.
+
+    Args:
+        with_cuts: whether the last column says where each plan cuts the chain.
+    """
     first = frontier.plans[0]
     platform = first.platform
-    title = f"{printable(first.chain.name)}: {first.chain.num_layers} layers on {platform.num_devices} devices"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("memory per device", "saved", "step" if first.step is not None else "period", "slower", "proved"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), len("123.4 MB")))
-    table.add_column("cut", overflow="fold", min_width=8)
+    layers, devices = counted(first.chain.num_layers, "layer"), counted(platform.num_devices, "device")
+    table = _table(f"{printable(first.chain.name)}: {layers} on {devices}")
+    time = "step" if first.step is not None else "period"
+    _add_columns(table, "memory per device", "saved", time, "slower", "proved")
+    if with_cuts:
+        table.add_column("cut")
     most = frontier.memory_bytes(first)
     for plan in frontier.plans:
         memory = frontier.memory_bytes(plan)
@@ -305,7 +475,7 @@ def frontier_table(frontier: Frontier) -> Table:
             format_seconds(seconds_of(plan)),
             f"{frontier.slowdown(plan):.1%}",
             "yes" if (plan.proved if plan.step is None else plan.step.proved) else "no",
-            allocation_text(plan),
+            *([allocation_text(plan)] if with_cuts else []),
         )
     return table
 
@@ -329,13 +499,6 @@ def _share(sent: float, plain: float) -> str:
     return format_bytes(round(sent)) + (f" ({sent / plain:.0%})" if plain else "")
 
 
-def _refusal(contender: Contender) -> tuple[str, str]:
-    """Texts for the columns of memory and boundaries where a contender has no plan."""
-    if contender.smallest_memory_bytes is None:
-        return "refused", printable(contender.reason or "")
-    return f"does not fit: needs {format_bytes(contender.smallest_memory_bytes)}", ""
-
-
 def allocation_text(plan: Plan) -> str:
     """Format boundaries as ``0,3,8``; with several stages on a device as ``0..3@0 3..5@1 5..8@0``."""
     if plan.is_contiguous:
@@ -351,64 +514,106 @@ def _layers(stage: PlannedStage) -> str:
     return f"{start}..{stop} {first}" + (f" .. {last}" if stop - start > 1 else "")
 
 
-def chain_table(chain: Chain) -> Table:
-    """Table with a row for each layer."""
-    title = f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}"
-    title = printable(title)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("layer", "name", "type"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
-    for name in ("forward", "backward", "weights", "output", "stash", "transient"):
-        table.add_column(name, justify="right")
+def chain_text(chain: Chain, width: int = WIDTH, *, colour: bool = False) -> str:
+    """Return the table of a chain's layers and their sums, as text."""
+    table = chain_table(chain)
+    left_out = []
+    if not any(layer.transient_bytes for layer in chain.layers):
+        table = chain_table(chain, leave_out=("transient",))
+        left_out.append("transient")
+    types = {layer.type for layer in chain.layers} - {None}
+    too_wide = _natural_width(table) > width
+    if not types or too_wide:
+        table = chain_table(chain, leave_out=(*left_out, "type"))
+    lines = []
+    if left_out:
+        lines.append("transient: 0 B in every layer")
+    if types and too_wide:
+        counts = Counter(printable(layer.type or "?") for layer in chain.layers)
+        lines.append("types: " + ", ".join(f"{number} {name}" for name, number in counts.most_common()))
+    forward = sum(layer.forward_seconds for layer in chain.layers)
+    backward = sum(layer.backward_seconds for layer in chain.layers)
+    lines.append(
+        f"in all: forward {format_seconds(forward)}, backward {format_seconds(backward)}, weights "
+        f"{format_bytes(sum(layer.weight_bytes for layer in chain.layers))}, stash "
+        f"{format_bytes(sum(chain.stash(layer) for layer in chain.layers))} per micro-batch"
+    )
+    return _table_text(table, width, colour) + "\n" + sentences(lines, width)
+
+
+def chain_table(chain: Chain, *, leave_out: Sequence[str] = ()) -> Table:
+    """Table with a row for each layer.
+
+    Args:
+        leave_out: names of columns.
+    """
+    table = _table(
+        printable(f"{chain.name}: micro-batch {chain.micro_batch_size or '?'} on {chain.hardware or '?'}")
+    )
+    columns: dict[str, Callable[[LayerProfile], str]] = {
+        "forward": lambda layer: format_seconds(layer.forward_seconds),
+        "backward": lambda layer: format_seconds(layer.backward_seconds),
+        "weights": lambda layer: format_bytes(layer.weight_bytes),
+        "output": lambda layer: format_bytes(layer.output_bytes),
+        "stash": lambda layer: format_bytes(chain.stash(layer)),
+        "transient": lambda layer: format_bytes(layer.transient_bytes),
+    }
+    shown = {name: cell for name, cell in columns.items() if name not in leave_out}
+    table.add_column("layer", justify="right", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    if "type" not in leave_out:
+        table.add_column("type", no_wrap=True)
+    _add_columns(table, *shown)
     for index, layer in enumerate(chain.layers):
-        table.add_row(
-            str(index),
-            printable(layer.name),
-            printable(layer.type or ""),
-            format_seconds(layer.forward_seconds),
-            format_seconds(layer.backward_seconds),
-            *(
-                format_bytes(size)
-                for size in (
-                    layer.weight_bytes,
-                    layer.output_bytes,
-                    chain.stash(layer),
-                    layer.transient_bytes,
-                )
-            ),
-        )
+        kind = [] if "type" in leave_out else [printable(layer.type or "")]
+        cells = (cell(layer) for cell in shown.values())
+        table.add_row(str(index), printable(layer.name), *kind, *cells)
     return table
 
 
-def timeline(plan: Plan, width: int = 96) -> str:
+def timeline(plan: Plan, width: int = 96, *, colour: bool = False) -> str:
     """Draw one period of the pattern: a row for each device and each link.
 
     ``F1=====`` is the forward of stage 1; ``B0+2####`` the backward of stage 0 on the micro-batch that came in
     two periods ago; what runs over the end of the period goes on at its beginning. Where the pattern has several
     micro-batches, ``F1.3=`` is the forward of stage 1 on the one of index 3, and all of them are drawn.
+
+    Args:
+        width: characters of the period.
+        colour: whether to draw with the colours of a terminal.
     """
-    rows: dict[str, list[str]] = {}
-    for device in range(plan.platform.num_devices):
-        rows[f"device {device}"] = ["."] * width
-    for operation in plan.operations:
-        if operation.link is not None:
-            rows.setdefault("link {}-{}".format(*sorted(operation.link)), ["."] * width)
+    rows = _Rows((f"device {device}" for device in range(plan.platform.num_devices)), width)
+    links = [operation.link for operation in plan.operations if operation.link is not None]
+    for link in dict.fromkeys(tuple(sorted(link)) for link in links):
+        rows.add("link {}-{}".format(*link))
+    several, period = plan.micro_batches_per_period > 1, plan.pattern_seconds
     for operation in plan.operations:
         place = f"device {operation.device}"
         if operation.link is not None:
             place = "link {}-{}".format(*sorted(operation.link))
-        _place(rows[place], operation, plan)
-    label = max(map(len, rows))
-    number = plan.micro_batches_per_period
-    what = "one period" if number == 1 else f"one pattern of {number} micro-batches,"
-    of = " of" if number == 1 else ""
-    kinds = {operation.operation[0] for operation in plan.operations}
-    more = (", + forward again" if "R" in kinds else "") + (", % gradients of weights" if "W" in kinds else "")
-    head = f"{what}{of} {format_seconds(plan.pattern_seconds)}: = forward, # backward{more}, - transfer, . idle"
-    return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
+        name = operation.operation + (f".{operation.index}" if several else "")
+        name += f"+{operation.shift}" if operation.shift else ""
+        first = round(operation.start_seconds / period * width) if period else 0
+        last = round((operation.start_seconds + operation.duration_seconds) / period * width) if period else 0
+        rows.draw(place, first, min(last, first + width), name)
+    what = f"pattern of {plan.micro_batches_per_period} micro-batches," if several else "period of"
+    return rows.text(f"one {what} {format_seconds(period)}", colour)
 
 
-def measured_step(timeline: MeasuredTimeline, index: int = -1, width: int = 96) -> str:
+def planned_timeline(run: PlannedRun, platform: Platform, width: int = 96, *, colour: bool = False) -> str:
+    """Draw a run of a plan from fill to drain: a row for each device, and one for each direction of each link.
+
+    Args:
+        width: characters of the run.
+        colour: whether to draw with the colours of a terminal.
+    """
+    what = "one step" if run.is_step else f"{run.num_micro_batches} micro-batches"
+    rows = _Rows(places_of(run, platform), width)
+    _draw_run(rows, run.operations, 0.0, run.seconds)
+    return rows.text(f"{what}, {format_seconds(run.seconds)}", colour)
+
+
+def measured_step(timeline: MeasuredTimeline, index: int = -1, width: int = 96, *, colour: bool = False) -> str:
     """Draw a training step as it ran: a row for each device, and one for each direction of each link.
 
     ``F1.2====`` is the forward of stage 1 on micro-batch 2, ``B1.2`` its backward. On a link, ``SF0.2-`` is the
@@ -417,43 +622,80 @@ def measured_step(timeline: MeasuredTimeline, index: int = -1, width: int = 96) 
     Args:
         index: number of the step among those of the timeline; -1 is the last one.
         width: characters of the step.
+        colour: whether to draw with the colours of a terminal.
     """
     step = timeline.steps[index]
     first = min(operation.start_seconds for operation in step.operations)
     seconds = max(operation.end_seconds for operation in step.operations) - first
-    rows: dict[str, list[str]] = {f"device {device}": ["."] * width for device in sorted(set(timeline.devices))}
-    for operation in sorted(step.operations, key=lambda each: (each.link or (), each.operation)):
-        place = f"device {operation.device}"
-        if operation.link is not None:
-            sender, receiver = operation.link if operation.operation.startswith("SF") else operation.link[::-1]
-            place = f"link {sender}>{receiver}"
-        row = rows.setdefault(place, ["."] * width)
-        begin = round((operation.start_seconds - first) / seconds * width)
-        end = max(begin + 1, round((operation.end_seconds - first) / seconds * width))
-        name = f"{operation.operation}.{operation.micro_batch}"
-        cells = (name + FILL[name[0]] * width) if len(name) < end - begin else FILL[name[0]] * width
-        row[begin:end] = cells[: min(end, width) - begin]
-    label = max(map(len, rows))
-    head = f"step {step.step}, {format_seconds(seconds)}: = forward, # backward, - transfer, . idle"
-    return "\n".join([head, *(f"{name:<{label}} |{''.join(row)}|" for name, row in rows.items())]) + "\n"
+    rows = _Rows((f"device {device}" for device in sorted(set(timeline.devices))), width)
+    _draw_run(rows, sorted(step.operations, key=lambda each: (each.link or (), each.operation)), first, seconds)
+    return rows.text(f"step {step.step}, {format_seconds(seconds)}", colour)
 
 
-def _place(row: list[str], operation: PlacedOperation, plan: Plan) -> None:
-    width, period = len(row), plan.pattern_seconds
-    first = round(operation.start_seconds / period * width)
-    last = round((operation.start_seconds + operation.duration_seconds) / period * width)
-    name = operation.operation + (f".{operation.index}" if plan.micro_batches_per_period > 1 else "")
-    name += f"+{operation.shift}" if operation.shift else ""
-    cells = (name + FILL[operation.operation[0]] * width)[: last - first]
-    for offset, cell in enumerate(cells):
-        row[(first + offset) % width] = cell
+def _draw_run(rows: _Rows, operations: Iterable[TimedOperation], first: float, seconds: float) -> None:
+    """Draw operations of a run that begins at ``first`` and lasts so many seconds."""
+    scale = rows.width / seconds if seconds else 0.0
+    for operation in operations:
+        begin = round((operation.start_seconds - first) * scale)
+        end = max(begin + 1, round((operation.end_seconds - first) * scale))
+        rows.draw(
+            place_of(operation), begin, min(end, rows.width), f"{operation.operation}.{operation.micro_batch}"
+        )
 
 
-def step_order(plan: Plan, most: int = 16) -> str:
-    """Draw the order of one step: a row for each device; ``F0.3`` is the forward of stage 0 on micro-batch 3."""
+class _Rows:
+    """Rows of a timeline: characters, and of each the kind of its operation."""
+
+    def __init__(self, places: Iterable[str], width: int) -> None:
+        self.width = width
+        self.cells: dict[str, list[str]] = {}
+        self.kinds: dict[str, list[str]] = {}
+        for place in places:
+            self.add(place)
+
+    def add(self, place: str) -> None:
+        """Add an empty row, if there is none of this name."""
+        self.cells.setdefault(place, ["."] * self.width)
+        self.kinds.setdefault(place, [" "] * self.width)
+
+    def draw(self, place: str, begin: int, end: int, name: str) -> None:
+        """Draw an operation from a column to before another one; what is over the end goes on at the beginning.
+
+        A name that does not fit is left out as a whole: half a name would be that of another operation.
+        """
+        self.add(place)
+        length = max(0, end - begin)
+        label = name if len(name) <= length else ""
+        for offset, cell in enumerate((label + FILL[name[0]] * length)[:length]):
+            self.cells[place][(begin + offset) % self.width] = cell
+            self.kinds[place][(begin + offset) % self.width] = name[0]
+
+    def text(self, head: str, colour: bool) -> str:
+        """Return the rows below a line that says what they are and what each character means."""
+        kinds = {kind for row in self.kinds.values() for kind in row}
+        more = (", + forward again" if "R" in kinds else "") + (", % gradients of weights" if "W" in kinds else "")
+        lines = [Text(f"{head}: = forward, # backward{more}, - transfer, . idle")]
+        label = max(map(len, self.cells))
+        for place, row in self.cells.items():
+            line = Text(f"{place:<{label}} |")
+            for cell, kind in zip(row, self.kinds[place], strict=True):
+                line.append(cell, COLOURS.get(kind, "dim"))
+            lines.append(line.append("|"))
+        return as_text(lines, max(self.width + label + 3, len(lines[0])), colour=colour)
+
+
+def step_order(plan: Plan, width: int = 100) -> str:
+    """Write the order of one step: a row for each device; ``F0.3`` is the forward of stage 0 on micro-batch 3."""
     assert plan.step is not None
     rows = []
     for device, order in enumerate(plan.step.order):
-        shown = [f"{operation}.{micro_batch}" for operation, micro_batch in order[:most]]
-        rows.append(f"device {device}  {' '.join(shown)}{' ...' if len(order) > most else ''}")
-    return "\n".join(["one step:", *rows]) + "\n"
+        row = f"device {device} "
+        for index, (operation, micro_batch) in enumerate(order):
+            left = len(order) - index - 1
+            ending = f" and {left} more" if left else ""
+            if len(row) + len(f" {operation}.{micro_batch}{ending}") > width:
+                row += f" and {left + 1} more"
+                break
+            row += f" {operation}.{micro_batch}"
+        rows.append(row)
+    return "\n".join(["order of one step:", *rows]) + "\n"

@@ -1,0 +1,204 @@
+"""What a terminal of 80 columns shows: every figure, no broken cell, colours only where they are wanted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
+from deepspeed_partition.planner.report import draw
+from deepspeed_partition.planner.report.comparison import COMPARED
+from deepspeed_partition.planner.report.planned_run import busy, planned_run
+from tests.planner.test_micro_batches import two_per_period
+from tests.planner.test_timeline import planned
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+NUM_DEVICES = 16
+COMMANDS = [
+    ["plan", "CHAIN", "--devices", "16", "--memory", "40GB", "--bandwidth", "100GB/s", "--algorithm", "uniform",
+     "--micro-batches", "8", "-o", "PLAN"],
+    ["show", "PLAN"],
+    ["compare", "CHAIN", "--devices", "16", "--memory", "40GB", "--bandwidth", "100GB/s", "--time-limit", "0.5"],
+    ["compare", "CHAIN", "--devices", "4", "--memory", "8GB", "--bandwidth", "100GB/s", "--time-limit", "0.5",
+     "--micro-batches", "4"],
+    ["frontier", "CHAIN", "--devices", "16", "--bandwidth", "100GB/s", "--algorithm", "uniform"],
+    ["convert", "CHAIN"],
+]  # fmt: skip
+RUN = """
+from deepspeed_partition import cli
+for command in {commands!r}:
+    print("$", command[0], flush=True)
+    print("->", cli.run(command), flush=True)
+"""
+
+
+def long_chain() -> Chain:
+    layers = (
+        LayerProfile(
+            name=f"transformer.layers.{index}",
+            type="TransformerBlock",
+            forward_seconds=0.01234 + index % 3 / 1000,
+            backward_seconds=0.02345,
+            weight_bytes=123_400_000,
+            output_bytes=33_600_000,
+            stash_bytes=432_100_000,
+        )
+        for index in range(40)
+    )
+    return Chain(name="long", input_bytes=33_600_000, layers=tuple(layers))
+
+
+def shown(folder: os.PathLike[str], commands: list[list[str]], **environment: str) -> dict[int, str]:
+    """What a terminal of 80 columns gets from each command, all run by one process."""
+    files = {"CHAIN": f"{folder}/chain.json", "PLAN": f"{folder}/plan.json"}
+    long_chain().save(files["CHAIN"])
+    commands = [[files.get(word, word) for word in command] for command in commands]
+    terminal, its_end = os.openpty()
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("4H", 50, 80, 0, 0))
+    variables = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | environment
+    text = b""
+    command = [sys.executable, "-c", RUN.format(commands=commands)]
+    with subprocess.Popen(command, stdout=its_end, stderr=subprocess.DEVNULL, env=variables) as running:
+        os.close(its_end)
+        while True:
+            try:
+                part = os.read(terminal, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            text += part
+    os.close(terminal)
+    assert running.returncode == 0
+    parts = text.decode().replace("\r\n", "\n").split("$ ")[1:]
+    return dict(enumerate(parts))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return shown(tmp_path_factory.mktemp("plain"), COMMANDS, NO_COLOR="1", TERM="xterm")
+
+
+def test_nothing_is_wider_than_the_terminal_and_nothing_is_cut(plain):
+    assert len(plain) == len(COMMANDS)
+    for text in plain.values():
+        assert text.rstrip().endswith(("-> 0", "-> 3"))
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text and "\x1b" not in text
+
+
+def test_the_table_of_stages_has_every_column_and_every_layer(plain):
+    text = plain[1]
+    chain = long_chain()
+    rows = [line.split() for line in text.splitlines() if re.match(r" +\d+ +\d+ +[\d.]+ ms", line)]
+    assert [int(row[0]) for row in rows] == list(range(NUM_DEVICES))
+    ranges = [next(word for word in row if ".." in word and word != "..") for row in rows]
+    bounds = [tuple(map(int, each.split(".."))) for each in ranges]
+    assert bounds[0][0] == 0 and bounds[-1][1] == chain.num_layers
+    assert all(first[1] == second[0] for first, second in pairwise(bounds))
+    assert all(f"transformer.layers.{stop - 1}" in text for _, stop in bounds)
+    for word in ("stage", "device", "forward", "backward", "in flight", "layers", "= weights", "+ stash",
+                 "+ buffers", "+ transient", "busy", "lower bound", "gap", "Bottleneck: ", "Memory: ",
+                 "one period of", "one step, "):  # fmt: skip
+        assert word in text, word
+    assert all(f"\ndevice {device} " in text for device in range(NUM_DEVICES))
+
+
+def test_a_row_of_a_comparison_is_one_line(plain):
+    for number in (2, 3):
+        figures, _, cuts = plain[number].partition("\n\nmadpipe ")
+        names = [line.split()[0] for line in figures.splitlines() if line and line[0].isalpha()]
+        assert names[-8:] == [
+            *COMPARED, "replicated*",
+        ], figures  # fmt: skip
+        assert all(f"\n{name} " in f"\nmadpipe {cuts}" for name in names[-8:])
+
+
+def test_colours_add_nothing_but_colours(plain, tmp_path):
+    coloured = shown(tmp_path, COMMANDS[:2], TERM="xterm")
+
+    def words(text: str) -> list[str]:
+        return ANSI.sub("", text).partition("saved ")[0].split()
+
+    assert "\x1b[34m" in coloured[1]
+    for number in (0, 1):
+        assert "\x1b[" in coloured[number]
+        assert words(coloured[number]) == words(plain[number])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_run_of_a_plan_alone_is_that_with_its_chain(seed):
+    """Also with several stages on a device; the plan's own numbers are enough for its step."""
+    plan, chain = planned(seed)
+    alone, exact = planned_run(plan), planned_run(plan, chain)
+    assert alone.is_step and alone.is_exact and exact.is_exact
+    assert exact.seconds == pytest.approx(plan.step_seconds)
+
+    def starts(run):
+        return {(each.operation, each.micro_batch): each.start_seconds for each in run.operations}
+
+    assert starts(alone) == pytest.approx(starts(exact), abs=1e-6 * plan.step_seconds)
+    fill, drain = exact.phases
+    assert 0 <= fill <= drain <= exact.seconds
+    for each in busy(plan):
+        if each.place.startswith("device"):
+            mine = [one for one in exact.operations if f"device {one.device}" == each.place]
+            assert each.seconds == pytest.approx(sum(one.duration_seconds for one in mine))
+
+
+def test_a_pattern_is_unrolled_for_every_micro_batch():
+    chain, plan = two_per_period()
+    run = planned_run(plan, chain, 6)
+    assert not run.is_step
+    counts = Counter(each.operation for each in run.operations)
+    number = {each.operation: 0 for each in plan.operations}
+    for each in plan.operations:
+        number[each.operation] += 3
+    assert counts == number, "three periods of two micro-batches"
+    drawn = draw.planned_timeline(run, plan.platform, 60)
+    assert drawn.startswith("6 micro-batches, ")
+
+
+def test_the_bottleneck_is_the_busiest_device_or_link():
+    layers = tuple(
+        LayerProfile(name=str(index), forward_seconds=1, backward_seconds=2, weight_bytes=0, output_bytes=size)
+        for index, size in enumerate((10, 0))
+    )
+    chain = Chain(name="two", input_bytes=0, layers=layers)
+    slow = make_plan(chain, Platform(num_devices=2, memory_bytes=10**6, bandwidth=4.0), [0, 1, 2])
+    assert "Bottleneck: the link 0-1 is busy for 5 s of the 5 s of a period (100.0%)." in draw.summary(slow)
+    fast = make_plan(chain, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e6), [0, 1, 2])
+    assert "Bottleneck: device 0 and device 1 are busy for 3 s of the 3 s of a period" in draw.summary(fast)
+
+
+@pytest.mark.parametrize("command", ["compare", "frontier"])
+def test_pictures_have_what_the_tables_have(command, tmp_path, capsys):
+    from xml.etree import ElementTree
+
+    from deepspeed_partition import cli
+
+    long_chain().save(tmp_path / "chain.json")
+    picture = tmp_path / "picture.svg"
+    options = ["--devices", "4", "--bandwidth", "100GB/s", "--time-limit", "0.5", "--plot", str(picture), "--json"]
+    options += ["--memory", "6GB"] if command == "compare" else ["--algorithm", "uniform"]
+    assert cli.run([command, str(tmp_path / "chain.json"), *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("{") and captured.err == f"saved {picture}\n"
+    text = "".join(ElementTree.fromstring(picture.read_text()).itertext())
+    if command == "compare":
+        assert all(name in text for name in ("madpipe", "parameters", "lower bound"))
+    else:
+        assert "memory per device" in text
+    assert (
+        cli.run([command, str(tmp_path / "chain.json"), *options[:4], "--memory", "6GB", "--plot", "a.png"]) == 2
+    )
+    assert "give a name that ends in .svg" in capsys.readouterr().err
