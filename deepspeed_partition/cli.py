@@ -182,6 +182,7 @@ def plan(
     machine_devices: int | None,
     machine_bandwidth: float | None,
     recompute: str,
+    split_backward: bool,
     time_limit: float,
     output: str | None,
     as_json: bool,
@@ -200,6 +201,7 @@ def plan(
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
         no_effect["--start"], no_effect["--zero"] = starts or None, zero
         no_effect["--recompute"] = None if recompute == "auto" else recompute
+        no_effect["--split-backward"] = split_backward or None
         no_effect["--duplex"] = None if platform["duplex"] == "half" else platform["duplex"]
         no_effect["--port-bandwidth"] = platform["port_bandwidth"]
         no_effect["--operation-seconds"] = platform["operation_seconds"] or None
@@ -223,6 +225,7 @@ def plan(
         "zero_stage": _zero_stage(zero, data_parallel),
         "period_seconds": period,
         "recompute": recompute,
+        "split_backward": split_backward,
     }
     with _watched_search() as deadline:
         try:
@@ -255,6 +258,7 @@ def compare_command(
     data_parallel: int | str | None,
     zero: str | None,
     recompute: str,
+    split_backward: bool,
     time_limit: float,
     plot: str | None,
     as_json: bool,
@@ -278,6 +282,7 @@ def compare_command(
             time_limit_seconds=time_limit,
             deadline=deadline,
             recompute=recompute,
+            split_backward=split_backward,
         )
         if not comparison.fitting and deadline.stopped:
             raise comparison.nothing_fits()  # perhaps only because nothing was found yet
@@ -301,6 +306,7 @@ def frontier_command(
     algorithm: str,
     micro_batches: int | None,
     recompute: str,
+    split_backward: bool,
     time_limit: float,
     memory: int | None,
     plot: str | None,
@@ -323,6 +329,7 @@ def frontier_command(
             time_limit_seconds=time_limit,
             deadline=deadline,
             recompute=recompute,
+            split_backward=split_backward,
         )
     if as_json:
         _print_json(found.to_dict())

@@ -100,6 +100,8 @@ def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command
                          help="Of one synchronous step, after which the pipeline drains."),
             click.option("--recompute", type=click.Choice(MODES), default="auto", show_default=True,
                          help="May run forward again: nothing, stages, blocks, the fastest; or per micro-batch."),
+            click.option("--split-backward", is_flag=True,
+                         help="Let backwards be two operations, that of the weights any time later."),
             click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
                          help="Of the processor, for searches that may end without a proof."),
         )):  # fmt: skip

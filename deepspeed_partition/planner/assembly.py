@@ -24,6 +24,7 @@ from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicPattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
 from deepspeed_partition.planner.solvers.pattern.shared_links import is_plain, placed_anew
+from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
@@ -198,7 +199,8 @@ def _step_plan(problem: Problem, answer: Answer, placement: Placement, step: Ste
     bounded = problem
     if problem.per_micro_batch:  # a forward that keeps nothing holds not even its input while it runs
         bounded = problem.with_memory(LARGEST_MEMORY_BYTES)
-    bound = max(step.bound, step_lower_bound(bounded, contiguous=_makes_contiguous_alone(problem, answer)))
+    least = split_lower_bound if problem.splits_backward else step_lower_bound
+    bound = max(step.bound, least(bounded, contiguous=_makes_contiguous_alone(problem, answer)))
     step_seconds, bound_seconds = seconds(step.ticks), seconds(bound)
     return StepPlan(
         num_micro_batches=problem.num_micro_batches,

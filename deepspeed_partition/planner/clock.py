@@ -105,6 +105,12 @@ class TimedChain:
         self.forward: Ticks = _prefix([ticks(layer.forward_seconds) for layer in chain.layers])
         """Ticks, shape (L + 1,). Entry l: the forwards of layers 0 to l."""
         self.backward: Ticks = _prefix([ticks(layer.backward_seconds) for layer in chain.layers])
+        halves = [(layer.backward_input_seconds, layer.backward_weight_seconds) for layer in chain.layers]
+        self.backward_input: Ticks = _prefix([ticks(first or 0.0) for first, _ in halves])
+        """Ticks, shape (L + 1,). Entry l: gradients of the inputs of layers 0 to l; 0 where not known."""
+        self.backward_weight: Ticks = _prefix([ticks(second or 0.0) for _, second in halves])
+        self.undivided: Ticks = _prefix([first is None for first, _ in halves])
+        """Number of layers 0 to l whose backward is one operation, shape (L + 1,)."""
         self.one_way: Ticks = np.array([ticks(seconds) for seconds in one_way], dtype=np.int64)
         """Ticks, shape (L + 1,). Entry l: one tensor over the boundary before layer l; 0 at the ends of the
         chain."""
@@ -124,6 +130,10 @@ class TimedChain:
 
     def backward_ticks(self, start: int, stop: int) -> int:
         return int(self.backward[stop] - self.backward[start])
+
+    def splits(self, start: int, stop: int) -> bool:
+        """Return whether the chain says how long both halves of the backward of these layers last."""
+        return bool(self.undivided[stop] == self.undivided[start])
 
     def ticks_beside_layers(self, cuts: Sequence[int], devices: Sequence[int]) -> list[int]:
         """Return the ticks of a forward or backward of each stage in a step, beside those of its layers."""

@@ -46,6 +46,7 @@ from deepspeed_partition.planner.solvers.step.best_step import (
 )
 from deepspeed_partition.planner.solvers.step.exact_step import with_exact_step
 from deepspeed_partition.planner.solvers.step.micro_batch_step import shorter_step, with_buffers
+from deepspeed_partition.planner.solvers.step.split_step import shorter_split_step
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import in_order
 from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
@@ -61,6 +62,8 @@ MOST_LAYERS = 2048
 """Largest number of layers: the planner looks at every pair of them, and this many take a gigabyte."""
 DEFAULT_TIME_LIMIT_SECONDS = 60.0
 LONGEST_PERIOD_SECONDS = 1e15
+WHOLE_SHARE = 0.6
+"""The part of the time for steps of whole backwards, where halves are looked for from the best of them on."""
 SHORTEST_TIME_LIMIT_SECONDS = 1e-3
 """Seconds that are left to a search when the time is up, since a deadline is more than 0 seconds away."""
 
@@ -81,6 +84,7 @@ def make_plan(
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
     recompute: str = "auto",
+    split_backward: bool = False,
 ) -> Plan:
     """Decide where and when every layer runs.
 
@@ -124,6 +128,9 @@ def make_plan(
             algorithms than ``"madpipe"`` and ``"contiguous"``, as ``"block"``).
             Layers that are not ``recomputable`` never do. A step of DeepSpeed's own engine (``num_stages`` or
             ``every_stage_trains``), which cannot, and ``"madpipe-paper"`` are planned without.
+        split_backward: let backwards be two operations where that makes the step shorter: the gradient of the
+            input, sent on at once, and the gradients of the weights, at any later time on the same device. Layers
+            whose ``backward_input_seconds`` are not known keep one operation, and so do stages with such a layer.
 
     Returns:
         A plan that the replay has checked; its times are in seconds and its sizes in bytes.
@@ -136,6 +143,7 @@ def make_plan(
     solver = solver_of(algorithm)
     checked_mode(recompute)
     check_zero_stage(zero_stage)
+    check_split(split_backward, chain, num_micro_batches, period_seconds, num_stages or every_stage_trains)
     if data_parallel is None:
         splits = [Split(None, platform, num_micro_batches)]
     else:
@@ -163,6 +171,7 @@ def make_plan(
             zero_stage=zero_stage,
             is_one_of_many=is_one_of_many,
             flushes=flush_sizes,
+            splits_backward=split_backward,
         )
         if not isinstance(solver, PaperMadPipe):
             problem = with_recomputation(problem, recompute)
@@ -180,6 +189,39 @@ def make_plan(
 
     best = min(reversed(plans), key=memory_and_time)
     return replace(best, planning_seconds=time.perf_counter() - started)
+
+
+def check_split(
+    split_backward: object,
+    chain: Chain,
+    num_micro_batches: int | None,
+    period_seconds: float | None = None,
+    in_deepspeed: object = False,
+) -> None:
+    """Refuse halves of backwards where nothing is known of them, or where no such plan is known."""
+    if not isinstance(split_backward, bool):
+        raise ValueError(f"split_backward is {shown(split_backward)}: it is True or False")
+    if not split_backward:
+        return
+    if all(layer.backward_input_seconds is None for layer in chain.layers):
+        raise ValueError(
+            f"split_backward is set, and chain {chain.name!r} does not say how long halves of a backward last: "
+            "give its layers backward_input_seconds and backward_weight_seconds, or leave split_backward out"
+        )
+    if in_deepspeed:
+        raise ValueError(
+            "split_backward is set, and DeepSpeed's own engine runs whole backwards: leave split_backward out, or "
+            "num_stages and every_stage_trains"
+        )
+    if period_seconds is not None:
+        raise ValueError(
+            "split_backward is planned for the shortest step alone: leave period_seconds out, or split_backward"
+        )
+    if num_micro_batches is None:
+        raise ValueError(
+            "split_backward is planned for a step, and patterns of a steady state have whole backwards: give "
+            "num_micro_batches, or leave split_backward out"
+        )
 
 
 def _check_shareable(chain: Chain) -> None:
@@ -220,8 +262,11 @@ def _plans_of(
 
 
 def _solve(problem: Problem, solver: Solver) -> Plan:
+    searched = problem
+    if problem.splits_backward:
+        searched = replace(problem, splits_backward=False, deadline=problem.deadline.part(WHOLE_SHARE))
     try:
-        answer = with_exact_step(problem, with_best_step(problem, _answer(problem, solver)))
+        answer = with_exact_step(searched, with_best_step(searched, _answer(searched, solver)))
     except DeadlinePassed:
         raise out_of_time(solver.name) from None
     if not answer.cuts and not answer.patterns:
@@ -243,7 +288,9 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
             too_large.append(over)  # only the step shows tensors that wait for a slow link
             continue
         if problem.per_micro_batch and plan.step is not None:
-            return _step_per_micro_batch(problem, solver, answer, plan)
+            plan = _step_per_micro_batch(problem, solver, answer, plan)
+        if problem.splits_backward and step is not None and plan.treats_all_alike:
+            return _step_in_halves(problem, solver, answer, plan, step)
         return plan
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
@@ -302,6 +349,21 @@ def _step_per_micro_batch(problem: Problem, solver: Solver, answer: Answer, plan
         if max(use.total for use in replayed.memory) <= problem.platform.memory_bytes:
             plan, ticks = shorter, step.ticks
     return plan
+
+
+def _step_in_halves(problem: Problem, solver: Solver, answer: Answer, plan: Plan, step: Step) -> Plan:
+    """Return a plan whose step has backwards in two operations; that of ``step`` if none is shorter.
+
+    Args:
+        step: the step of ``plan``, of whole backwards.
+    """
+    allocation = plan.allocation
+    devices = tuple(stage.device for stage in allocation.stages)
+    placement = Placement(tuple(allocation.boundaries), devices, step.recomputed)
+    placements = [] if answer.step_search is None else partitions(problem, answer)
+    found = shorter_split_step(problem, answer, placements, step, placement)
+    shorter, replayed = assemble(problem, solver.name, answer, found.steady, found)
+    return shorter if max(use.total for use in replayed.memory) <= problem.platform.memory_bytes else plan
 
 
 def with_recomputation(problem: Problem, mode: str) -> Problem:

@@ -18,6 +18,7 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import (
     SHORTEST_TIME_LIMIT_SECONDS,
+    check_split,
     make_plan,
     problem_of,
     solver_of,
@@ -28,6 +29,7 @@ from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.replication import Replicated, partition_replicated
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS
+from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
 
@@ -170,6 +172,7 @@ def compare(
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
     recompute: str = "auto",
+    split_backward: bool = False,
 ) -> Comparison:
     """Plan with each of the algorithms. An algorithm without a plan is listed with the reason.
 
@@ -177,6 +180,7 @@ def compare(
         time_limit_seconds: the limit for all of them together; those that search long get what the others leave.
         deadline: another end of all searches.
         recompute: what may run its forward again, as in ``make_plan``.
+        split_backward: whether backwards may be two operations, as in ``make_plan``.
 
     Raises:
         ValueError: an algorithm is unknown, or no algorithm could take the problem.
@@ -185,6 +189,7 @@ def compare(
     for name in names:
         solver_of(name)
     check_zero_stage(zero_stage)
+    check_split(split_backward, chain, num_micro_batches)
     # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
     problem = with_recomputation(problem, recompute)
@@ -205,6 +210,7 @@ def compare(
             time_limit_seconds=share,
             deadline=deadline,
             recompute=recompute,
+            split_backward=split_backward,
         )
         contenders[name] = _contender(name, make)
     return Comparison(
@@ -215,7 +221,9 @@ def compare(
         lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
         step_lower_bound_seconds=None
         if num_micro_batches is None or data_parallel is not None
-        else problem.times.clock.seconds(step_lower_bound(problem, contiguous=False)),
+        else problem.times.clock.seconds(
+            (split_lower_bound if split_backward else step_lower_bound)(problem, contiguous=False)
+        ),
     )
 
 

@@ -71,6 +71,7 @@ def frontier(
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
     recompute: str = "auto",
+    split_backward: bool = False,
 ) -> Frontier:
     """Plan for less and less memory, from what the fastest plan takes down to the least that any plan takes.
 
@@ -82,6 +83,7 @@ def frontier(
         platform: its ``memory_bytes`` is the most that a plan may use.
         time_limit_seconds: the limit for all plans together.
         recompute: what may run its forward again, as in ``make_plan``.
+        split_backward: whether backwards may be two operations, as in ``make_plan``.
 
     Raises:
         InfeasibleError: not even the first plan fits.
@@ -100,6 +102,7 @@ def frontier(
             time_limit_seconds=limit / POINTS / 2,
             deadline=deadline,
             recompute=recompute,
+            split_backward=split_backward,
         )
         plan = make(num_micro_batches=num_micro_batches)
         can_save = num_micro_batches is None and algorithm in SAVES_MEMORY

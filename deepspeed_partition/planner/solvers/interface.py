@@ -86,6 +86,8 @@ class Problem:
     ``times`` are without it."""
     per_micro_batch: bool = False
     """True: a plan may treat micro-batches differently."""
+    splits_backward: bool = False
+    """True: a backward may be two operations, the gradient of the input and the gradients of the weights."""
     is_one_of_many: bool = False
     """True: others are planned as well, so nobody asks why this one has no plan, or what would help."""
 

@@ -69,7 +69,7 @@ def is_small(problem: Problem, *, contiguous: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class Open:
     """Allocation that may have a shorter step."""
 
     bound: int
@@ -92,12 +92,18 @@ class ExactStep:
         self.installed = installed
         self.best = answer.steps[0]
         """Shortest step so far."""
-        self.bound = max(self.best.bound, step_lower_bound(problem, contiguous=self.contiguous))
+        self.bound = max(self.best.bound, self._lower_bound())
         """Ticks than which no step is shorter."""
         self.patterns = {pattern.placement: pattern for pattern in answer.patterns}
         self.deadline = Deadline(MOST_SECONDS, within=problem.deadline.part(SHARE))
         self.recomputes = problem.recomputation is not None
         self.memory = problem.platform.memory_bytes
+
+    def _lower_bound(self) -> int:
+        return step_lower_bound(self.problem, contiguous=self.contiguous)
+
+    def _engine(self, placement: Placement) -> StepEngine:
+        return step_engine(self.problem, placement)
 
     def run(self) -> None:
         """Look at every allocation, unless the bound is met before."""
@@ -110,14 +116,14 @@ class ExactStep:
             left.append(max(each.bound, self._least(each)))
         self.bound = max(self.bound, min(*left, self.best.ticks))
 
-    def _allocations(self) -> list[_Open]:
+    def _allocations(self) -> list[Open]:
         """Return the allocations that may have a step below the best, the least bound first."""
         found = []
         for placement in dict.fromkeys(self._placements()):
-            engine = step_engine(self.problem, placement)
+            engine = self._engine(placement)
             bound = self._bound(engine)
             if bound < self.best.ticks:
-                found.append(_Open(bound, placement, engine))
+                found.append(Open(bound, placement, engine))
         return sorted(found, key=lambda each: (each.bound, each.placement.cuts, each.placement.devices))
 
     def _placements(self) -> Iterator[Placement]:
@@ -148,7 +154,7 @@ class ExactStep:
                 bound = max(bound, _bound_in_turns(engine, self.num_micro_batches, stage, room // stash))
         return bound
 
-    def _least(self, each: _Open) -> int:
+    def _least(self, each: Open) -> int:
         """Return a lower bound of an allocation, and take its shortest step where that is the best."""
         if not self.installed or self.deadline.passed():
             return 0
@@ -159,14 +165,14 @@ class ExactStep:
         self._take(each, again)
         return solved.bound if self.recomputes else max(solved.bound, again.bound)
 
-    def _solve(self, each: _Open, *, recomputes: bool = False, greedy: bool = False) -> Solved:
+    def _solve(self, each: Open, *, recomputes: bool = False, greedy: bool = False) -> Solved:
         if self.deadline.passed():
             return Solved(0, None)
         m, flushes = self.num_micro_batches, self.problem.flushes
         program = OrderProgram(each.engine, m, self.memory, flushes, recomputes=recomputes, greedy=greedy)
         return program.solve(self.best.ticks, self.deadline)
 
-    def _take(self, each: _Open, solved: Solved) -> bool:
+    def _take(self, each: Open, solved: Solved) -> bool:
         """Take the orders of an allocation where they are the best; return whether no others are shorter."""
         if solved.orders is None:
             return solved.bound >= self.best.ticks
@@ -181,15 +187,16 @@ class ExactStep:
             self._keep(each, run)
         return self.best.ticks <= solved.bound
 
-    def _keep(self, each: _Open, run: StepRun) -> None:
-        steady: Cuts | Pattern | None
-        if each.placement.is_contiguous:
-            has_room = min(each.engine.most_in_flight) > 0
-            steady = each.placement.cuts if has_room else None
-        else:
-            steady = self._steady(each.placement)
+    def _keep(self, each: Open, run: StepRun) -> None:
+        steady = self._steady_of(each)
         if steady is not None:
             self.best = Step(steady, each.engine.named(run.orders), run.ticks)
+
+    def _steady_of(self, each: Open) -> Cuts | Pattern | None:
+        """Return a steady state of an allocation; None where there is no room for one."""
+        if each.placement.is_contiguous:
+            return each.placement.cuts if min(each.engine.most_in_flight) > 0 else None
+        return self._steady(each.placement)
 
     def _steady(self, placement: Placement) -> Pattern | None:
         known = self.patterns.get(placement)

@@ -72,8 +72,8 @@ class OrderProgram:
 
         self.engine, self.num_micro_batches = engine, num_micro_batches
         self.model: Any = cp_model.CpModel()
-        times = [*engine.ticks, *engine.allreduce, *(send or 0 for send in engine.send)]
-        longest = num_micro_batches * (sum(engine.ticks) + sum(send or 0 for send in engine.send))
+        times = self.times_of()
+        longest = num_micro_batches * (sum(times) - sum(engine.allreduce))
         self.unit = unit_of(times, longest, TIME_STEPS)
         self.is_greedy = greedy and 0 not in engine.send and all(ticks % self.unit == 0 for ticks in times)
         self.is_greedy &= not engine.has_ports  # ports tie the rules of all links together
@@ -101,6 +101,10 @@ class OrderProgram:
         if found.solver is None:
             return Solved(shorter_than if found.is_optimal else 0, None)
         return Solved(found.bound * self.unit, self._orders(found.solver))
+
+    def times_of(self) -> list[int]:
+        """Return the ticks of all operations, all-reduces and transfers."""
+        return [*self.engine.ticks, *self.engine.allreduce, *(send or 0 for send in self.engine.send)]
 
     def _orders(self, solver: Any) -> tuple[Positions, ...]:
         """Return what each device runs, in the order of the solution."""

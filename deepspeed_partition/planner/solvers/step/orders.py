@@ -68,14 +68,15 @@ class GroupRule:
     def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
         if self.alternates:
             return in_order(self.orders(engine, num_micro_batches))
-        return _backward_first(self._sequences(engine, num_micro_batches), self.limits)
+        return _backward_first(self.sequences(engine, num_micro_batches), self.limits)
 
     def orders(self, engine: StepEngine, num_micro_batches: int) -> tuple[Positions, ...]:
         """Return what each device does, where forwards and backwards take turns."""
-        every = self._sequences(engine, num_micro_batches)
+        every = self.sequences(engine, num_micro_batches)
         return tuple(_alternating(*each, limit) for each, limit in zip(every, self.limits, strict=True))
 
-    def _sequences(self, engine: StepEngine, num_micro_batches: int) -> list[tuple[Positions, Positions]]:
+    def sequences(self, engine: StepEngine, num_micro_batches: int) -> list[tuple[Positions, Positions]]:
+        """Return the forwards and the backwards of each device, each in its order."""
         return [_sequences(engine, place, self.group, num_micro_batches) for place in range(engine.num_devices)]
 
 

@@ -33,7 +33,7 @@ def peaks(engine: StepEngine, run: StepRun) -> list[int]:
     def doubled(every: Sequence[Sequence[int]]) -> list[Instants]:
         return [2 * np.array(each, dtype=kind) for each in every]
 
-    spans = _Spans(engine, doubled(run.begins), doubled(run.ends), doubled(run.sends))
+    spans = StepSpans(engine, doubled(run.begins), doubled(run.ends), doubled(run.sends))
     return [max(spans.peak(place), engine.floor[place]) for place in range(engine.num_devices)]
 
 
@@ -65,7 +65,7 @@ class _Bytes:
         return when[last], total[last]
 
 
-class _Spans:
+class StepSpans:
     """Instants of one step, by position; in half ticks."""
 
     def __init__(
@@ -80,37 +80,49 @@ class _Spans:
         stages = engine.stages_of[place]
         held = _Bytes(engine.kept[place] - sum(engine.late_gradients[stage] for stage in stages))
         for stage in stages:
-            back = self.size - 1 - stage
-            begins = self.begins[stage]
-            held.add(begins, engine.stash[stage])
-            held.add(np.maximum(self.ends[back], begins + 1), -engine.stash[stage])
+            for begins, ends, num_bytes in self.hold(stage):
+                held.add(begins, num_bytes)
+                held.add(ends, -num_bytes)
             if engine.late_gradients[stage]:
-                held.add(self.ends[back][:1], engine.late_gradients[stage])
+                held.add(self.gradients_come(stage), engine.late_gradients[stage])
         for boundary, num_bytes in enumerate(engine.crossing_bytes):
             self._count_buffers(held, boundary, place, num_bytes)
         when, levels = held.levels()
         most = int(levels.max())
         padded = np.append(levels, 0)  # an operation may end with the step
-        for stage in stages:
-            for position in (stage, self.size - 1 - stage):
-                needs = self._transients(position)
-                if needs.any():
-                    begins = self.begins[position]
-                    ends = np.maximum(self.ends[position], begins + 1)
-                    ranges = np.empty(2 * len(begins), dtype=np.intp)
-                    ranges[::2] = when.searchsorted(begins, "right") - 1
-                    ranges[1::2] = when.searchsorted(ends, "left")
-                    most = max(most, int((np.maximum.reduceat(padded, ranges)[::2] + needs).max()))
+        for begins, ends, needs in (each for stage in stages for each in self.running(stage)):
+            if needs.any():
+                ranges = np.empty(2 * len(begins), dtype=np.intp)
+                ranges[::2] = when.searchsorted(begins, "right") - 1
+                ranges[1::2] = when.searchsorted(ends, "left")
+                most = max(most, int((np.maximum.reduceat(padded, ranges)[::2] + needs).max()))
         return most
 
-    def _transients(self, position: int) -> NDArray[np.int64]:
-        """Return the transient bytes of a position, for each micro-batch."""
-        engine = self.engine
-        needs = np.full(len(self.begins[position]), engine.transient[position], dtype=np.int64)
-        if position >= engine.num_stages and engine.ticks[position]:
+    def hold(self, stage: int) -> list[tuple[Instants, Instants, int]]:
+        """Return what a stage holds of its micro-batches: from when, until when, and the bytes of each."""
+        begins = self.begins[stage]
+        ends = np.maximum(self.ends[self.size - 1 - stage], begins + 1)
+        return [(begins, ends, self.engine.stash[stage])]
+
+    def gradients_come(self, stage: int) -> Instants:
+        """Return when the first backward of a stage has ended, as one instant."""
+        return self.ends[self.size - 1 - stage][:1]
+
+    def running(self, stage: int) -> list[tuple[Instants, Instants, NDArray[np.int64]]]:
+        """Return when operations of a stage run, and the bytes that each needs only then."""
+        back = self.size - 1 - stage
+        found = [
+            self.runs(self.begins[each], self.ends[each], self.engine.transient[each]) for each in (stage, back)
+        ]
+        if self.engine.ticks[back]:
             # One that takes no time has brought its gradients at its instant.
-            needs[0] = engine.first_backward[self.size - 1 - position]
-        return needs
+            found[1][2][:1] = self.engine.first_backward[stage]
+        return found
+
+    @staticmethod
+    def runs(begins: Instants, ends: Instants, num_bytes: int) -> tuple[Instants, Instants, NDArray[np.int64]]:
+        """Return operations that need so many bytes each; one that takes no time is there for its instant."""
+        return begins, np.maximum(ends, begins + 1), np.full(len(begins), num_bytes, dtype=np.int64)
 
     def _count_buffers(self, held: _Bytes, boundary: int, place: int, num_bytes: int) -> None:
         """Count the tensors of a boundary that are kept on a device."""

@@ -114,7 +114,7 @@ class StepEngine:
         Raises:
             WaitInCircleError: the orders wait for each other in a circle.
         """
-        return _Simulation(self, num_micro_batches, choose).run(at_most)
+        return Simulation(self, num_micro_batches, choose).run(at_most)
 
     def named(self, orders: Sequence[Sequence[int]]) -> tuple[Order, ...]:
         """Return orders in the form of a plan."""
@@ -238,7 +238,7 @@ class StepEngine:
         return f"SF{name[1:]}" if name[0] == "F" else f"SB{int(name[1:]) - 1}"
 
 
-class _Simulation:
+class Simulation:
     """One step while it is simulated: what has come, begun and ended until now, by position."""
 
     def __init__(self, engine: StepEngine, num_micro_batches: int, choose: Choice) -> None:

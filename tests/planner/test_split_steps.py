@@ -1,0 +1,221 @@
+"""Steps whose backwards may be two operations: what they take, never slower, exact where they are small."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan, replay
+from deepspeed_partition.planner.assembly import assemble
+from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.planning import problem_of
+from deepspeed_partition.planner.recomputation import Recomputation
+from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
+from deepspeed_partition.planner.solvers.pattern.modulo_scheduling import early_pattern
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from deepspeed_partition.planner.solvers.step import split_step
+from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
+from deepspeed_partition.planner.solvers.step.split_engine import SplitEngine
+from deepspeed_partition.planner.solvers.step.split_program import SplitProgram
+from deepspeed_partition.planner.solvers.step.split_rules import SplitRule
+from deepspeed_partition.planner.solvers.step.step_simulator import WaitInCircleError
+from tests.exhaustive import some
+from tests.planner.instances import FREE, chain
+from tests.planner.test_step_bounds import random_placement, with_memory
+
+
+def in_halves(
+    num_layers: int, forward: float = 1, first: float = 1, second: float = 1, stash: int = 2, stays: int | None = 1
+) -> Chain:
+    """Equal layers without weights and messages."""
+    layer = LayerProfile(
+        name="layer", forward_seconds=forward, backward_seconds=first + second, backward_input_seconds=first,
+        backward_weight_seconds=second, weight_bytes=0, output_bytes=0, stash_bytes=stash,
+        weight_stash_bytes=stays,
+    )  # fmt: skip
+    return Chain(input_bytes=0, layers=(layer,) * num_layers, name="halves")
+
+
+def random_layers(pick: random.Random, size: int) -> Chain:
+    """Some layers without halves, some measured while they ran, with gradients that come late."""
+    layers = []
+    for index in range(size):
+        first, second = pick.randint(0, 3), pick.randint(0, 3)
+        weights, stash = pick.randint(0, 4), pick.randint(0, 9)
+        gradients = pick.randint(0, weights)
+        halves = {"backward_input_seconds": first, "backward_weight_seconds": second}
+        layers.append(
+            LayerProfile(
+                name=f"l{index}", forward_seconds=pick.randint(0 if index else 1, 3),
+                backward_seconds=first + second, **(halves if pick.random() < 0.8 else {}),
+                weight_bytes=weights, output_bytes=pick.randint(0, 4), stash_bytes=stash,
+                transient_bytes=pick.choice([0, 3]), running_bytes=pick.choice([None, stash + pick.randint(0, 5)]),
+                training_bytes=pick.choice([weights, weights + 3]), gradient_bytes=gradients,
+                first_backward_bytes=pick.choice([None, gradients // 2]),
+                weight_stash_bytes=pick.choice([None, 1, 12]),
+            )
+        )  # fmt: skip
+    return Chain(input_bytes=pick.randint(0, 4), layers=tuple(layers), name="random")
+
+
+def random_problem(pick: random.Random) -> Problem:
+    made = random_layers(pick, pick.randint(2, 6))
+    platform = Platform(
+        num_devices=pick.randint(1, 4), memory_bytes=10**9, bandwidth=pick.choice([0.5, 2, FREE]),
+        comm_buffers=pick.choice([0, 2, 3]), operation_seconds=pick.choice([0, 0, 1]),
+        copy_bandwidth=pick.choice([None, None, 2]), duplex=pick.choice(["half", "full"]),
+        port_bandwidth=pick.choice([None, None, None, 1.0]),
+    )  # fmt: skip
+    m = pick.randint(1, 6)
+    problem = replace(problem_of(made, platform, m), splits_backward=True)
+    if pick.random() < 0.2:
+        first = pick.randint(1, m)
+        problem = replace(problem, flushes=(first, *([m - first] if m > first else [])))
+    if pick.random() < 0.3:
+        problem = replace(problem, recomputation=Recomputation(problem.times, "block"))
+    return problem
+
+
+def test_what_is_simulated_is_what_the_replay_finds():
+    """Any allocation under any rule; then on devices with just this memory, no bound is above the step.
+
+    Red if a half began too early, if a message waited for W, if bytes between the halves were those of the stash.
+    """
+    split = replayed = 0
+    for seed in range(some(80)):
+        pick = random.Random(seed)
+        problem = random_problem(pick)
+        m = problem.num_micro_batches
+        placement = random_placement(pick, problem)
+        engine = SplitEngine(problem, placement)
+        least = max(problem.flushes or (1,))
+        rule = SplitRule(
+            (pick.randint(least, m),) * len(placement.devices),
+            pick.choice([0, 1, 2, 99]),
+            pick.choice([0.0, 0.5, 1.0]),
+        )
+        try:
+            run = engine.simulate(m, rule.choice(engine, m))
+        except WaitInCircleError:
+            continue
+        assert run is not None
+        again = engine.run_orders(m, run.orders)
+        assert again is not None
+        run = again
+        steady = (
+            placement.cuts
+            if placement.is_contiguous
+            else early_pattern(Road(problem, placement), problem.deadline)
+        )
+        if steady is None:
+            continue
+        step = Step(steady, engine.in_plan(run.orders), run.ticks, placement.recomputed)
+        plan, found = assemble(problem, "contiguous", Answer(()), steady, step)
+        assert found.violations == (), (seed, found.violations)
+        assert list(plan.peak_memory_bytes[: engine.num_devices]) == engine.split_peaks(run), seed
+        tight = with_memory(problem, max(engine.split_peaks(run)))
+        assert split_lower_bound(tight, contiguous=False) <= run.ticks, seed
+        if placement.is_contiguous:
+            assert split_lower_bound(tight, contiguous=True) <= run.ticks, seed
+        replayed += 1
+        split += any(name[0] == "W" for order in plan.step.order for name, _ in order)
+    assert replayed > some(80) // 2
+    assert split > some(80) // 4
+
+
+def test_the_program_bounds_every_order():
+    """Small steps of one allocation: what the program proves, its orders reach, and no rule beats."""
+    pytest.importorskip("ortools")
+    reached = 0
+    for seed in range(some(24)):
+        pick = random.Random(seed)
+        problem = replace(
+            random_problem(pick), recomputation=None, num_micro_batches=pick.randint(1, 3), flushes=None
+        )
+        m = problem.num_micro_batches
+        placement = random_placement(pick, problem)
+        engine = SplitEngine(problem, placement)
+        run = engine.simulate(m, SplitRule((m,) * len(placement.devices), 1, 0.0).choice(engine, m))
+        memory = max(engine.split_peaks(run))
+        engine = SplitEngine(with_memory(problem, memory), placement)
+        solved = SplitProgram(engine, m, memory).solve(2**62, Deadline(2))
+        assert solved.bound <= run.ticks, seed
+        assert split_lower_bound(with_memory(problem, memory), contiguous=False) <= run.ticks, seed
+        if solved.orders is not None:
+            found = engine.run_orders(m, solved.orders)
+            assert found is not None and found.ticks >= solved.bound, seed
+            reached += found.ticks == solved.bound
+    assert reached > some(24) // 2
+
+
+@pytest.mark.parametrize("algorithm", ["contiguous", "madpipe"])
+def test_equal_stages_have_no_bubble_but_the_fill(algorithm):
+    """Zero bubble: P - 1 forwards and the work of the last device; proved. 1F1B takes (m + P - 1) (f + b)."""
+    made = in_halves(4)
+    platform = Platform(num_devices=4, memory_bytes=100, bandwidth=FREE)
+    whole = make_plan(made, platform, algorithm, num_micro_batches=8, recompute="never")
+    plan = make_plan(made, platform, algorithm, num_micro_batches=8, recompute="never", split_backward=True)
+    assert whole.step_seconds == 33
+    assert (plan.step_seconds, plan.step_proved) == (27, True)
+    assert replay(plan, made).violations == ()
+    assert {name[0] for order in plan.step.order for name, _ in order} >= set("FIW")
+
+
+def test_never_slower_and_within_memory(monkeypatch):
+    """Random chains in tight memory, with and without recomputation, contiguous and not."""
+    monkeypatch.setattr(split_step, "MOST_OPERATIONS", 20_000)
+    shorter = 0
+    for seed in range(some(16)):
+        pick = random.Random(seed)
+        made = random_layers(pick, pick.randint(2, 4))
+        platform = Platform(num_devices=pick.randint(2, 3), memory_bytes=pick.randint(40, 90), bandwidth=2.0)
+        how = {"num_micro_batches": pick.randint(2, 5), "recompute": pick.choice(["never", "block"])}
+        how |= {"algorithm": pick.choice(["contiguous", "madpipe", "uniform"]), "time_limit_seconds": 2}
+        try:
+            whole = make_plan(made, platform, **how)
+        except (InfeasibleError, ValueError):
+            continue
+        try:
+            plan = make_plan(made, platform, split_backward=True, **how)
+        except ValueError as error:
+            assert "does not say how long halves" in str(error)
+            continue
+        assert replay(plan, made).violations == (), seed
+        assert plan.step_seconds <= whole.step_seconds, seed
+        assert plan.step_lower_bound_seconds <= plan.step_seconds, seed
+        shorter += plan.step_seconds < whole.step_seconds
+    assert shorter
+
+
+def test_halves_that_do_not_help_stay_one_operation():
+    """One device is never idle; where each operation takes a second of its own, halves only cost."""
+    made = in_halves(2)
+    alone = Platform(num_devices=1, memory_bytes=100, bandwidth=FREE)
+    costly = Platform(num_devices=2, memory_bytes=100, bandwidth=FREE, operation_seconds=5.0)
+    for platform in (alone, costly):
+        plan = make_plan(made, platform, num_micro_batches=4, recompute="never", split_backward=True)
+        assert {name[0] for order in plan.step.order for name, _ in order} == set("FB")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_micro_batches": None}, "give num_micro_batches, or leave split_backward out"),
+        ({"num_micro_batches": None, "period_seconds": 9.0}, "leave period_seconds out"),
+        ({"num_stages": 2}, "DeepSpeed's own engine runs whole backwards"),
+        ({"split_backward": 1}, "split_backward is 1: it is True or False"),
+    ],
+)
+def test_what_is_not_planned_so_is_refused(more, message):
+    platform = Platform(num_devices=2, memory_bytes=100, bandwidth=FREE)
+    how = {"num_micro_batches": 4, "split_backward": True} | more
+    with pytest.raises(ValueError, match=message):
+        make_plan(in_halves(2), platform, **how)
+
+
+def test_a_chain_without_halves_is_refused():
+    platform = Platform(num_devices=2, memory_bytes=100, bandwidth=FREE)
+    with pytest.raises(ValueError, match="does not say how long halves of a backward last: give its layers"):
+        make_plan(chain([1.0, 1.0], [2.0, 2.0]), platform, num_micro_batches=2, split_backward=True)
