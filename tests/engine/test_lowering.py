@@ -249,14 +249,27 @@ def flush_of_thirds():
 @given(any_plans())
 @example(flush_of_thirds())
 def test_no_device_holds_more_than_planned_however_late_the_others_are(plan_and_number):
-    """In a pattern also while it fills and drains. Of an order only where all can wait for what must leave."""
+    """In a pattern also while it fills and drains. Of an order only where all can wait for what must leave.
+
+    So it is of one pattern in a thousand, where tensors wait for periods: at one end there may be one more.
+    """
     (plan, chain), number = plan_and_number
     program = lower(plan, number)
-    assert program.within_room or plan.step is not None
+    assert plan.step is not None or len(program.beyond_room) <= 1
     for device, use in enumerate(replay(plan, chain).memory):
         may_hold_more = any(each == device for each, _ in program.beyond_room)
         more = 2 * max(each.output_bytes for each in chain.layers) if may_hold_more else 0
         assert most_bytes(plan, chain, program, device) <= use.total - use.weights + more
+
+
+def test_a_pattern_whose_tensors_wait_for_two_periods():
+    """Found by the test above: each end may wait for what leaves the other, and one of them must not."""
+    chain = plans.chain_of(2, [(3, 1), (4, 5)], 4)
+    platform = plans.platform_of(2, bandwidth=4.0)
+    late = iter([4.25, 18.5, 9, 17.5, 15.5, 0])
+    plan = plans.plan_of(chain, platform, range(3), (1, 0), 9, waits=late.__next__)
+    assert [each.shift for each in plan.operations] == [0, 0, 2, 4, 6, 8]
+    assert [lower(plan, number).beyond_room for number in (5, 8, 17)] == [(), ((0, 0),), ((0, 0),)]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +332,9 @@ def test_plans_of_the_planner(seed):
     platform = Platform(num_devices=pick.randint(1, 3), memory_bytes=10**6, bandwidth=1.0)
     plan = make_plan(chain, platform, algorithm=pick.choice(["contiguous", "uniform"]))
     for number in (1, 4, 30):
-        result = dry_run(lower(plan, number))
+        program = lower(plan, number)
+        assert program.within_room
+        result = dry_run(program)
         promised = tuple(stage.in_flight for stage in plan.stages)
         assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
     assert result.in_flight == promised
@@ -333,7 +348,9 @@ def test_plans_with_several_stages_on_a_device(case):
     assert not plan.is_contiguous
     promised = tuple(stage.in_flight for stage in plan.stages)
     for number in (1, 3, 40):
-        result = dry_run(lower(plan, number))
+        program = lower(plan, number)
+        assert program.within_room
+        result = dry_run(program)
         assert all(count <= most for count, most in zip(result.in_flight, promised, strict=True))
     assert result.in_flight == promised
     dry_run(lower_evaluation(plan, 5))
