@@ -3,7 +3,8 @@
 ``step_search.py`` searches, ``recomputing_step.py`` tries what its best allocations may recompute. With
 recomputation the search runs several times: without any; where a stage lacks room for the micro-batches that hide
 the others' time, also with each uniform choice (all layers, as whole stages and one by one); and from what these
-found with other choices, by stage, then by block. So no uniform choice has a shorter step, unless the time was up.
+found with other choices, by stage, then by block, for interleaved allocations as few as an order needs
+(``partly_recomputing.py``). So no uniform choice has a shorter step, unless the time was up.
 Source, and cost of each search: ``step_search.py``.
 """
 
@@ -22,6 +23,7 @@ from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem,
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch
 from deepspeed_partition.planner.solvers.step.orders import DepthRule
+from deepspeed_partition.planner.solvers.step.partly_recomputing import PartlyRecomputing
 from deepspeed_partition.planner.solvers.step.recomputing_step import (
     MixedChoices,
     lacks_room,
@@ -119,6 +121,9 @@ def _search_recomputing(problem: Problem, search: StepSearch, cuts: Cuts | None,
         mixed = MixedChoices(given, search)
         search.deadline = problem.deadline.part(SEARCH_SHARE)
         mixed.search_all(cuts)
+        if shared and not problem.flushes:
+            search.deadline = problem.deadline.part(SEARCH_SHARE)
+            PartlyRecomputing(given, search).search_all()
 
 
 def _adopt(search: StepSearch, uniform: Uniform, *, shared: bool) -> None:

@@ -119,6 +119,12 @@ class InterleavedSearch:
         else:
             self.try_all()
 
+    def by_promise(self, shorter_than: float) -> list[Placement]:
+        """Return the allocations that may take less, by the ticks that Megatron-LM's order takes at least."""
+        promising = self.search.promising(interleaved(self.problem, self.search.out_of_time), shorter_than)
+        least = self._least(promising)
+        return sorted(least, key=least.__getitem__)
+
     def try_all(self) -> None:
         """Try all interleaved allocations under the usual orders, and the most promising ones balanced, too."""
         search = self.search
@@ -206,7 +212,7 @@ class InterleavedSearch:
             rule = search.found[placement].rule
             if not isinstance(rule, GroupRule):
                 return
-            for limits in _changed(rule.limits):
+            for limits in changed_limits(rule.limits):
                 if search.ended():
                     return
                 shortest = search.found[placement].estimate
@@ -280,7 +286,8 @@ class InterleavedSearch:
         return [each for each in self.search.leaders() if not each.is_contiguous]
 
 
-def _changed(limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def changed_limits(limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield limits that are a little larger or smaller, for all devices, then for one."""
     for change in (1, -1, 2, -2):
         yield tuple(max(1, limit + change) for limit in limits)
     for change in (1, -1):
