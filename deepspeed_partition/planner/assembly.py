@@ -13,7 +13,6 @@ from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.errors import BrokenPlanError
 from deepspeed_partition.planner.memory import reserves_all_slots, stage_memory
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
-from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.recomputation import rematerialized
 from deepspeed_partition.planner.schedule import Order, PeriodicSchedule
 from deepspeed_partition.planner.simulate.replay import BELOW_BOUND, Replay, replay, replay_and_count
@@ -196,11 +195,8 @@ def _step_plan(problem: Problem, answer: Answer, placement: Placement, step: Ste
     if placement.is_contiguous and not placement.recomputed and fits(in_deepspeed, placement.cuts):
         blocking = seconds(problem.blocking_step(placement.cuts, problem.num_micro_batches))
     idle: tuple[Order, ...] = ((),) * (problem.platform.num_devices - len(step.orders))
-    bounded = problem
-    if problem.per_micro_batch:  # a forward that keeps nothing holds not even its input while it runs
-        bounded = problem.with_memory(LARGEST_MEMORY_BYTES)
     least = split_lower_bound if problem.splits_backward else step_lower_bound
-    bound = max(step.bound, least(bounded, contiguous=_makes_contiguous_alone(problem, answer)))
+    bound = max(step.bound, least(problem, contiguous=_makes_contiguous_alone(problem, answer)))
     step_seconds, bound_seconds = seconds(step.ticks), seconds(bound)
     return StepPlan(
         num_micro_batches=problem.num_micro_batches,

@@ -62,6 +62,8 @@ MOST_LAYERS = 2048
 """Largest number of layers: the planner looks at every pair of them, and this many take a gigabyte."""
 DEFAULT_TIME_LIMIT_SECONDS = 60.0
 LONGEST_PERIOD_SECONDS = 1e15
+FEW_BUFFERS_SHARE = 0.3
+"""The part of the time for steps that decide micro-batch by micro-batch with no more buffers than asked for."""
 WHOLE_SHARE = 0.6
 """The part of the time for steps of whole backwards, where halves are looked for from the best of them on."""
 SHORTEST_TIME_LIMIT_SECONDS = 1e-3
@@ -341,7 +343,8 @@ def _step_per_micro_batch(problem: Problem, solver: Solver, answer: Answer, plan
     # What is kept overtakes what is recomputed: that takes more places for messages than orders do otherwise.
     roomier = max(problem.platform.comm_buffers, 2 * problem.num_micro_batches)
     for buffers in dict.fromkeys((problem.platform.comm_buffers, roomier)):
-        buffered = with_buffers(problem, buffers)
+        share = 1 if buffers == roomier else FEW_BUFFERS_SHARE
+        buffered = with_buffers(replace(problem, deadline=problem.deadline.part(share)), buffers)
         step = shorter_step(buffered, answer, list(dict.fromkeys(placements)), ticks)
         if step is None:
             continue

@@ -89,15 +89,18 @@ def test_no_step_that_keeps_or_recomputes_is_below_the_bounds(seed: int) -> None
     assert seconds(step_lower_bound(problem, contiguous=False)) <= found
     free = replace(problem, per_micro_batch=True)
     assert seconds(step_lower_bound(free, contiguous=True)) <= one_by_one
+    assert seconds(step_lower_bound(free, contiguous=False)) <= one_by_one
     assert identical_stages_bound(stages, slots, m, min(forward), min(backward)) <= one_by_one
 
 
 @pytest.mark.parametrize(("stages", "slots", "m"), [(5, 3, 15), (5, 3, 60), (8, 4, 64), (4, 4, 9)])
-def test_always_or_never_is_bounded_no_worse_than_one_by_one(stages: int, slots: int, m: int) -> None:
-    """The bound of contiguous partitions counts whole stages and whole micro-batches."""
+def test_the_bound_of_steps_is_no_worse(stages: int, slots: int, m: int) -> None:
+    """Whether stages decide once for all micro-batches or one by one, and devices have one stage or several."""
     problem = one_layer_each([1] * stages, [2] * stages, slots, m)
-    bound = problem.times.clock.seconds(step_lower_bound(problem, contiguous=True))
-    assert bound >= float(identical_stages_bound(stages, slots, m, 1, 2)) * (1 - 1e-9)
+    for per_micro_batch, contiguous in product((True, False), repeat=2):
+        given = replace(problem, per_micro_batch=per_micro_batch)
+        bound = problem.times.clock.seconds(step_lower_bound(given, contiguous=contiguous))
+        assert bound >= float(identical_stages_bound(stages, slots, m, 1, 2)) * (1 - 1e-8)
 
 
 @pytest.mark.parametrize(

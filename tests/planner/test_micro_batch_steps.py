@@ -10,6 +10,8 @@ import pytest
 from deepspeed_partition import Chain, Platform, make_plan, replay
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, Orders, retimed
+from deepspeed_partition.planner.solvers.pattern.kept_and_recomputed import kept_and_recomputed
 from deepspeed_partition.planner.solvers.step import micro_batch_step
 from deepspeed_partition.planner.solvers.step.micro_batch_orders import StepRoad
 from deepspeed_partition.planner.solvers.step.micro_batch_program import MicroBatchProgram
@@ -87,7 +89,7 @@ def test_without_the_program_steps_get_shorter_too(monkeypatch):
     """By lists and changes alone: 5 stages with room for 3, 15 micro-batches."""
     monkeypatch.setattr(micro_batch_step, "is_installed", lambda: False)
     made, platform = identical(5, 3, 1, 2)
-    how = {"num_micro_batches": 15, "time_limit_seconds": 10}
+    how = {"num_micro_batches": 15, "time_limit_seconds": 3}
     plan = make_plan(made, platform, "contiguous", recompute="micro-batch", **how)
     alike = make_plan(made, platform, "contiguous", recompute="block", **how)
     assert (alike.step_seconds, plan.step_seconds) == (64, 60)
@@ -95,3 +97,18 @@ def test_without_the_program_steps_get_shorter_too(monkeypatch):
     names = {name[0] for order in plan.step.order for name, _ in order}
     assert names == set("FfRB")
     assert not plan.treats_all_alike
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "slots", "m", "seconds"), [(5, 3, 15, 60), (5, 3, 60, 213), (8, 4, 32, 130), (4, 2, 30, 114)]
+)
+def test_the_middle_of_a_long_step_is_the_optimal_pattern(num_stages, slots, m, seconds):
+    """15 more micro-batches of 5 stages with 3 slots take 51 more. Red if windows were cut by forwards."""
+    made, platform = identical(num_stages, slots, 1, 2)
+    problem = with_recomputation(problem_of(made, replace(platform, comm_buffers=2 * m), m), "block")
+    road = StepRoad(problem, Placement.contiguous(tuple(range(num_stages + 1))))
+    length, number, begins = kept_and_recomputed(num_stages, slots, 2)
+    orders = Orders(length, number, begins, [1] * num_stages, [2] * num_stages)
+    pattern = retimed(CyclicRoad(problem, road.placement, number), orders)
+    ticks = [road.run(each) for each in micro_batch_step._windows(pattern, m) if road.fits(each)]
+    assert problem.times.clock.seconds(min(ticks)) == seconds

@@ -2,8 +2,9 @@
 
 It begins with a step that treats all micro-batches alike, and looks for shorter ones:
 
-- the best pattern (``per_micro_batch.py``), from several of its micro-batches on. What it keeps overtakes what it
-  recomputes, so it takes more places for messages than others;
+- windows of the best pattern (``per_micro_batch.py``): m of its micro-batches whose backwards follow one another,
+  begun and ended as early as their order allows. So the middle of a long step is the pattern, which is optimal for
+  identical stages. What it keeps overtakes what it recomputes, so it takes more places for messages than others;
 - lists, made in time: a free device runs a backward that is ready, else recomputes for the next one, else runs the
   next forward, which keeps where there is room and which may be ahead of the backwards by so many. All forwards,
   and all backwards, take the micro-batches in their order. The numbers of micro-batches ahead and of stashes that
@@ -37,8 +38,8 @@ from deepspeed_partition.planner.solvers.step.micro_batch_program import MicroBa
 
 MOST_CHANGES = 400
 """Most changes of the best order that are tried for a partition."""
-MOST_STARTS = 5
-"""Micro-batches of a pattern that are the first of a step."""
+MOST_STARTS = 25
+"""Most windows of a pattern that are tried."""
 STEADY_SHARE = 0.2
 """The part of the time that is left for a pattern."""
 MOST_OPERATIONS = 150
@@ -117,8 +118,8 @@ class _StepSearch:
             if orders is None or orders in seen:
                 continue
             seen.add(orders)
-            found = road.run(orders)
-            if found is not None and road.fits(orders) and (nearest is None or found < nearest[0]):
+            found = road.run(orders, None if nearest is None else nearest[0])
+            if found is not None and road.fits(orders):
                 nearest = found, orders
         if nearest is not None:
             self._take(nearest[1], nearest[0])
@@ -133,7 +134,7 @@ class _StepSearch:
     def _first_orders(self) -> Iterator[Orders | None]:
         """Yield orders to begin with; None for those that cannot go on."""
         if self.pattern is not None:
-            yield from _unrolled(self.pattern, self.num_micro_batches)
+            yield from _windows(self.pattern, self.num_micro_batches)
         for rule in self._rules():
             yield _listed(self.road, self.num_micro_batches, rule)
 
@@ -175,17 +176,21 @@ class _StepSearch:
             self._take(solved.orders, found)
 
 
-def _unrolled(pattern: CyclicPattern, m: int) -> Iterator[Orders]:
-    """Yield what a pattern runs on its first micro-batches, from several of them on."""
+def _windows(pattern: CyclicPattern, m: int) -> Iterator[Orders]:
+    """Yield what a pattern runs on m micro-batches whose backwards follow one another on the first device.
+
+    So the drain has no gap where a micro-batch would be that entered later. Forwards that keep nothing, which the
+    pattern runs long before, are the stock with which the step begins.
+    """
     road, length = pattern.road, pattern.length
-    entering = {key[2]: begin for key, begin in pattern.begins.items() if key[0] in ("F", "f") and key[1] == 0}
-    in_order = sorted(entering, key=lambda number: entering[number] % length)
-    for first in range(0, road.number, max(1, road.number // MOST_STARTS)):
+    back = {key[2]: begin for key, begin in pattern.begins.items() if key[:2] == ("B", 0)}
+    in_order = sorted(back, key=lambda number: back[number] % length)
+    for first in range(0, road.number, -(-road.number // MOST_STARTS)):
         lists: list[list[tuple[int, Entry]]] = [[] for _ in range(road.num_stages)]
         for number in range(m):
             turn, place = divmod(first + number, road.number)
             name = in_order[place]
-            later = (turn - entering[name] // length) * length
+            later = (turn - back[name] // length) * length
             for kind, stage, each in pattern.begins:
                 if each == name and kind[0] != "S":
                     lists[stage].append((pattern.begins[kind, stage, each] + later, (kind, number)))

@@ -49,17 +49,24 @@ def stage_depths(problem: Problem, forward: Integers) -> Iterator[tuple[Integers
     Args:
         forward: ticks of the forward of each layer, shape (L,).
     """
-    chain, table, platform = problem.chain, problem.table, problem.platform
+    table = problem.table
     assert problem.num_micro_batches is not None
+    room = stage_rooms(problem)
+    yield _most(room - table.forward_transient, table.stash, problem.num_micro_batches), np.zeros_like(room)
+    if problem.recomputation is not None:
+        yield from _recomputing(problem, forward, room)
+
+
+def stage_rooms(problem: Problem) -> Integers:
+    """Return the bytes of stages for micro-batches, at most: no gradients have come; [k, l]."""
+    chain, table, platform = problem.chain, problem.table, problem.platform
     slots, size = platform.comm_buffers, chain.num_layers
     sizes = [0, *(chain.boundary_bytes(boundary) for boundary in range(1, size)), 0]
     ends = np.array([min(slots * each, 2**58) for each in sizes], dtype=np.int64)
     gradients = _between(np.array([layer.gradient_bytes for layer in chain.layers]))
-    room = platform.memory_bytes - platform.fixed_bytes - (table.weights - gradients)
+    room: Integers = platform.memory_bytes - platform.fixed_bytes - (table.weights - gradients)
     room -= ends[:, None] + ends[None, :]
-    yield _most(room - table.forward_transient, table.stash, problem.num_micro_batches), np.zeros_like(room)
-    if problem.recomputation is not None:
-        yield from _recomputing(problem, forward, room)
+    return room
 
 
 def _recomputing(problem: Problem, forward: Integers, room: Integers) -> Iterator[tuple[Integers, Integers]]:

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
 from deepspeed_partition.planner.solvers.interface import Problem
+from deepspeed_partition.planner.solvers.step.kept_bounds import ticks_of_stages
 from deepspeed_partition.planner.solvers.step.memory_bounds import MemoryBound
 from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound, least_from, num_decisions
 from deepspeed_partition.planner.solvers.step.stage_depths import stage_depths
@@ -370,6 +371,7 @@ class StepBounds:
             needs = np.maximum(np.maximum(work, turn), turns * (f + again + behind))
             np.minimum(result, before + needs, out=result, where=(most >= 1) & allowed)
         np.maximum(result, link, out=result)
+        np.maximum(result, before + ticks_of_stages(self), out=result)
         return result
 
     def _has_partition(self, needed: Integers, T: int, most: int) -> bool:
