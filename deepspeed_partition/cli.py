@@ -1,4 +1,5 @@
-"""The command line: ``madpipe profile``, ``plan``, ``frontier``, ``compare``, ``check``, ``show``, ``convert``.
+"""The command line: ``madpipe profile``, ``plan``, ``frontier``, ``compare``, ``check``, ``show``,
+``report``, ``trace``, ``convert``.
 
 Exit status: 0 done; 1 the check failed; 2 bad usage or bad input, one sentence; 3 no plan fits in memory; 130
 interrupted before there was a plan.
@@ -27,10 +28,12 @@ from deepspeed_partition.cli_options import (
     BANDWIDTH,
     DURATION,
     algorithm_option,
+    chain_option,
     complete_algorithm,
     data_parallel_option,
     input_file,
     json_flag,
+    measured_option,
     output_file,
     platform_options,
     plot_file,
@@ -40,7 +43,7 @@ from deepspeed_partition.planner import units
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import FormatError, InfeasibleError, MadPipeError
-from deepspeed_partition.planner.io.files import parse_json, read_text, write_text
+from deepspeed_partition.planner.io.files import parse_json, read_text, write_json, write_text
 from deepspeed_partition.planner.mcap_profile import McapProfile
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
@@ -51,8 +54,11 @@ from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.report.memory_report import explain_memory, memory_text
+from deepspeed_partition.planner.report.page import plan_page
 from deepspeed_partition.planner.report.pictures import comparison_svg, frontier_svg
 from deepspeed_partition.planner.report.planned_run import planned_run
+from deepspeed_partition.planner.report.timeline import MeasuredTimeline
+from deepspeed_partition.planner.report.trace import chrome_trace
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
@@ -414,6 +420,80 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
         if run.is_step:
             click.echo("\n" + draw.planned_timeline(run, made.platform, room, colour=colour), nl=False)
         click.echo("\n" + draw.step_order(made, width), nl=False)
+
+
+@cli.command()
+@input_file("plan")
+@chain_option("for its layers, memory over time and other algorithms")
+@measured_option
+@click.option(
+    "--time-limit",
+    metavar="TIME",
+    callback=DURATION,
+    default="10",
+    show_default=True,
+    help="Of the processor, for other algorithms; 0 leaves them out.",
+)
+@output_file("HTML", required=True)
+def report(plan: str, chain_file: str | None, measured: str | None, time_limit: float, output: str) -> None:
+    """PLAN as one page for a browser, which needs no network and no other file.
+
+    It has the timeline of a step (or of the pattern, from fill to drain), memory over time, layers with the cuts,
+    the algorithms compared, and what was measured beside the plan.
+    """
+    made = Plan.load(plan)
+    _result(output, False, plan)
+    layers = _chain_beside(plan, chain_file)
+    timeline = None if measured is None else MeasuredTimeline.load(measured)
+    compared = None
+    if layers is not None and time_limit and made.data_parallel is None:
+        made.check_chain(layers)
+        step = made.step
+        with _watched_search() as deadline:
+            compared = compare(
+                layers,
+                made.platform,
+                num_micro_batches=None if step is None else step.num_micro_batches,
+                time_limit_seconds=time_limit,
+                deadline=deadline,
+            )
+    elif made.data_parallel is not None and layers is not None and time_limit:
+        click.echo("madpipe: a plan of several pipelines is not compared: see madpipe compare", err=True)
+    text = plan_page(made, layers, timeline, compared)
+    if output == "-":
+        click.echo(text, nl=False)
+        return
+    write_text(output, text)
+    click.echo(f"saved {units.printable(output)}")
+
+
+@cli.command()
+@input_file("plan")
+@chain_option("for the instants of its step, where the plan alone does not tell them")
+@measured_option
+@output_file("trace", required=True)
+def trace(plan: str, chain_file: str | None, measured: str | None, output: str) -> None:
+    """PLAN as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, and what was measured beside it.
+
+    Each device and each direction of a link is a track; planned and measured are two processes of one file.
+    """
+    made = Plan.load(plan)
+    _result(output, False, plan)
+    timeline = None if measured is None else MeasuredTimeline.load(measured)
+    events = chrome_trace(made, _chain_beside(plan, chain_file), timeline)
+    if output == "-":
+        _print_json(events)
+        return
+    write_json(output, events)
+    click.echo(f"saved {units.printable(output)}")
+
+
+def _chain_beside(plan: str, chain_file: str | None) -> Chain | None:
+    """Return the chain that is named, else that which a run saved beside the plan; None where there is none."""
+    beside = Path(plan).with_suffix(".chain.json")
+    if chain_file is None and not beside.is_file():
+        return None
+    return Chain.load(chain_file or beside)
 
 
 @cli.command()

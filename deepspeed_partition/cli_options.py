@@ -42,8 +42,28 @@ def input_file(name: str, metavar: str | None = None) -> Callable[[Command], Com
     return click.argument(name, metavar=metavar, type=click.Path(allow_dash=True), callback=read)
 
 
-def output_file(what: str) -> Callable[[Command], Command]:
-    return click.option("-o", "--output", metavar="FILE", type=click.Path(), help=f"The {what} file to write.")
+def output_file(what: str, *, required: bool = False) -> Callable[[Command], Command]:
+    return click.option(
+        "-o", "--output", metavar="FILE", type=click.Path(), required=required, help=f"The {what} file to write."
+    )
+
+
+def chain_option(what: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--chain",
+        "chain_file",
+        metavar="CHAIN",
+        type=click.Path(),
+        help=f"The chain of the plan, {what}; left out: PLAN with .chain.json, as a run saves it, if it is there.",
+    )
+
+
+measured_option = click.option(
+    "--measured",
+    metavar="TIMELINE",
+    type=click.Path(),
+    help="What a run of the plan measured, and saved beside it.",
+)
 
 
 def plot_file(what: str) -> Callable[[Command], Command]:

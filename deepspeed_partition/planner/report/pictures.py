@@ -33,12 +33,23 @@ WIDTH = 760
 """Pixels of a picture."""
 
 
-def _svg(height: int, title: str, description: str, parts: Sequence[str], width: int = WIDTH) -> str:
+IN_PAGE = """
+.picture text{font:13px system-ui,sans-serif;fill:var(--text)}.picture .small{font-size:11px;fill:var(--dim)}
+.picture .title{font-size:15px;font-weight:600}.picture .axis{stroke:var(--dim)}.picture .page{fill:none}
+.picture .bound{stroke:var(--limit);stroke-width:2;stroke-dasharray:5 3}.picture .best{fill:var(--F)}
+.picture .bar{fill:var(--fixed)}
+"""
+"""The colours of a page that has variables for them."""
+
+
+def _svg(height: int, title: str, description: str, parts: Sequence[str], style: str = STYLE) -> str:
     """Return a picture with the words that a screen reader reads."""
+    width = WIDTH
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img"><title>{escape(title)}</title><desc>{escape(description)}</desc>'
-        f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>'
+        f'height="{height}" class="picture" role="img"><title>{escape(title)}</title>'
+        f"<desc>{escape(description)}</desc>"
+        f'<style>{style}</style><rect class="page" width="{width}" height="{height}"/>'
         + "".join(parts)
         + "</svg>\n"
     )
@@ -58,8 +69,12 @@ def _rect(x: float, y: float, width: float, height: float, css: str, tip: str = 
     return f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" class="{css}">{told}</rect>'
 
 
-def comparison_svg(comparison: Comparison) -> str:
-    """Draw the time of each algorithm as a bar, with its memory beside it and the lower bound as a line."""
+def comparison_svg(comparison: Comparison, *, in_page: bool = False) -> str:
+    """Draw the time of each algorithm as a bar, with its memory beside it and the lower bound as a line.
+
+    Args:
+        in_page: use the colours of the page that the picture is part of.
+    """
     chain, platform = comparison.chain, comparison.platform
     fitting = comparison.fitting
     steps = any(each.plan is not None and each.plan.step is not None for each in fitting)
@@ -94,7 +109,7 @@ def comparison_svg(comparison: Comparison) -> str:
         x = left + bound * scale
         parts.append(_line(x, top - 6, x, bottom, "bound"))
         parts.append(_text(x, bottom + 16, f"lower bound {format_seconds(bound)}", css="small", anchor="middle"))
-    return _svg(bottom + 28, title, f"{where}. {'; '.join(told)}", parts)
+    return _svg(bottom + 28, title, f"{where}. {'; '.join(told)}", parts, IN_PAGE if in_page else STYLE)
 
 
 def frontier_svg(frontier: Frontier) -> str:

@@ -56,13 +56,17 @@ class PlannedRun:
     def phases(self) -> tuple[float, float]:
         """Seconds at which the fill ends and at which the drain begins.
 
-        The fill ends when the first micro-batch has left the first stage, and the drain begins when the last one
-        has come into it. Where the pipeline drains before it is full, both are that second instant.
+        The fill ends when the last device begins its first operation, and the drain begins when the first device
+        has ended its last one. Where the pipeline drains before it is full, both are that second instant.
         """
-        entered = [each.end_seconds for each in self.operations if each.operation in ("F0", "f0")]
-        left = [each.end_seconds for each in self.operations if each.operation in ("B0", "I0")]
-        drain = max(entered, default=0.0)
-        return min(min(left, default=0.0), drain), drain
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for each in self.operations:
+            if each.device is not None:
+                first[each.device] = min(first.get(each.device, each.start_seconds), each.start_seconds)
+                last[each.device] = max(last.get(each.device, 0.0), each.end_seconds)
+        drain = min(last.values(), default=0.0)
+        return min(max(first.values(), default=0.0), drain), drain
 
 
 def planned_run(plan: Plan, chain: Chain | None = None, num_micro_batches: int | None = None) -> PlannedRun:

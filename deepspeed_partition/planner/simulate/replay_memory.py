@@ -199,14 +199,24 @@ class Moments:
 
     Arrays have an entry for each instant. Stages are named by their numbers, ends of boundaries by the number of
     the boundary and their side.
+
+    Args:
+        ends: count also at the instants at which it may shrink.
     """
 
     def __init__(
-        self, plan: Plan, chain: Chain, costs: Sequence[StageCost], timeline: Timeline, device: int
+        self,
+        plan: Plan,
+        chain: Chain,
+        costs: Sequence[StageCost],
+        timeline: Timeline,
+        device: int,
+        *,
+        ends: bool = False,
     ) -> None:
         mine = [index for index, stage in enumerate(plan.stages) if stage.device == device]
         lives = {index: _Lives(timeline, index) for index in mine}
-        ends = dict(_waiting_at_ends(plan, chain, timeline, device))
+        at_ends = dict(_waiting_at_ends(plan, chain, timeline, device))
         inside = dict(_waiting_inside(plan, chain, timeline, device))
         running = {
             (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), instants=True)
@@ -222,10 +232,12 @@ class Moments:
         residents = [
             *in_flight.values(),
             *held.values(),
-            *(r for r, _ in ends.values()),
+            *(r for r, _ in at_ends.values()),
             *(r for r, _ in inside.values()),
         ]
         starts = [r.starts for r in (*residents, *running.values())]
+        if ends:
+            starts += [r.lasting_ends for r in (*residents, *running.values())]
         instants = np.unique(np.concatenate(starts)) if starts else np.zeros(0, dtype=np.int64)
         self.instants = instants[(instants >= timeline.window[0]) & (instants < timeline.window[1])]
         """Ticks."""
@@ -238,10 +250,10 @@ class Moments:
         ``stash``, ``input`` (they kept nothing and have not been recomputed) or ``weight_stash`` (the gradients of
         the weights are still to come)."""
         reserved = plan.platform.comm_buffers
-        self.tensors = {end: np.maximum(reserved, r.count(self.instants)) for end, (r, _) in ends.items()}
+        self.tensors = {end: np.maximum(reserved, r.count(self.instants)) for end, (r, _) in at_ends.items()}
         """Tensors at each end of a boundary, reserved or waiting."""
         self.tensors |= {(index, "inside"): r.count(self.instants) for index, (r, _) in inside.items()}
-        self.tensor_bytes = {end: size for end, (_, size) in ends.items()}
+        self.tensor_bytes = {end: size for end, (_, size) in at_ends.items()}
         self.tensor_bytes |= {(index, "inside"): size for index, (_, size) in inside.items()}
         self.late_gradients = {
             index: (
@@ -277,6 +289,15 @@ class Moments:
         places = np.flatnonzero(total == total.max())
         _, first = np.unique(self._terms[:, places], axis=1, return_index=True)
         return tuple(places[np.sort(first)].tolist())
+
+    def over_time(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the instants in ticks, and bytes at each: weights, stashes, buffers, transient.
+
+        The second has the shape (4, number of instants). A device without stages has one instant, the first.
+        """
+        if len(self.instants):
+            return self.instants, self._terms
+        return np.zeros(1, dtype=np.int64), np.array([[self.weights], [0], [0], [0]], dtype=np.int64)
 
     def use(self, place: int | None) -> MemoryUse:
         """Return the bytes at an instant, by term."""

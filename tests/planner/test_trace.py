@@ -1,0 +1,82 @@
+"""Traces of plans: the format of Chrome's trace events, by its own rules, and what stands in them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from deepspeed_partition import PlanMismatchError
+from deepspeed_partition.planner.report.planned_run import place_of, planned_run
+from deepspeed_partition.planner.report.trace import chrome_trace
+from tests.planner.test_micro_batches import two_per_period
+from tests.planner.test_timeline import MADE, PLAN, as_simulated, planned, timeline_of
+
+
+def read(trace: dict) -> dict[tuple[str, str], list[dict]]:
+    """Events of each track, by the names of process and track; the format is checked as its document says it."""
+    trace = json.loads(json.dumps(trace, allow_nan=False))
+    names: dict[tuple[str, int, int], str] = {}
+    tracks: dict[tuple[int, int], list[dict]] = defaultdict(list)
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    for event in trace["traceEvents"]:
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        if event["ph"] == "M":
+            if event["name"].endswith("_name"):
+                names[event["name"], event["pid"], event["tid"]] = event["args"]["name"]
+            else:
+                assert isinstance(event["args"]["sort_index"], int)
+            continue
+        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["cat"], str)
+        tracks[event["pid"], event["tid"]].append(event)
+    assert all(("thread_name", *track) in names for track in tracks), "each track has a name"
+    return {
+        (names["process_name", process, 0], names["thread_name", process, track]): events
+        for (process, track), events in tracks.items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_has_a_track_for_each_device_and_direction(seed):
+    plan, chain = planned(seed)
+    tracks = read(chrome_trace(plan))
+    run = planned_run(plan, chain)
+    expected = defaultdict(list)
+    for each in run.operations:
+        expected["planned", place_of(each)].append((f"{each.operation}.{each.micro_batch}", each.start_seconds))
+    assert tracks.keys() == expected.keys()
+    for track, events in tracks.items():
+        assert sorted(event["name"] for event in events) == sorted(name for name, _ in expected[track])
+        starts = {event["name"]: event["ts"] / 1e6 for event in events}
+        assert starts == pytest.approx(dict(expected[track]), abs=1e-6 * run.seconds)
+        spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
+        # Overlapping events of a track would be nested by Perfetto.
+        assert all(one[1] <= other[0] + 1e-6 * run.seconds * 1e6 for one, other in pairwise(spans))
+
+
+def test_planned_and_measured_steps_begin_together():
+    steps = as_simulated(PLAN, MADE, 2.0), as_simulated(PLAN, MADE, 0.5)
+    tracks = read(chrome_trace(PLAN, MADE, timeline_of(PLAN, *steps)))
+    begins = defaultdict(dict)
+    for (process, _), events in tracks.items():
+        for event in events:
+            known = begins[event["args"]["step"]].get(process, event["ts"])
+            begins[event["args"]["step"]][process] = min(known, event["ts"])
+    assert sorted(begins) == [0, 1]
+    seconds = planned_run(PLAN, MADE).seconds
+    for number, begin in enumerate((0.0, 2 * seconds)):
+        assert begins[number] == pytest.approx({"planned": begin * 1e6, "measured": begin * 1e6}, abs=1e-6)
+    counted = {process: sum(len(events) for (name, _), events in tracks.items() if name == process)
+               for process in ("planned", "measured")}  # fmt: skip
+    assert counted["planned"] == counted["measured"] == 2 * len(steps[0].operations)
+
+
+def test_other_plans_are_refused_and_patterns_unrolled():
+    other, other_chain = planned(2)
+    with pytest.raises(PlanMismatchError):
+        chrome_trace(PLAN, MADE, timeline_of(other, as_simulated(other, other_chain)))
+    _, plan = two_per_period()
+    categories = {event["cat"] for events in read(chrome_trace(plan)).values() for event in events}
+    assert categories == {"forward", "forward again", "backward"}
