@@ -172,6 +172,25 @@ def test_what_counts_as_small(layers: int, devices: int, m: int, small: bool) ->
     assert exact_step.is_small(problem, contiguous=False) == small
 
 
+def test_what_cannot_matter_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 programs of this plan once, two for most of its allocations, and nothing came of them."""
+    made = chain(
+        [4, 4, 1, 3, 3], [4, 4, 3, 4, 6], weights=[12, 9, 18, 8, 4], outputs=[40, 15, 37, 20, 0], input_bytes=50,
+        stash=[92, 77, 221, 65, 134],
+    )  # fmt: skip
+    solve, asked = OrderProgram.solve, list[int]()
+
+    def counted(program: OrderProgram, shorter_than: int, deadline: Deadline) -> order_program.Solved:
+        asked.append(shorter_than)
+        return solve(program, shorter_than, deadline)
+
+    monkeypatch.setattr(OrderProgram, "solve", counted)
+    platform = Platform(num_devices=3, memory_bytes=500, bandwidth=100.0)
+    plan = make_plan(made, platform, num_micro_batches=4)
+    assert 0 < len(asked) <= 5
+    assert plan.step_lower_bound_seconds == pytest.approx(65.17)
+
+
 def test_no_time_no_program() -> None:
     made, platform = known_instance()
     problem = replace(problem_of(made, platform), num_micro_batches=2)

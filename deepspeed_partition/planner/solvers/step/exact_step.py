@@ -7,7 +7,9 @@ the program is a relaxation that no real step meets, it is solved again with tra
 
 The bound of the whole is the least that is left: of the best step, and of the allocations that the time, or the
 missing OR-tools, left open. With recomputation the program runs without the bytes of layers that may run twice, so
-its bounds hold for every way to recompute; steps are taken without recomputation alone.
+its bounds hold for every way to recompute; steps are taken without recomputation alone, by another program. What
+cannot matter is not solved: for the bound, allocations that are bounded no lower than one that was solved; for a
+step, those without room for one as short.
 
 Method: enumeration with bounds; not in the papers. Cost: at most ``MOST_ALLOCATIONS`` programs, exponential each,
 in a share of the time that is left, ``MOST_SECONDS`` at most.
@@ -98,6 +100,8 @@ class ExactStep:
         self.deadline = Deadline(MOST_SECONDS, within=problem.deadline.part(SHARE))
         self.recomputes = problem.recomputation is not None
         self.memory = problem.platform.memory_bytes
+        self.left = self.best.ticks
+        """Least bound of the allocations that were looked at so far."""
 
     def _lower_bound(self) -> int:
         return step_lower_bound(self.problem, contiguous=self.contiguous)
@@ -109,19 +113,19 @@ class ExactStep:
         """Look at every allocation, unless the bound is met before."""
         if self.bound >= self.best.ticks:
             return
-        left = [self.best.ticks]
+        self.left = self.best.ticks
         for each in self._allocations():
             if each.bound >= self.best.ticks:
                 break
-            left.append(max(each.bound, self._least(each)))
-        self.bound = max(self.bound, min(*left, self.best.ticks))
+            self.left = min(self.left, max(each.bound, self._least(each)))
+        self.bound = max(self.bound, min(self.left, self.best.ticks))
 
     def _allocations(self) -> list[Open]:
         """Return the allocations that may have a step below the best, the least bound first."""
         found = []
         for placement in dict.fromkeys(self._placements()):
             engine = self._engine(placement)
-            bound = self._bound(engine)
+            bound = self._bound(engine, keeps_all=not self.recomputes)
             if bound < self.best.ticks:
                 found.append(Open(bound, placement, engine))
         return sorted(found, key=lambda each: (each.bound, each.placement.cuts, each.placement.devices))
@@ -143,10 +147,14 @@ class ExactStep:
                 if problem.allows(placement):
                     yield placement
 
-    def _bound(self, engine: StepEngine) -> int:
-        """Return ticks than which no order of an allocation is shorter, whatever it recomputes."""
+    def _bound(self, engine: StepEngine, *, keeps_all: bool) -> int:
+        """Return ticks than which no order of an allocation is shorter, ``best`` at most where it does not fit.
+
+        Args:
+            keeps_all: nothing is recomputed; False: whatever is.
+        """
         bound = bound_of_work(engine, self.num_micro_batches)
-        for stage, stash in enumerate([] if self.recomputes else engine.stash):
+        for stage, stash in enumerate(engine.stash if keeps_all else []):
             room = self.memory - bytes_before_backwards(engine, engine.device[stage])
             if stash > room:
                 return self.best.ticks
@@ -158,12 +166,20 @@ class ExactStep:
         """Return a lower bound of an allocation, and take its shortest step where that is the best."""
         if not self.installed or self.deadline.passed():
             return 0
-        solved = self._solve(each, recomputes=self.recomputes)
-        if self._take(each, solved) or not solved.bound:
-            return solved.bound
-        again = self._solve(each, greedy=not self.recomputes)
-        self._take(each, again)
-        return solved.bound if self.recomputes else max(solved.bound, again.bound)
+        bound = 0
+        if not self.recomputes or each.bound < self.left:
+            solved = self._solve(each, recomputes=self.recomputes)
+            bound = solved.bound
+            if self._take(each, solved) or not bound:
+                return bound
+        if not self.recomputes:
+            again = self._solve(each, greedy=True)
+            self._take(each, again)
+            return max(bound, again.bound)
+        # An allocation whose bound is no less than that of another one tells nothing of the bound of the whole.
+        if self._bound(each.engine, keeps_all=True) < self.best.ticks:
+            self._take(each, self._solve(each))
+        return bound
 
     def _solve(self, each: Open, *, recomputes: bool = False, greedy: bool = False) -> Solved:
         if self.deadline.passed():

@@ -103,11 +103,14 @@ class PartlyRecomputing:
             return  # the beginning of a step does not tell the end of its one group
         limits = megatron_limits(placement.devices, group)
         least = [(placement.devices.count(place) - 1) * group + 1 for place in range(max(placement.devices) + 1)]
-        for share in SHARES:
+        every = (
+            tuple(low + max(0, round((high - low) * share)) for low, high in zip(least, limits, strict=True))
+            for share in SHARES
+        )
+        for some in dict.fromkeys(every):
             if self.search.ended():
                 return
-            some = (low + max(0, round((high - low) * share)) for low, high in zip(least, limits, strict=True))
-            self._attempt(placement, GroupRule(group, tuple(some), alternates=True))
+            self._attempt(placement, GroupRule(group, some, alternates=True))
 
     def _attempt(self, placement: Placement, rule: GroupRule, shorter_than: float | None = None) -> bool:
         """Try an order with as little recomputation as it needs; return whether it is shorter than asked for.

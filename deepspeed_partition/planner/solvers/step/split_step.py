@@ -298,9 +298,9 @@ class ExactSplitStep(ExactStep):
     def _engine(self, placement: Placement) -> StepEngine:
         return SplitEngine(self.problem, placement)
 
-    def _bound(self, engine: StepEngine) -> int:
+    def _bound(self, engine: StepEngine, *, keeps_all: bool) -> int:
         assert isinstance(engine, SplitEngine)
-        if not self.recomputes:
+        if keeps_all:
             for stage in range(engine.num_stages):
                 least = min(engine.stash[stage], engine.weight_stash[stage])
                 if least > self.memory - bytes_before_backwards(engine, engine.device[stage]):
