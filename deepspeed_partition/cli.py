@@ -44,6 +44,7 @@ from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import FormatError, InfeasibleError, MadPipeError
 from deepspeed_partition.planner.io.files import parse_json, read_text, write_json, write_text
+from deepspeed_partition.planner.machines import Machines
 from deepspeed_partition.planner.mcap_profile import McapProfile
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import make_plan
@@ -206,6 +207,7 @@ def plan(
     if algorithm.strip() == REPLICATED:
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
         no_effect["--start"], no_effect["--zero"] = starts or None, zero
+        no_effect["--machines"] = platform["machines"]
         no_effect["--recompute"] = None if recompute == "auto" else recompute
         no_effect["--split-backward"] = split_backward or None
         no_effect["--duplex"] = None if platform["duplex"] == "half" else platform["duplex"]
@@ -303,7 +305,7 @@ def compare_command(
 
 @cli.command(name="frontier")
 @input_file("chain")
-@platform_options(memory_is_required=False)
+@platform_options(memory_is_required=False, takes_machines=False)
 @algorithm_option
 @plot_file("of time over memory")
 @json_flag("the plans")
@@ -565,9 +567,9 @@ def _incremental_profile(factory: str, micro_batch: int, config: dict[str, Any] 
 
 def _platform(
     *,
-    devices: int,
-    memory: int,
-    bandwidth: float,
+    devices: int | None,
+    memory: int | None,
+    bandwidth: float | None,
     latency: float,
     weight_copies: float,
     duplex: str,
@@ -575,7 +577,24 @@ def _platform(
     devices_per_port: int,
     operation_seconds: float,
     copy_bandwidth: float | None,
+    machines: str | None = None,
 ) -> Platform:
+    if machines is not None:
+        of_machines = {"--devices": devices, "--memory": memory, "--bandwidth": bandwidth}
+        others = {"--latency": latency or None, "--port-bandwidth": port_bandwidth}
+        others["--devices-per-port"] = devices_per_port if devices_per_port != 1 else None
+        _refuse(of_machines | others, "goes without --machines, which says it of every device and link")
+        return Platform.on(
+            Machines.load(machines),
+            weight_copies=weight_copies,
+            duplex=duplex,
+            operation_seconds=operation_seconds,
+            copy_bandwidth=copy_bandwidth,
+        )
+    for name, value in {"--devices": devices, "--memory": memory, "--bandwidth": bandwidth}.items():
+        if value is None:
+            raise click.UsageError(f"Missing option {name!r}, or --machines.", click.get_current_context())
+    assert devices is not None and memory is not None and bandwidth is not None
     return Platform(
         num_devices=devices,
         memory_bytes=memory,

@@ -91,16 +91,27 @@ def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str 
         raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
 
 
-def platform_options(*, memory_is_required: bool) -> Callable[[Command], Command]:
-    """Return the options of the platform, the step and the time."""
+def platform_options(*, memory_is_required: bool, takes_machines: bool = True) -> Callable[[Command], Command]:
+    """Return the options of the platform, the step and the time.
+
+    Args:
+        memory_is_required: whether ``--memory`` is, unless machines are given.
+        takes_machines: whether ``--machines`` may stand for devices, memory and bandwidth.
+    """
 
     def add(command: Command) -> Command:
+        machines = (
+            click.option("--machines", metavar="FILE", type=click.Path(),
+                         help="Devices and links as they are, in the place of --devices, --memory, --bandwidth."),
+        ) if takes_machines else ()  # fmt: skip
         for option in reversed((
-            click.option("--devices", type=click.IntRange(min=1), required=True,
+            *machines,
+            click.option("--devices", type=click.IntRange(min=1), required=not takes_machines,
                          help="Of the pipeline, or of all data-parallel pipelines together."),
-            click.option("--memory", metavar="SIZE", callback=SIZE, required=memory_is_required,
+            click.option("--memory", metavar="SIZE", callback=SIZE,
+                         required=memory_is_required and not takes_machines,
                          help="Of each device, such as 16GB or 16GiB."),
-            click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=True,
+            click.option("--bandwidth", metavar="SIZE/s", callback=BANDWIDTH, required=not takes_machines,
                          help="Between two devices, such as 12GB/s."),
             click.option("--latency", metavar="TIME", callback=DURATION, default="0", show_default=True,
                          help="Of a transfer, such as 10us."),

@@ -15,13 +15,15 @@ PLANNER, SOLVERS = "deepspeed_partition.planner", "deepspeed_partition.planner.s
 ENGINE, LIGHTNING = "deepspeed_partition.engine", "lightning_madpipe"
 ROOMS = [
     f"{PLANNER}.errors", f"{PLANNER}.units", f"{PLANNER}.io", f"{PLANNER}.deadline",
-    f"{PLANNER}.warm_up_report", f"{PLANNER}.mcap_profile", f"{PLANNER}.problem", f"{PLANNER}.graphs",
+    f"{PLANNER}.warm_up_report", f"{PLANNER}.mcap_profile", f"{PLANNER}.machines",
+    f"{PLANNER}.problem", f"{PLANNER}.graphs",
     f"{PLANNER}.allocation", f"{PLANNER}.schedule", f"{PLANNER}.clock", f"{PLANNER}.step",
     f"{PLANNER}.schemes", f"{PLANNER}.plan",
     f"{PLANNER}.renumbering", f"{PLANNER}.training_bytes", f"{PLANNER}.memory", f"{PLANNER}.recomputation",
     f"{PLANNER}.data_parallel", SOLVERS, f"{SOLVERS}.pattern",
     f"{SOLVERS}.contiguous", f"{SOLVERS}.non_contiguous", f"{SOLVERS}.step", f"{PLANNER}.simulate",
-    f"{PLANNER}.assembly", f"{PLANNER}.infeasible", f"{PLANNER}.planning", f"{PLANNER}.buffers",
+    f"{PLANNER}.assembly", f"{PLANNER}.infeasible", f"{PLANNER}.machine_planning",
+    f"{PLANNER}.planning", f"{PLANNER}.buffers",
     f"{PLANNER}.operation_costs", f"{PLANNER}.remedies",
     f"{PLANNER}.replication",
     f"{PLANNER}.report", "deepspeed_partition.schedule", "deepspeed_partition.versions",

@@ -22,6 +22,7 @@ from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, 
 from deepspeed_partition.cli import cli
 from deepspeed_partition.engine.pipeline.module import check_boundaries, check_same_model
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.machines import Machines
 from deepspeed_partition.planner.solvers import interface
 from lightning_madpipe.captured_layers import unknown_layers
 from lightning_madpipe.finding.step_call import find_call
@@ -131,9 +132,14 @@ def test_the_plan_in_the_picture_is_what_the_command_makes() -> None:
 
 
 def test_a_chain_by_hand_is_read_and_planned() -> None:
-    [text] = re.findall(r"```json\n(\{\"format\".*?)```", PLANNER, re.DOTALL)
+    [text] = re.findall(r"```json\n(\{\"format\": \"madpipe-chain.*?)```", PLANNER, re.DOTALL)
     chain = Chain.from_dict(json.loads(text))
     assert make_plan(chain, Platform(num_devices=2, memory_bytes=4e9, bandwidth=12e9)).proved
+
+
+def test_the_machines_by_hand_are_read() -> None:
+    [text] = re.findall(r"```json\n(\{\"format\": \"madpipe-machines.*?)```", PLANNER, re.DOTALL)
+    assert Machines.from_dict(json.loads(text)).num_devices == 16
 
 
 def test_the_solver_that_contributors_are_shown_plans() -> None:

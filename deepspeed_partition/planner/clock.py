@@ -65,11 +65,14 @@ class Clock:
 class TimedChain:
     """The times of a chain on a platform, in ticks.
 
+    Args:
+        clock: left out, that of the chain on the platform.
+
     Raises:
         ValueError: the chain takes no time at all, so that no period could be its answer.
     """
 
-    def __init__(self, chain: Chain, platform: Platform) -> None:
+    def __init__(self, chain: Chain, platform: Platform, clock: Clock | None = None) -> None:
         self.chain = chain
         self.platform = platform
         one_way = one_way_seconds(chain, platform)
@@ -95,7 +98,7 @@ class TimedChain:
                     f"{name} takes {seconds:g} s, more than {SLOWEST_TRANSFER:g} times what all layers take "
                     f"({chain.compute_seconds:g} s): check operation_seconds and copy_bandwidth"
                 )
-        self.clock = Clock.of(chain, platform)
+        self.clock = Clock.of(chain, platform) if clock is None else clock
         ticks = self.clock.ticks
         self.operation = ticks(platform.operation_seconds)
         """Ticks that each forward and each backward of a stage takes in a step beside those of its layers."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from deepspeed_partition.planner.machines import pipelines_of
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain, Platform
 
@@ -91,10 +92,12 @@ def splits_of(
                 platform,
                 num_devices=num_devices // degree,
                 weight_copies=weight_copies_of(platform.weight_copies, degree, zero_stage),
+                pipelines=pipelines,
             ),
             None if num_micro_batches is None else num_micro_batches // degree,
         )
         for degree in possible
+        for pipelines in (pipelines_of(num_devices, degree) if platform.machines is not None else ((),))
     ]
 
 

@@ -71,6 +71,10 @@ class ChainFormatError(FormatError):
     """Raised for a chain file that cannot be read, or that has another version."""
 
 
+class MachinesFormatError(FormatError):
+    """Raised for a machines file that cannot be read, or that has another version."""
+
+
 class PlanMismatchError(MadPipeError, ValueError):
     """Raised for a plan that was made for another model, or for another number of devices."""
 

@@ -14,6 +14,7 @@ from deepspeed_partition.planner.data_parallel import Split, check_zero_stage, s
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush, out_of_time, piles_up
+from deepspeed_partition.planner.machine_planning import plan_on_machines
 from deepspeed_partition.planner.memory import StageTable, reserves_all_slots
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
@@ -156,10 +157,12 @@ def make_plan(
         flushes, num_micro_batches, others=bool(data_parallel or num_stages or every_stage_trains)
     )
 
-    def plan_for(split: Split, limit_seconds: float, is_one_of_many: bool) -> Plan:
+    def problem_for(
+        chain: Chain, platform: Platform, split: Split, limit_seconds: float, deadline: Deadline | None
+    ) -> Problem:
         problem = problem_of(
             chain,
-            split.platform,
+            platform,
             split.num_micro_batches,
             num_stages,
             every_stage_trains,
@@ -171,12 +174,32 @@ def make_plan(
             problem,
             num_pipelines=split.num_pipelines,
             zero_stage=zero_stage,
-            is_one_of_many=is_one_of_many,
             flushes=flush_sizes,
             splits_backward=split_backward,
         )
+        return problem if isinstance(solver, PaperMadPipe) else with_recomputation(problem, recompute)
+
+    def plan_for(split: Split, limit_seconds: float, is_one_of_many: bool) -> Plan:
+        problem = problem_for(chain, split.platform, split, limit_seconds, deadline)
+        problem = replace(problem, is_one_of_many=is_one_of_many)
+        if not split.platform.is_alike:
+            _check_on_machines(problem, recompute, period_seconds)
+            return plan_on_machines(
+                problem,
+                solver,
+                lambda chain, platform, deadline: replace(
+                    problem_for(
+                        chain,
+                        platform,
+                        split,
+                        deadline.remaining_seconds() or SHORTEST_TIME_LIMIT_SECONDS,
+                        deadline,
+                    ),
+                    is_one_of_many=True,
+                ),
+                _solve,
+            )
         if not isinstance(solver, PaperMadPipe):
-            problem = with_recomputation(problem, recompute)
             problem = replace(
                 problem, per_micro_batch=_decides_per_micro_batch(problem, solver, recompute, period_seconds)
             )
@@ -224,6 +247,22 @@ def check_split(
             "split_backward is planned for a step, and patterns of a steady state have whole backwards: give "
             "num_micro_batches, or leave split_backward out"
         )
+
+
+def _check_on_machines(problem: Problem, recompute: str, period_seconds: float | None) -> None:
+    """Refuse what is not planned for devices and links that are not alike."""
+    for what, value in (
+        ("period_seconds", period_seconds),
+        ("flushes", problem.flushes),
+        ("split_backward", True if problem.splits_backward else None),
+        ("num_stages or every_stage_trains", True if problem.in_deepspeed else None),
+        (f"recompute={PER_MICRO_BATCH!r}", True if recompute == PER_MICRO_BATCH else None),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{what} is planned for devices and links that are alike: leave it out, or give num_devices, "
+                "memory_bytes and bandwidth in the place of machines"
+            )
 
 
 def _check_shareable(chain: Chain) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.planner.errors import ChainFormatError
 from deepspeed_partition.planner.io import files
+from deepspeed_partition.planner.machines import LinkLevel, Machines
 from deepspeed_partition.planner.mcap_profile import McapProfile
 from deepspeed_partition.planner.units import shown
 from deepspeed_partition.planner.warm_up_report import TrialRun
@@ -469,6 +471,28 @@ class Platform:
     """Bytes per second at which a device itself moves the messages of its forwards and backwards in a step, beside
     what a link takes: a CPU copies them while it would compute. None: they move by themselves. Periods do not
     count it."""
+    machines: Machines | None = None
+    """Devices and links as they are; ``memory_bytes``, ``bandwidth`` and ``latency_seconds`` are then the least
+    memory, the least bandwidth and the longest latency of them. None: all devices and links are alike."""
+    pipelines: tuple[tuple[int, ...], ...] = ()
+    """Devices of ``machines`` at the places 0 to P - 1 of each of several equal pipelines. A place is as slow as
+    the slowest of its devices. Empty: one pipeline, on devices 0 to P - 1."""
+
+    @classmethod
+    def on(cls, machines: Machines, **others: Any) -> Platform:
+        """Return the platform of one pipeline on all devices of ``machines``.
+
+        Args:
+            others: fields of the platform that machines do not have, such as ``weight_copies``.
+        """
+        return cls(
+            num_devices=machines.num_devices,
+            memory_bytes=min(group.memory_bytes for group in machines.devices),
+            bandwidth=min(level.bandwidth for level in machines.links),
+            latency_seconds=max(level.latency_seconds for level in machines.links),
+            machines=machines,
+            **others,
+        )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_devices", _whole("num_devices", self.num_devices, 1, 2**20))
@@ -501,6 +525,65 @@ class Platform:
             raise ValueError(f"duplex is {shown(self.duplex)}: it is {' or '.join(DUPLEX)}")
         object.__setattr__(self, "copy_bandwidth", self._bandwidth_or_none("copy_bandwidth"))
         self._check_ports()
+        self._check_machines()
+
+    def _check_machines(self) -> None:
+        if self.machines is None:
+            if self.pipelines:
+                raise ValueError("pipelines are devices of machines, and there are none")
+            return
+        if self.port_bandwidth is not None:
+            raise ValueError("port_bandwidth is for devices that are alike: machines say what each link is")
+        places = self.pipelines or (tuple(range(self.num_devices)),)
+        used = [device for pipeline in places for device in pipeline]
+        if any(len(pipeline) != self.num_devices for pipeline in places):
+            raise ValueError(
+                f"pipelines have {', '.join(str(len(each)) for each in places)} devices, and not "
+                f"num_devices, {self.num_devices}, each"
+            )
+        if len(set(used)) < len(used) or not all(0 <= device < self.machines.num_devices for device in used):
+            raise ValueError(
+                f"the pipelines are on devices {shown(used)}: each is one of {self.machines.num_devices}, and no "
+                "two are the same"
+            )
+
+    def _devices_at(self, place: int) -> list[int]:
+        """Return the devices of ``machines`` at a place, one for each pipeline."""
+        return [pipeline[place] for pipeline in self.pipelines] or [place]
+
+    def speed_of(self, device: int) -> float:
+        """Return the number that divides the seconds of layers on a device: of pipelines, the slowest one's."""
+        if self.machines is None:
+            return 1.0
+        groups = self.machines.devices
+        return min(groups[self.machines.group_of(each)].speed for each in self._devices_at(device))
+
+    def memory_of(self, device: int) -> int:
+        """Return the memory of a device, in bytes: of pipelines, the least."""
+        if self.machines is None:
+            return self.memory_bytes
+        groups = self.machines.devices
+        return min(groups[self.machines.group_of(each)].memory_bytes for each in self._devices_at(device))
+
+    @property
+    def is_alike(self) -> bool:
+        """Return whether all devices have the same memory and speed 1, and all links are alike."""
+        if self.machines is None:
+            return True
+        devices = range(self.num_devices)
+        return all(
+            self.speed_of(device) == 1 and self.memory_of(device) == self.memory_bytes for device in devices
+        ) and {(level.bandwidth, level.latency_seconds) for level in self._levels()} <= {
+            (self.bandwidth, self.latency_seconds)
+        }
+
+    def _levels(self) -> list[LinkLevel]:
+        """Return the levels of the links within each pipeline, and among the replicas of each place."""
+        assert self.machines is not None
+        places = self.pipelines or (tuple(range(self.num_devices)),)
+        sets = [sorted(each) for each in (*places, *zip(*places, strict=True))]
+        # Levels lie within one another: the link of any two is that of some two neighbours between them.
+        return [self.machines.level_between(*pair) for each in sets for pair in pairwise(each)]
 
     def _bandwidth_or_none(self, key: str) -> float | None:
         value = getattr(self, key)
@@ -535,13 +618,29 @@ class Platform:
             return (link,)
         return link, ("out", hosts[0]), ("in", hosts[1])
 
-    def transfer_seconds(self, num_bytes: int) -> float:
+    def transfer_seconds(self, num_bytes: int, source: int | None = None, destination: int | None = None) -> float:
         """Return the seconds of one tensor on its way: latency + bytes / bandwidth, the port's where that is less.
 
-        All transfers take so long, within a host, too: a platform has one bandwidth, its slowest.
+        All transfers take so long, within a host, too: a platform has one bandwidth, its slowest. On ``machines``
+        a transfer between two devices takes as long as its link says, of pipelines the slowest one's.
+
+        Args:
+            source: the device that sends; left out, the link is the slowest.
+            destination: the device that receives.
         """
-        bandwidth = min(self.bandwidth, self.port_bandwidth or self.bandwidth)
-        seconds = self.latency_seconds + num_bytes / bandwidth
+        if self.machines is not None and source is not None and destination is not None:
+            pairs = zip(self._devices_at(source), self._devices_at(destination), strict=True)
+            return max(self._on_link(num_bytes, *pair) for pair in pairs)
+        return self._seconds_at(num_bytes, min(self.bandwidth, self.port_bandwidth or self.bandwidth))
+
+    def _on_link(self, num_bytes: int, one: int, other: int) -> float:
+        """Return the seconds of one tensor between two devices of ``machines``."""
+        assert self.machines is not None
+        level = self.machines.level_between(one, other)
+        return self._seconds_at(num_bytes, level.bandwidth, level.latency_seconds)
+
+    def _seconds_at(self, num_bytes: int, bandwidth: float, latency: float | None = None) -> float:
+        seconds = (self.latency_seconds if latency is None else latency) + num_bytes / bandwidth
         if not seconds <= LONGEST_SECONDS:
             raise ValueError(
                 f"bandwidth is {bandwidth:g} bytes per second: a tensor of {num_bytes} bytes would "
@@ -563,14 +662,28 @@ class Platform:
             )
         return seconds
 
-    def allreduce_seconds(self, num_bytes: int, num_copies: int) -> float:
+    def allreduce_seconds(self, num_bytes: int, num_copies: int, device: int | None = None) -> float:
         """Return the seconds of a ring all-reduce of gradients among ``num_copies`` devices.
 
-        Each of 2 (D - 1) rounds sends a D-th of the bytes over every link of the ring.
+        Each of 2 (D - 1) rounds sends a D-th of the bytes over every link of the ring. On ``machines`` the ring
+        goes through the devices of a place in the order of their numbers, and its slowest link sets the pace.
+
+        Args:
+            device: the place of the stage; left out, links are the slowest.
         """
         if num_copies == 1:
             return 0.0
-        return 2 * (num_copies - 1) * self.transfer_seconds(-(-num_bytes // num_copies))
+        part = -(-num_bytes // num_copies)
+        if self.machines is None or device is None:
+            return 2 * (num_copies - 1) * self.transfer_seconds(part)
+        return 2 * (num_copies - 1) * self.ring_seconds(part, self._devices_at(device))
+
+    def ring_seconds(self, num_bytes: int, devices: Sequence[int]) -> float:
+        """Return the seconds of one round of a ring over devices of ``machines``: those of its slowest link."""
+        ring = sorted(devices)
+        return max(
+            self._on_link(num_bytes, one, other) for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)
+        )
 
     def weights_bytes(self, num_bytes: int) -> int:
         """Return the bytes that the parameters of one device take: ``weight_copies`` times theirs, rounded up."""
@@ -583,8 +696,12 @@ class Platform:
             "fixed_bytes": 0, "optimizer_step": "largest", "duplex": "half", "port_bandwidth": None,
             "devices_per_port": 1, "operation_seconds": 0.0, "copy_bandwidth": None,
         }  # fmt: skip
-        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        return {key: value for key, value in fields.items() if key not in later or value != later[key]}
+        of_machines = ("machines", "pipelines")
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in of_machines}
+        known = {key: value for key, value in fields.items() if key not in later or value != later[key]}
+        if self.machines is not None:
+            known |= self.machines.to_dict()
+        return known | ({"pipelines": [list(each) for each in self.pipelines]} if self.pipelines else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Platform:
@@ -593,4 +710,9 @@ class Platform:
         Raises:
             ValueError: a number is not positive, or not finite.
         """
-        return cls(**{key: data[key] for key in cls.__dataclass_fields__ if key in data})
+        known = {key: data[key] for key in cls.__dataclass_fields__ if key in data and key != "machines"}
+        if "devices" in data and "links" in data:
+            known["machines"] = Machines.of_keys(data)
+        if "pipelines" in known:
+            known["pipelines"] = tuple(tuple(map(int, each)) for each in known["pipelines"])
+        return cls(**known)

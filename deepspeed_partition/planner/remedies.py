@@ -117,7 +117,7 @@ def _remedies(
     degree = how.get("data_parallel")
     more = platform.num_devices + (degree if isinstance(degree, int) else 1)
     more_stages = {} if how.get("num_stages") is None else {"num_stages": how["num_stages"] + 1}
-    if more // (degree if isinstance(degree, int) else 1) <= chain.num_layers:
+    if platform.machines is None and more // (degree if isinstance(degree, int) else 1) <= chain.num_layers:
         yield from tried(f"{more} devices", 1, chain, replace(platform, num_devices=more), **more_stages)
     if degree is not None and degree != 1 and how.get("zero_stage") != 1:
         yield from tried("ZeRO-1 (zero 1)", 1, chain, platform, zero_stage=1)

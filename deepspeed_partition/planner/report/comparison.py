@@ -194,7 +194,7 @@ def compare(
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
     problem = with_recomputation(problem, recompute)
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
-    replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1)))
+    replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1))) if platform.is_alike else None
     contenders: dict[str, Contender] = {}
     # Algorithms that search long come last, and get the time that the others leave.
     for num_left, name in zip(range(len(names), 0, -1), sorted(names, key=_patience), strict=True):
@@ -213,18 +213,38 @@ def compare(
             split_backward=split_backward,
         )
         contenders[name] = _contender(name, make)
+    of_step = num_micro_batches is not None and data_parallel is None
+    if platform.is_alike:
+        bound = problem.times.clock.seconds(lower_bound(problem))
+        bound_of = split_lower_bound if split_backward else step_lower_bound
+        step_bound = problem.times.clock.seconds(bound_of(problem, contiguous=False)) if of_step else None
+    else:
+        plans = [each.plan for each in contenders.values() if each.plan is not None]
+        bound, step_bound = _bounds_of(chain, platform, plans if data_parallel is None else [], num_micro_batches)
     return Comparison(
         chain=chain,
         platform=platform,
         contenders=tuple(contenders[name] for name in names),
         replicated=replicated,
-        lower_bound_seconds=problem.times.clock.seconds(lower_bound(problem)),
-        step_lower_bound_seconds=None
-        if num_micro_batches is None or data_parallel is not None
-        else problem.times.clock.seconds(
-            (split_lower_bound if split_backward else step_lower_bound)(problem, contiguous=False)
-        ),
+        lower_bound_seconds=bound,
+        step_lower_bound_seconds=step_bound if of_step else None,
     )
+
+
+def _bounds_of(
+    chain: Chain, platform: Platform, plans: Sequence[Plan], num_micro_batches: int | None
+) -> tuple[float, float]:
+    """Return lower bounds of the period and of the step where devices are not alike, in seconds.
+
+    They are what all devices together need for the layers, or the largest bound of a plan that may choose any
+    allocation.
+    """
+    least = chain.compute_seconds / sum(platform.speed_of(device) for device in range(platform.num_devices))
+    steps = [
+        plan.step.lower_bound_seconds or 0.0 for plan in plans if plan.step and plan.algorithm != "contiguous"
+    ]
+    period = max([least, *(plan.lower_bound_seconds for plan in plans)])
+    return period, max([least * (num_micro_batches or 1), *steps])
 
 
 def _contender(algorithm: str, make: Callable[[], Plan]) -> Contender:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspeed_partition.planner.data_parallel import bytes_sent_without_pipeline, seconds_of
+from deepspeed_partition.planner.machines import Machines, pipelines_of
 from deepspeed_partition.planner.plan import Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.report.planned_run import (
@@ -136,7 +137,8 @@ def platform_words(platform: Platform) -> str:
     """Return what transfers share beyond one link for each pair of devices, and what operations take beside their
     layers; empty where nothing is said of it.
     """
-    words = ["both directions at once"] if platform.duplex == "full" else []
+    words = [machines_words(platform.machines)] if platform.machines is not None else []
+    words += ["both directions at once"] if platform.duplex == "full" else []
     if platform.port_bandwidth is not None:
         hosts = "each device" if platform.devices_per_port == 1 else f"{platform.devices_per_port} devices"
         words.append(f"a port of {format_bytes(platform.port_bandwidth)}/s for {hosts}, one transfer each way")
@@ -146,7 +148,40 @@ def platform_words(platform: Platform) -> str:
     if platform.copy_bandwidth is not None:
         beside.append(f"messages copied at {format_bytes(platform.copy_bandwidth)}/s")
     lines = [f"links: {'; '.join(words)}"] if words else []
+    if platform.pipelines:
+        lines.append(_pipelines_words(platform))
     return "; ".join([*lines, *([f"beside the layers, in a step: {' and '.join(beside)}"] if beside else [])])
+
+
+def machines_words(machines: Machines) -> str:
+    """Return the bandwidths of the levels, from the inside out."""
+    return ", ".join(
+        f"{format_bytes(level.bandwidth)}/s {'beyond' if index else 'everywhere'}"
+        if level.group is None
+        else f"{format_bytes(level.bandwidth)}/s in groups of {level.group}"
+        for index, level in enumerate(machines.links)
+    )
+
+
+def devices_words(platform: Platform) -> str:
+    """Return how many devices there are, with their memory; of machines all, whatever a pipeline has of them."""
+    if platform.machines is None:
+        return f"{counted(platform.num_devices, 'device')} of {format_bytes(platform.memory_bytes)}"
+    return " and ".join(
+        f"{group.count} {printable(group.name)} of {format_bytes(group.memory_bytes)}"
+        + ("" if group.speed == 1 else f" at {group.speed:g} times the speed")
+        for group in platform.machines.devices
+    )
+
+
+def _pipelines_words(platform: Platform) -> str:
+    """Say on which devices the pipelines are, and what to do where ranks do not lie so by themselves."""
+    told = " | ".join(" ".join(map(str, pipeline)) for pipeline in platform.pipelines)
+    grid = next(pipelines_of(platform.num_devices * len(platform.pipelines), len(platform.pipelines)))
+    if platform.pipelines == grid:
+        return f"devices of the pipelines: {told}"
+    ranks = [pipeline[place] for place in range(platform.num_devices) for pipeline in platform.pipelines]
+    return f"devices of the pipelines: {told}; start ranks 0, 1, ... on devices {' '.join(map(str, ranks))}"
 
 
 def _step_proof(step: StepPlan) -> str:
@@ -286,7 +321,7 @@ def _comparison_title(comparison: Comparison) -> str:
     chain, platform = comparison.chain, comparison.platform
     return (
         f"{printable(chain.name)}: {counted(chain.num_layers, 'layer')} on "
-        f"{counted(platform.num_devices, 'device')} of {format_bytes(platform.memory_bytes)}, "
+        f"{devices_words(platform)}, "
         f"{_lower_bounds(comparison)}"
     )
 
@@ -352,7 +387,9 @@ def _refusals(comparison: Comparison) -> Iterator[tuple[str, str]]:
             yield printable(contender.algorithm), printable(contender.reason or "")
     if comparison.replicated is None:
         too_many = comparison.platform.num_devices > MOST_REPLICAS
-        yield REPLICATED_ROW, f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
+        why = f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
+        alike = comparison.platform.is_alike
+        yield REPLICATED_ROW, why if alike else "is for devices and links that are alike"
 
 
 def _lower_bounds(comparison: Comparison) -> str:

@@ -152,8 +152,8 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[StageCost]) -> I
                     return
                 expected[f"{kind}{index}", number] = seconds, stage.device, None
             if index + 1 < len(plan.stages) and stage.device != plan.stages[index + 1].device:
-                seconds = plan.platform.transfer_seconds(chain.boundary_bytes(stage.layers[1]))
                 link = (stage.device, plan.stages[index + 1].device)
+                seconds = plan.platform.transfer_seconds(chain.boundary_bytes(stage.layers[1]), *link)
                 expected[f"SF{index}", number] = (seconds, None, link)
                 expected[f"SB{index}", number] = (seconds, None, link)
     seen: set[tuple[str, int]] = set()
@@ -199,9 +199,19 @@ def _allreduce_violations(plan: Plan, costs: list[StageCost]) -> Iterator[str]:
     degree = plan.data_parallel or 1
     for index, (cost, planned) in enumerate(zip(costs, plan.allreduce_seconds, strict=False)):
         share = math.ceil(Fraction(cost.weight_bytes, degree))
-        seconds = sum(plan.platform.transfer_seconds(share) for _ in range(2 * (degree - 1)))
+        seconds = sum(_round_seconds(plan, index, share) for _ in range(2 * (degree - 1)))
         if abs(planned - seconds) > TOLERANCE * max(seconds, plan.period_seconds):
             yield f"the all-reduce of stage {index} takes {seconds:.9g} s and the plan says {planned:.9g} s"
+
+
+def _round_seconds(plan: Plan, stage: int, num_bytes: int) -> float:
+    """Return the seconds of a round of a stage's all-reduce: on machines, of the slowest link of its ring."""
+    platform, place = plan.platform, plan.stages[stage].device
+    if platform.machines is None or not platform.pipelines:
+        return platform.transfer_seconds(num_bytes)
+    ring = sorted(pipeline[place] for pipeline in platform.pipelines)
+    levels = [platform.machines.level_between(one, other) for one, other in pairwise([*ring, ring[0]])]
+    return max(level.latency_seconds + num_bytes / level.bandwidth for level in levels)
 
 
 def _begin(plan: Plan, operation: PlacedOperation) -> float:
@@ -282,10 +292,11 @@ def _unrolled_pattern(plan: Plan, chain: Chain) -> Timeline:
 
 def _memory_violations(plan: Plan, peaks: tuple[DevicePeaks, ...], what: str) -> Iterator[str]:
     for device, (use, *_) in enumerate(peaks):
-        short = use.total - plan.platform.memory_bytes
+        memory_bytes = plan.platform.memory_of(device)
+        short = use.total - memory_bytes
         if short > 0:
             yield (
-                f"device {device} needs {use.total} bytes in the {what} and has {plan.platform.memory_bytes}: "
+                f"device {device} needs {use.total} bytes in the {what} and has {memory_bytes}: "
                 f"{short} bytes short"
             )
 

@@ -36,7 +36,8 @@ def costs_of(plan: Plan, chain: Chain, *, in_step: bool) -> list[StageCost]:
             for name, _ in layer.shared_weights
         )
         several = frozenset(name for name, count in names.items() if count > 1)
-        costs.append(StageCost(chain, stage, several, in_step=in_step))
+        speed = plan.platform.speed_of(stage.device)
+        costs.append(StageCost(chain, stage, several, in_step=in_step, speed=speed))
     return costs
 
 
@@ -47,11 +48,19 @@ class StageCost:
         in_step: whether the stage runs in a step that drains, or in a steady state, which has gradients at any
             time and counts the larger of what a layer needs forward and backward.
         shared: names of weights that several layers of the device share.
+        speed: of its device; it divides all seconds.
     """
 
     def __init__(
-        self, chain: Chain, stage: PlannedStage, shared: Set[str] = frozenset(), *, in_step: bool = False
+        self,
+        chain: Chain,
+        stage: PlannedStage,
+        shared: Set[str] = frozenset(),
+        *,
+        in_step: bool = False,
+        speed: float = 1.0,
     ) -> None:
+        self.speed = speed
         start, stop = stage.layers
         layers = chain.layers[start:stop]
         self.forward_seconds = math.fsum(layer.forward_seconds for layer in layers)
@@ -120,12 +129,12 @@ class StageCost:
         """
         again = self.forward_seconds if recomputes else 0.0
         if kind == "B":
-            return self.backward_seconds + again
+            return (self.backward_seconds + again) / self.speed
         if kind in "IW":
             if not self.has_halves:
                 return None
-            return self.later_seconds if kind == "W" else self.input_seconds + again
-        return self.forward_seconds
+            return (self.later_seconds if kind == "W" else self.input_seconds + again) / self.speed
+        return self.forward_seconds / self.speed
 
 
 def _passing(layer: LayerProfile, index: int, input_bytes: int, *, in_step: bool) -> int:

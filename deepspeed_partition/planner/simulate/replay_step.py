@@ -132,12 +132,17 @@ class _StepRun:
         self.orders = plan.step.order
         # Ties decide which transfer goes first: the clock makes them the same instants as in the planner.
         self.clock = Clock.of(chain, plan.platform)
-        ticks = self.clock.ticks
+        to_ticks = self.clock.ticks
         self.durations: dict[str, int] = {}
         self.again: dict[str, int] = {}
         """Ticks of a forward that a backward runs again, by stage: it is no operation of its own."""
         for index, stage in enumerate(plan.stages):
             layers = chain.layers[slice(*stage.layers)]
+            speed = plan.platform.speed_of(stage.device)
+
+            def ticks(seconds: float, speed: float = speed) -> int:
+                return to_ticks(seconds / speed)
+
             recomputed = [layer for first, last in stage.blocks for layer in chain.layers[first:last]]
             again = sum(ticks(layer.forward_seconds) for layer in recomputed)
             self.durations[f"F{index}"] = sum(ticks(layer.forward_seconds) for layer in layers)
@@ -154,9 +159,9 @@ class _StepRun:
             self.durations[f"W{index}"] = sum(second for _, second in halves)
             self.again[str(index)] = self.durations[f"F{index}"]
         for name in self.durations:
-            self.durations[name] += ticks(plan.platform.operation_seconds)
+            self.durations[name] += to_ticks(plan.platform.operation_seconds)
         for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
-            copied = ticks(plan.platform.copy_seconds(num_bytes))
+            copied = to_ticks(plan.platform.copy_seconds(num_bytes))
             for kind in "FfBI":
                 for end in (index, index + 1):
                     self.durations[f"{kind}{end}"] += copied
@@ -166,7 +171,8 @@ class _StepRun:
         self.within = {(name[1:], number) for name, number in entries if name[0] == "f"} - self.recomputed
         """Stages and micro-batches of which the backward runs the forward again."""
         for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
-            transfer = ticks(plan.platform.transfer_seconds(num_bytes))
+            ends = plan.stages[index].device, plan.stages[index + 1].device
+            transfer = to_ticks(plan.platform.transfer_seconds(num_bytes, *ends))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
         # What a name alone tells is told once: a long step has a million operations and transfers.
         self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}

@@ -163,7 +163,7 @@ class PartitionSearch:
         delay = np.full(num_layers + 1, NOTHING_FITS, dtype=np.int64)
         delay[num_layers] = base
         self.deadline.check()
-        stops, options = self._short_stages(period)
+        stops, options = self.short_stages(period)
         choices: list[NDArray[np.intp]] = []
         for count in range(1, max(counts, default=0) + 1):
             self.deadline.check()
@@ -184,7 +184,7 @@ class PartitionSearch:
                 return trace(choices, num_layers)
         return None
 
-    def _short_stages(self, period: int) -> tuple[NDArray[np.intp], list[Option]]:
+    def short_stages(self, period: int) -> tuple[NDArray[np.intp], list[Option]]:
         """Return the ends of the stages that take a period at most, and what they may take.
 
         Entry ``[k, i]`` is the i-th stage that begins at layer k; beyond the last one the room is 0.
