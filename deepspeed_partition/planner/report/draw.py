@@ -227,8 +227,7 @@ def stage_table(plan: Plan) -> Table:
     """Table with a row for each stage."""
     title = (
         f"{printable(plan.chain.name)}: {counted(plan.chain.num_layers, 'layer')} in "
-        f"{counted(len(plan.stages), 'stage')} on {counted(plan.platform.num_devices, 'device')} of "
-        f"{format_bytes(plan.platform.memory_bytes)}"
+        f"{counted(len(plan.stages), 'stage')} on {devices_words(plan.platform)}"
     )
     table = _table(title)
     recomputes = any(stage.blocks for stage in plan.stages)

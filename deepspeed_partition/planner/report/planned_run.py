@@ -128,10 +128,11 @@ def bottleneck_words(plan: Plan) -> str:
 
 
 def memory_words(plan: Plan) -> str:
-    """Return a sentence: which device has least memory left."""
+    """Return a sentence: which device has least memory left, as a part of its own."""
     peaks = plan.peak_memory_bytes
-    device = max(range(len(peaks)), key=peaks.__getitem__)
-    limit = plan.platform.memory_bytes
+    limits = [plan.platform.memory_of(device) for device in range(len(peaks))]
+    device = max(range(len(peaks)), key=lambda device: peaks[device] / limits[device])
+    limit = limits[device]
     return (
         f"Memory: device {device} needs most, {format_bytes(peaks[device])} of {format_bytes(limit)} "
         f"({peaks[device] / limit:.1%})."
