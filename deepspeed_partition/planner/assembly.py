@@ -74,7 +74,7 @@ def assemble(
         proved_class=proved_class,
         proved_of=None if proved_class is None else "period",
         class_lower_bound_seconds=None
-        if answer.class_bound is None or problem.per_micro_batch or not is_plain(problem.platform)
+        if answer.class_bound is None or _differs(problem) or not is_plain(problem.platform)
         else seconds(answer.class_bound),
         stages=_planned_stages(problem, steady),
         operations=steady.schedule.operations,
@@ -155,13 +155,18 @@ def _steady_state(
     return _SteadyState(placement, period, schedule, in_flight, tuple(memory))
 
 
+def _differs(problem: Problem) -> bool:
+    """Return whether plans may do what no search that proves something has looked at."""
+    return problem.per_micro_batch or problem.splits_backward
+
+
 def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
     """Return the allocations among which a period, in ticks, is proved to be the shortest; None for none."""
     if period <= math.ceil(lower_bound(problem)):
         return "any allocation"
     if not is_plain(problem.platform):
         return None  # the searches compared schedules of links that carry one transfer at a time
-    if not problem.per_micro_batch and answer.best_period == period and reserves_all_slots(problem.platform):
+    if not _differs(problem) and answer.best_period == period and reserves_all_slots(problem.platform):
         # The searches beyond contiguous partitions count shared weights on each stage of a device.
         return "contiguous" if problem.table.training.shares and answer.proved_class else answer.proved_class
     return None

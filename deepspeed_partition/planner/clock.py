@@ -123,6 +123,13 @@ class TimedChain:
         """Ticks, shape (L + 1,). Entry l: forwards and backwards of layers 0 to l."""
         return self.forward + self.backward
 
+    @cached_property
+    def first_halves(self) -> Ticks:
+        """Ticks, shape (L + 1,). Entry l: backwards of layers 0 to l, without their second halves if known."""
+        whole = np.diff(self.backward)
+        known = np.diff(self.undivided) == 0
+        return _prefix(np.where(known, np.minimum(np.diff(self.backward_input), whole), whole).tolist())
+
     @property
     def round_trip(self) -> Ticks:
         """Ticks, shape (L + 1,): C(l) of the paper, the activation over a boundary and the gradient back."""

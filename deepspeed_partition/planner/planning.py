@@ -131,9 +131,10 @@ def make_plan(
             algorithms than ``"madpipe"`` and ``"contiguous"``, as ``"block"``).
             Layers that are not ``recomputable`` never do. A step of DeepSpeed's own engine (``num_stages`` or
             ``every_stage_trains``), which cannot, and ``"madpipe-paper"`` are planned without.
-        split_backward: let backwards be two operations where that makes the step shorter: the gradient of the
-            input, sent on at once, and the gradients of the weights, at any later time on the same device. Layers
-            whose ``backward_input_seconds`` are not known keep one operation, and so do stages with such a layer.
+        split_backward: let backwards be two operations where that makes the period or the step shorter: the
+            gradient of the input, sent on at once, and the gradients of the weights, at any later time on the same
+            device. Layers whose ``backward_input_seconds`` are not known keep one operation, and so do stages with
+            such a layer.
 
     Returns:
         A plan that the replay has checked; its times are in seconds and its sizes in bytes.
@@ -146,7 +147,7 @@ def make_plan(
     solver = solver_of(algorithm)
     checked_mode(recompute)
     check_zero_stage(zero_stage)
-    check_split(split_backward, chain, num_micro_batches, period_seconds, num_stages or every_stage_trains)
+    check_split(split_backward, chain, period_seconds, num_stages or every_stage_trains)
     if data_parallel is None:
         splits = [Split(None, platform, num_micro_batches)]
     else:
@@ -219,7 +220,6 @@ def make_plan(
 def check_split(
     split_backward: object,
     chain: Chain,
-    num_micro_batches: int | None,
     period_seconds: float | None = None,
     in_deepspeed: object = False,
 ) -> None:
@@ -240,12 +240,8 @@ def check_split(
         )
     if period_seconds is not None:
         raise ValueError(
-            "split_backward is planned for the shortest step alone: leave period_seconds out, or split_backward"
-        )
-    if num_micro_batches is None:
-        raise ValueError(
-            "split_backward is planned for a step, and patterns of a steady state have whole backwards: give "
-            "num_micro_batches, or leave split_backward out"
+            "split_backward is planned for the shortest period or step alone: leave period_seconds out, or "
+            "split_backward"
         )
 
 
@@ -317,7 +313,7 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
             memory, num_devices = format_bytes(problem.platform.memory_bytes), problem.platform.num_devices
             raise InfeasibleError(f"no plan fits into {memory} per device on {num_devices} devices")
         raise infeasible(problem, solver, _solve)
-    if problem.per_micro_batch and problem.num_micro_batches is None:
+    if (problem.per_micro_batch or problem.splits_backward) and problem.num_micro_batches is None:
         faster = _plan_per_micro_batch(problem, solver, answer)
         if faster is not None:
             return faster
@@ -356,7 +352,7 @@ def _decides_per_micro_batch(problem: Problem, solver: Solver, mode: str, period
 
 
 def _plan_per_micro_batch(problem: Problem, solver: Solver, answer: Answer) -> Plan | None:
-    """Return the plan of a pattern of several micro-batches; None where none is faster than those of one."""
+    """Return the plan of a pattern of several micro-batches, or with halves; None where none is faster."""
     memory_bytes = problem.platform.memory_bytes
     period = Fraction(problem.longest_period)
     for found, _ in _candidates(problem, answer):

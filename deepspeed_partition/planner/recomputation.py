@@ -127,6 +127,14 @@ def passing_bytes(chain: Chain, stage: tuple[int, int], *, in_step: bool = False
     return most
 
 
+def weight_stash_bytes(chain: Chain, stage: tuple[int, int]) -> int:
+    """Return the bytes of a micro-batch between the two halves of a stage's backward."""
+    layers = chain.layers[slice(*stage)]
+    return sum(
+        chain.stash(layer) if layer.weight_stash_bytes is None else layer.weight_stash_bytes for layer in layers
+    )
+
+
 def first_backward(
     times: TimedChain, table: StageTable, stage: tuple[int, int], blocks: Blocks, late_gradients: Integers
 ) -> int:

@@ -1,4 +1,4 @@
-"""Steps whose backwards may be two operations: what they take, never slower, exact where they are small."""
+"""Steps and patterns whose backwards may be two operations: what they take, never slower, exact where small."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan, replay
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.assembly import assemble
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.planning import problem_of
+from deepspeed_partition.planner.planning import problem_of, with_recomputation
 from deepspeed_partition.planner.recomputation import Recomputation
 from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
+from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, retimed
+from deepspeed_partition.planner.solvers.pattern.cyclic_program import CyclicProgram
 from deepspeed_partition.planner.solvers.pattern.modulo_scheduling import early_pattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from deepspeed_partition.planner.solvers.step import split_step
@@ -200,9 +203,60 @@ def test_halves_that_do_not_help_stay_one_operation():
 
 
 @pytest.mark.parametrize(
+    ("num_stages", "slots", "whole", "period"), [(3, 2, 6, 4), (4, 2, 6, 5), (5, 3, 6, 4), (4, 4, 3, 3)]
+)
+def test_patterns_hold_less_where_gradients_are_sent_on_earlier(num_stages, slots, whole, period):
+    """Equal stages with room for some stashes. Red if ``W`` held up the stages before, or held nothing."""
+    pytest.importorskip("ortools")
+    made = in_halves(num_stages)
+    platform = Platform(num_devices=num_stages, memory_bytes=2 * slots, bandwidth=FREE)
+    plan = make_plan(made, platform, "contiguous", recompute="never")
+    assert plan.period_seconds == whole
+    plan = make_plan(made, platform, "contiguous", recompute="never", split_backward=True)
+    assert plan.period_seconds == period
+    assert plan.lower_bound_seconds <= period
+    assert replay(plan, made).violations == ()
+    names = {operation.operation[0] for operation in plan.operations}
+    assert ("I" in names) == (period < whole)
+
+
+def test_random_patterns_with_halves():
+    """Within memory, not longer than whole backwards, not below the bounds; they need what is counted."""
+    pytest.importorskip("ortools")
+    counted = 0
+    for seed in range(some(24)):
+        pick = random.Random(seed)
+        made = random_layers(pick, pick.randint(2, 3))
+        platform = Platform(num_devices=3, memory_bytes=pick.randint(30, 60), bandwidth=pick.choice([1.0, FREE]))
+        how = {"recompute": pick.choice(["never", "block", "micro-batch"]), "time_limit_seconds": 1}
+        try:
+            whole = make_plan(made, platform, "contiguous", **how)
+            plan = make_plan(made, platform, "contiguous", split_backward=True, **how)
+        except (InfeasibleError, ValueError):
+            continue
+        assert replay(plan, made).violations == (), seed
+        assert plan.lower_bound_seconds <= plan.period_seconds, seed
+        if how["recompute"] != "micro-batch":  # whose programs may find less in the same time
+            assert plan.period_seconds <= whole.period_seconds * (1 + 1e-12), seed
+        problem = with_recomputation(replace(problem_of(made, platform), splits_backward=True), "never")
+        placement = Placement.contiguous(tuple(range(made.num_layers + 1)))
+        road = CyclicRoad(problem, placement, 1)
+        solved = CyclicProgram(road, recomputes=False).solve(10**18, 1)
+        pattern = solved.orders and retimed(road, solved.orders)
+        # What takes no time may need bytes at its instant, which only the replay counts.
+        if pattern and all(road.duration(key) for key in pattern.begins if key[0][0] != "S"):
+            assert pattern.length >= solved.bound
+            assert pattern.period >= road.bound, seed
+            _, found = assemble(problem, "contiguous", Answer(()), pattern)
+            peaks = [max(pattern.peak(stage), memory.floor) for stage, memory in enumerate(road.road.memory)]
+            assert [use.total for use in found.memory[: road.num_stages]] == peaks, seed
+            counted += 1
+    assert counted
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"num_micro_batches": None}, "give num_micro_batches, or leave split_backward out"),
         ({"num_micro_batches": None, "period_seconds": 9.0}, "leave period_seconds out"),
         ({"num_stages": 2}, "DeepSpeed's own engine runs whole backwards"),
         ({"split_backward": 1}, "split_backward is 1: it is True or False"),

@@ -189,7 +189,7 @@ def compare(
     for name in names:
         solver_of(name)
     check_zero_stage(zero_stage)
-    check_split(split_backward, chain, num_micro_batches)
+    check_split(split_backward, chain)
     # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
     problem = with_recomputation(problem, recompute)

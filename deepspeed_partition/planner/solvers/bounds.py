@@ -29,17 +29,24 @@ def lower_bound(problem: Problem) -> Fraction:
     - The mean memory: by Little's law the devices together hold, on average over time,
       ``stash(l) * U(l, L) / T`` bytes of layer l, next to all weights.
 
+    With halves a layer holds at least the lesser of its stash and ``weight_stash_bytes``, while all later layers
+    run forward and compute the gradients of their inputs.
+
     With recomputation a layer that may run twice may keep nothing. Then the third bound holds for the others
     alone, and the fourth says how much must be saved by layers that run twice: each saves ``stash(l) * U(l, L)``
     at the most for its forward, and all forwards are part of the mean computation of a device.
     """
     chain, platform, times = problem.chain, problem.platform, problem.times
     total = int(times.compute[-1])
+    # The path of a micro-batch has no gradients of weights where these may come at any later time.
+    path = times.forward + times.first_halves if problem.splits_backward else times.compute
     bound = max(Fraction(total, platform.num_devices), Fraction(blocks_bound(times, platform.num_devices)))
     stashed, memory_bytes = 0, platform.memory_bytes - platform.fixed_bytes
     savings: list[tuple[int, int]] = []
     for index, layer in enumerate(chain.layers):
-        stash, below = chain.stash(layer), total - int(times.compute[index])
+        stash, below = chain.stash(layer), int(path[-1] - path[index])
+        if problem.splits_backward and layer.weight_stash_bytes is not None:
+            stash = min(stash, layer.weight_stash_bytes)
         stashed += stash * below
         if problem.recomputation is not None and layer.recomputable:
             savings.append((stash * below, times.forward_ticks(index, index + 1)))

@@ -88,7 +88,7 @@ def _patterns(problem: Problem, placement: Placement, period: Fraction) -> Itera
     if min(slots) < 1:
         return
     deadline = problem.deadline.part(SHARE)
-    for number, orders in _ideal_orders(slots):
+    for number, orders in _ideal_orders(slots) if problem.per_micro_batch else ():
         if deadline.passed() or period <= bound:
             break
         road = CyclicRoad(problem, placement, number)
@@ -128,6 +128,23 @@ def _ideal_orders(slots: list[int]) -> Iterator[tuple[int, Orders]]:
                         if place in stage_of
                     }
                     yield number, Orders(length, number, mine, [1] * num_stages, [ratio] * num_stages)
+
+
+def _joined(pattern: CyclicPattern, orders: Orders) -> CyclicPattern:
+    """Return the pattern with whole backwards in the stages where that makes it no longer and no larger."""
+    road = pattern.road
+    for stage in range(road.num_stages):
+        begins = dict(orders.begins)
+        if ("I", stage, 0) not in begins:
+            continue
+        for number in range(road.number):
+            begins["B", stage, number] = begins.pop(("I", stage, number))
+            del begins["W", stage, number]
+        whole = Orders(orders.length, orders.number, begins, orders.forward, orders.backward, orders.first_half)
+        found = retimed(road, whole)
+        if found is not None and found.length <= pattern.length and found.fits():
+            pattern, orders = found, whole
+    return pattern
 
 
 def _spread(num_stages: int, size: int) -> list[tuple[int, ...]]:
@@ -177,14 +194,14 @@ def _solved(
     """Yield what the constraint program finds, for one micro-batch and for more."""
     if not is_installed():
         return
-    for number in range(1, MOST_NUMBER + 1):
+    for number in range(1, MOST_NUMBER + 1 if problem.per_micro_batch else 2):
         road = CyclicRoad(problem, placement, number)
         if road.num_stages * number * 3 > MOST_OPERATIONS or deadline.passed():
             return
-        program = CyclicProgram(road, recomputes=any(road.may_recompute))
+        program = CyclicProgram(road, recomputes=problem.per_micro_batch and any(road.may_recompute))
         limit = int(period * number / road.scale)
         solved = program.solve(limit, min(MOST_SECONDS, deadline.remaining_seconds()))
         found = solved.orders and retimed(road, solved.orders)
-        if found and found.fits() and found.period < period:
+        if solved.orders and found and found.fits() and found.period < period:
             period = found.period
-            yield found
+            yield _joined(found, solved.orders)

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.clock import Clock
-from deepspeed_partition.planner.recomputation import passing_bytes
+from deepspeed_partition.planner.recomputation import passing_bytes, weight_stash_bytes
 from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperation
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 
 Key = tuple[str, int, int]
-"""First letters of the name of an operation (``F``, ``f``, ``R``, ``B``, ``SF``, ``SB``), its stage, or that
-before its boundary, and the number of its micro-batch."""
+"""First letters of the name of an operation (``F``, ``f``, ``R``, ``B``, ``I``, ``W``, ``SF``, ``SB``), its stage,
+or that before its boundary, and the number of its micro-batch."""
 Begins = Mapping[Key, int]
 Spans = list[tuple[int, int]]
 
@@ -56,9 +56,35 @@ class CyclicRoad:
         cuts = placement.cuts
         self.forward = [self._ticks(cost.forward) for cost in costs]
         self.backward = [self._ticks(cost.backward) for cost in costs]
+        self.first_half, self.second_half = list(self.backward), [0] * self.num_stages
+        """Ticks of ``I`` and ``W``; those of ``B`` and 0 for a stage without halves."""
+        self.may_split = [problem.splits_backward and times.splits(*stage) for stage in pairwise(cuts)]
+        for stage, (start, stop) in enumerate(pairwise(cuts)):
+            if self.may_split[stage]:
+                again = costs[stage].backward - times.backward_ticks(start, stop)
+                first, second = (
+                    int(half[stop] - half[start]) for half in (times.backward_input, times.backward_weight)
+                )
+                self.first_half[stage] = self._ticks(first + again)
+                self.second_half[stage] = self._ticks(second)
         self.one_way = [self._ticks(int(times.one_way[boundary])) for boundary in cuts[1:-1]]
         self.stash = [cost.stash for cost in costs]
         self.transient = [cost.transient for cost in costs]
+        self.weight_stash = [
+            weight_stash_bytes(problem.chain, stage) if splits else stash
+            for stage, splits, stash in zip(pairwise(cuts), self.may_split, self.stash, strict=True)
+        ]
+        measured = [
+            any(layer.running_bytes is not None for layer in problem.chain.layers[slice(*stage)])
+            for stage in pairwise(cuts)
+        ]
+        self.input_transient = [
+            transient + max(0, stash - stays) * counts
+            for transient, stash, stays, counts in zip(
+                self.transient, self.stash, self.weight_stash, measured, strict=True
+            )
+        ]
+        """Bytes that ``I`` needs only while it runs."""
         self.input = [problem.chain.boundary_bytes(start) for start in cuts[:-1]]
         self.passing = [passing_bytes(problem.chain, stage) for stage in pairwise(cuts)]
         recomputation = problem.recomputation
@@ -81,7 +107,8 @@ class CyclicRoad:
         kind, stage, _ = key
         if kind[0] == "S":
             return self.one_way[stage]
-        return self.backward[stage] if kind == "B" else self.forward[stage]
+        ticks = {"B": self.backward, "I": self.first_half, "W": self.second_half}.get(kind, self.forward)
+        return ticks[stage]
 
     def resources(self, key: Key) -> tuple[object, ...]:
         """Return what an operation occupies."""
@@ -118,12 +145,16 @@ class CyclicRoad:
         bounds = [Fraction(each) for each in (links if self.platform.duplex == "half" else self.one_way)]
         tail = 0
         for stage in reversed(range(self.num_stages)):
-            forward, work = self.forward[stage], self.forward[stage] + self.backward[stage]
+            forward, splits = self.forward[stage], self.may_split[stage]
+            halves = self.first_half[stage] + self.second_half[stage]
+            work = forward + (min(self.backward[stage], halves) if splits else self.backward[stage])
             room = self.platform.memory_bytes - self.kept[stage] - self._reserved(stage)
             alive, waits = self.stash[stage] * tail, self.input[stage] * max(0, tail - forward)
             if not self.may_recompute[stage]:
                 waits = alive
-            always = self.stash[stage] * work
+            always = self.stash[stage] * forward + min(self.stash[stage], self.weight_stash[stage]) * (
+                work - forward
+            )
 
             def least(
                 kept: Fraction, of: tuple[int, ...] = (forward, work, room, alive, waits, always)
@@ -139,7 +170,7 @@ class CyclicRoad:
                     min(Fraction(1), max(Fraction(0), Fraction((work + forward) * room - always - waits, slope)))
                 )
             bounds.append(min(least(part) for part in parts))
-            tail += work + (links[stage - 1] if stage else 0)
+            tail += forward + self.first_half[stage] + (links[stage - 1] if stage else 0)
         return Fraction(max(bounds) * self.scale)
 
     def _reserved(self, stage: int) -> int:
@@ -203,8 +234,12 @@ class CyclicPattern:
         stash: Spans = []
         inputs: Spans = []
         numbers = range(road.number)
+        later: Spans = []
         for number in numbers:
-            done = ends["B", stage, number]
+            splits = ("I", stage, number) in begins
+            done = begins["I", stage, number] if splits else ends["B", stage, number]
+            if splits:
+                later.append((done, ends["W", stage, number]))
             if ("F", stage, number) in begins:
                 stash.append((begins["F", stage, number], done))
             else:
@@ -219,12 +254,13 @@ class CyclicPattern:
             if not 0 <= boundary < road.num_stages - 1:
                 continue
             down = {number: "F" if ("F", stage, number) in begins else "f" for number in numbers}
+            up = {number: "B" if ("B", stage, number) in begins else "I" for number in numbers}
             if boundary == stage:
                 spans = [(ends[down[n], stage, n], ends["SF", boundary, n]) for n in numbers]
-                spans += [(begins["SB", boundary, n], begins["B", stage, n]) for n in numbers]
+                spans += [(begins["SB", boundary, n], begins[up[n], stage, n]) for n in numbers]
             else:
                 spans = [(begins["SF", boundary, n], begins[down[n], stage, n]) for n in numbers]
-                spans += [(ends["B", stage, n], ends["SB", boundary, n]) for n in numbers]
+                spans += [(ends[up[n], stage, n], ends["SB", boundary, n]) for n in numbers]
             waits.append((spans, road.sent[boundary]))
         all_begins = [span[0] for _, span in running] + [span[0] for span in inputs]
         all_begins += [span[0] for spans, _ in waits for span in spans]
@@ -234,15 +270,18 @@ class CyclicPattern:
             return _alive(spans, length, instants)
 
         total = road.kept[stage] + count(stash) * road.stash[stage] + count(inputs) * road.input[stage]
+        total = total + count(later) * road.weight_stash[stage]
         for spans, num_bytes in waits:
             total = total + np.maximum(road.platform.comm_buffers, count(spans)) * num_bytes
         passing = [span for key, span in running if key[0] == "f"]
-        others = [span for key, span in running if key[0] != "f"]
-        total = total + np.maximum(
+        first = [span for key, span in running if key[0] == "I"]
+        others = [span for key, span in running if key[0] not in "fI"]
+        transient = np.maximum(
             np.minimum(count(passing), 1) * road.passing[stage],
             np.minimum(count(others), 1) * road.transient[stage],
         )
-        return int(total.max())
+        transient = np.maximum(transient, np.minimum(count(first), 1) * road.input_transient[stage])
+        return int((total + transient).max())
 
 
 def busiest_stages(pattern: CyclicPattern) -> list[int]:
@@ -275,10 +314,12 @@ class Orders:
     forward: Sequence[int]
     """Duration of a forward of each stage."""
     backward: Sequence[int]
+    first_half: Sequence[int] = ()
+    """Duration of ``I`` of each stage; left out where there is none."""
 
     def end(self, key: Key) -> int:
-        """Return when an operation ends."""
-        return self.begins[key] + (self.backward if key[0] == "B" else self.forward)[key[1]]
+        """Return when an operation whose result is sent ends."""
+        return self.begins[key] + {"B": self.backward, "I": self.first_half}.get(key[0], self.forward)[key[1]]
 
 
 def retimed(road: CyclicRoad, orders: Orders, shorter_than: Fraction | None = None) -> CyclicPattern | None:
@@ -295,7 +336,7 @@ def retimed(road: CyclicRoad, orders: Orders, shorter_than: Fraction | None = No
         kind, stage, number = key
         if kind in "Ff" and stage + 1 < road.num_stages:
             nominal["SF", stage, number] = orders.end(key)
-        elif kind == "B" and stage:
+        elif kind in "BI" and stage:
             nominal["SB", stage - 1, number] = orders.end(key)
     keys = list(nominal)
     place = {key: each for each, key in enumerate(keys)}
@@ -324,12 +365,14 @@ def _needs(nominal: Begins, road: CyclicRoad) -> Iterator[tuple[Key, Key]]:
     stages = range(road.num_stages)
     for number in range(road.number):
         path: list[Key] = [(kind, stage, number) for stage in stages for kind in ("F", "f", "SF")]
-        path += [(kind, stage, number) for stage in reversed(stages) for kind in ("SB", "B")]
+        path += [(kind, stage, number) for stage in reversed(stages) for kind in ("SB", "B", "I")]
         yield from pairwise(key for key in path if key in nominal)
         for stage in stages:
             if ("R", stage, number) in nominal:
                 yield ("f", stage, number), ("R", stage, number)
-                yield ("R", stage, number), ("B", stage, number)
+                yield ("R", stage, number), ("B" if ("B", stage, number) in nominal else "I", stage, number)
+            if ("I", stage, number) in nominal:
+                yield ("I", stage, number), ("W", stage, number)
 
 
 def _shortest(

@@ -7,8 +7,9 @@ t + T do not overlap. At an instant x of the pattern, what lasts from ``k T + t`
 Micro-batches are all alike: they are numbered as they begin, and the first one begins with the pattern.
 
 Tensors that wait beyond the reserved buffers take no bytes here, and times and bytes that need too many digits are
-rounded down: the optimum is a lower bound of patterns of so many micro-batches, and a pattern that is found counts
-only as it is retimed and counted (``cyclic_pattern.py``).
+rounded down; and where the backward may be two operations, it always is, the second of them with no more bytes
+than the stash and no more time than a whole backward leaves: the optimum is a lower bound of patterns of so many
+micro-batches, and a pattern that is found counts only as it is retimed and counted (``cyclic_pattern.py``).
 
 Method: constraint programming with clause learning (CP-SAT of OR-tools); not in the papers. Cost: exponential.
 OR-tools is an extra (``madpipe[exact]``) and imported where it is used.
@@ -53,7 +54,18 @@ class CyclicProgram:
 
         self.road = road
         self.model: Any = cp_model.CpModel()
-        times = [*road.forward, *road.backward, *road.one_way]
+        # A whole backward is a first half with the second one right behind it, whose result is sent on earlier.
+        self.backward = [
+            first if splits else whole
+            for first, whole, splits in zip(road.first_half, road.backward, road.may_split, strict=True)
+        ]
+        self.later = [
+            max(0, min(second, whole - first)) if splits else 0
+            for second, whole, first, splits in zip(
+                road.second_half, road.backward, road.first_half, road.may_split, strict=True
+            )
+        ]
+        times = [*road.forward, *self.backward, *self.later, *road.one_way]
         total = sum(2 * each for each in road.forward) + sum(road.backward) + 2 * sum(road.one_way)
         self.unit = unit_of(times, total * road.number, TIME_STEPS)
         self.longest = total * road.number // self.unit + 1
@@ -77,7 +89,8 @@ class CyclicProgram:
                 self.length
                 >= sum(
                     self._units(road.forward[stage]) * (2 - self.keeps[stage, number])
-                    + self._units(road.backward[stage])
+                    + self._units(self.backward[stage])
+                    + self._units(self.later[stage])
                     for number in range(road.number)
                 )
             )
@@ -112,13 +125,22 @@ class CyclicProgram:
             if kind == "R" and keeps:
                 continue
             name = "f" if kind == "F" and not keeps else kind
+            if kind == "B" and self.road.may_split[stage]:
+                name = "I"
             begins[name, stage, number] = solver.value(begin) + solver.value(self.periods[key]) * length
         road = self.road
         forward, backward = ([self._units(each) for each in times] for times in (road.forward, road.backward))
-        return Orders(length, road.number, begins, forward, backward)
+        first_half = [self._units(each) for each in self.backward]
+        return Orders(length, road.number, begins, forward, backward, first_half)
 
     def _units(self, ticks: int) -> int:
         return ticks // self.unit
+
+    def _size(self, key: Key) -> int:
+        """Return the units of an operation; ``B`` of a stage with halves stands for its first half."""
+        kind, stage, _ = key
+        ticks = {"B": self.backward, "W": self.later}.get(kind)
+        return self._units(self.road.duration(key) if ticks is None else ticks[stage])
 
     def _add_path(self, number: int) -> None:
         road, model = self.road, self.model
@@ -134,8 +156,12 @@ class CyclicProgram:
         for key in path:
             self._add(key)
         for before, after in pairwise(path):
-            model.add(self.when[after] >= self.when[before] + self._units(road.duration(before)))
+            model.add(self.when[after] >= self.when[before] + self._size(before))
         for stage in stages:
+            if road.may_split[stage]:
+                first, later = ("B", stage, number), ("W", stage, number)
+                self._add(later)
+                model.add(self.when[later] >= self.when[first] + self._size(first))
             if not (self.recomputes and road.may_recompute[stage]):
                 continue
             again = ("R", stage, number)
@@ -158,7 +184,7 @@ class CyclicProgram:
         before = model.new_int_var(0, self.longest * self.most_periods, "")
         model.add_multiplication_equality(before, [periods, self.length])
         self.when[key] = before + begin
-        size = self._units(road.duration(key))
+        size = self._size(key)
         following = model.new_int_var(0, 2 * self.longest, "")
         model.add(following == begin + self.length)
         for each in (begin, following):
@@ -178,10 +204,12 @@ class CyclicProgram:
         if capacity < 0 or memory.floor > road.platform.memory_bytes:
             model.add_bool_or([])
             return
+        stays = min(road.stash[stage], road.weight_stash[stage])
         sizes = [road.stash[stage], road.input[stage], road.transient[stage], road.passing[stage], capacity]
         if road.stash[stage] * road.number * (self.most_periods + 1) + max(sizes[2:4]) <= capacity:
             return
-        unit = unit_of(sizes, capacity, BYTE_STEPS)
+        unit = unit_of([*sizes, stays], capacity, BYTE_STEPS)
+        stays //= unit
         stash, bytes_in, transient, passing, room = (each // unit for each in sizes)
         times: list[Any] = []
         changes: list[Any] = []
@@ -209,10 +237,14 @@ class CyclicProgram:
         for number in range(road.number):
             keeps = self.keeps[stage, number]
             forward, again, back = ("F", stage, number), ("R", stage, number), ("B", stage, number)
-            may = self.recomputes and road.may_recompute[stage]
-            hold(forward, False, back, True, stash, keeps if may else always)
+            may, splits = self.recomputes and road.may_recompute[stage], road.may_split[stage]
+            hold(forward, False, back, not splits, stash, keeps if may else always)
+            if splits:
+                later = ("W", stage, number)
+                hold(back, False, later, True, stays, always)
+                hold(later, False, later, True, transient, always)
             if may:
-                hold(again, False, back, True, stash, keeps.negated())
+                hold(again, False, back, not splits, stash, keeps.negated())
                 hold(forward, True, again, False, bytes_in, keeps.negated())
                 hold(forward, False, forward, True, passing, keeps.negated())
                 hold(again, False, again, True, transient, keeps.negated())
@@ -227,7 +259,7 @@ class CyclicProgram:
 
     def _edge(self, key: Key, active: Any) -> tuple[Any, Any]:
         """Return when an operation ends, as a place in the pattern and a number of periods."""
-        model, size = self.model, self._units(self.road.duration(key))
+        model, size = self.model, self._size(key)
         known = self.ends
         if key not in known:
             at, more = model.new_int_var(0, self.longest, ""), model.new_bool_var("")

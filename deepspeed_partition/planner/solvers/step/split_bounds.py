@@ -74,11 +74,7 @@ def _with_first_halves(times: TimedChain, chain: Chain) -> TimedChain:
     made = copy.copy(times)
     made.__dict__.pop("compute", None)
     made.chain = chain
-    known = np.diff(times.undivided) == 0
-    each = np.where(
-        known, np.minimum(np.diff(times.backward_input), np.diff(times.backward)), np.diff(times.backward)
-    )
-    made.backward = np.concatenate([[0], np.cumsum(each)]).astype(np.int64)
+    made.backward = times.first_halves
     return made
 
 

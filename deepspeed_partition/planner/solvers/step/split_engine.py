@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.problem import Chain
-from deepspeed_partition.planner.recomputation import stage_cost
+from deepspeed_partition.planner.recomputation import stage_cost, weight_stash_bytes
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.step.step_memory import LONGEST_IN_64_BITS, Instants, StepSpans
 from deepspeed_partition.planner.solvers.step.step_simulator import Simulation, StepEngine, WaitInCircleError
@@ -205,14 +204,6 @@ class SplitEngine(StepEngine):
         """Return the peak bytes of each device, exactly as the file formats define them."""
         spans = _SplitSpans(self, run)
         return [max(spans.peak(place), self.floor[place]) for place in range(self.num_devices)]
-
-
-def weight_stash_bytes(chain: Chain, stage: tuple[int, int]) -> int:
-    """Return the bytes of a micro-batch between the two halves of a stage's backward."""
-    layers = chain.layers[slice(*stage)]
-    return sum(
-        chain.stash(layer) if layer.weight_stash_bytes is None else layer.weight_stash_bytes for layer in layers
-    )
 
 
 class SplitSimulation(Simulation):
