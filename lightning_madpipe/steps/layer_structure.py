@@ -33,7 +33,7 @@ class Structure:
         if call.captured is not None:  # whose layers hold the user's modules, and are none
             layers = [part for layer in layers for part in layer.modules()]
         self._places = [(names[layer], layer) for layer in layers if layer in names]
-        self._own: tuple[str, ...] = ()
+        self._own: tuple[int, ...] = ()
         self._weights: list[nn.Parameter] = []
         self._shapes: list[torch.Size] = []
         self._trains: list[bool] = []
@@ -52,7 +52,7 @@ class Structure:
                     "one that was there: change layers in __init__(), setup() or configure_model(), or between "
                     "two runs"
                 )
-        if tuple(self._pipeline._modules) != self._own:  # layers have moved
+        if self._layers_of_rank() != self._own:  # layers have moved
             self._remember_weights()
         for weight, shape in zip(self._weights, self._shapes, strict=True):
             if weight.shape != shape:
@@ -66,10 +66,14 @@ class Structure:
             self._remember_weights()
 
     def _remember_weights(self) -> None:
-        self._own = tuple(self._pipeline._modules)
+        self._own = self._layers_of_rank()
         self._weights = list(self._pipeline.parameters())
         self._shapes = [weight.shape for weight in self._weights]
         self._trains = [weight.requires_grad for weight in self._weights]
+
+    def _layers_of_rank(self) -> tuple[int, ...]:
+        """Return what tells one set of layers from another: copies of tied ones have no name of their own."""
+        return tuple(map(id, self._pipeline.forward_funcs))
 
     def _refuse_untrained(self) -> None:
         optimizer = self._engine.basic_optimizer

@@ -306,6 +306,23 @@ class SeveralCalls(Sgd):
         self.log("val_loss", F.mse_loss(self.decoder(2.0 * hidden), batch[0]))
 
 
+class Thrice(Sgd):
+    """Runs one block three times, as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.embed(x))
+        for _ in range(3):
+            x = torch.relu(self.block(x)) + x
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self(batch[0]), batch[0])
+
+
 class PartsAlone(SeveralCalls):
     """Trains through one call; its validation calls one part alone, and its test another call."""
 
@@ -358,6 +375,11 @@ def trained(
 
 def several_calls(host: cases.Host) -> dict[str, Any]:
     return trained(host, SeveralCalls, cases.loader(NUM_SAMPLES))
+
+
+def one_block_thrice(host: cases.Host) -> dict[str, Any]:
+    """A rank that gave its copies away was told that their weights had another shape than when it began."""
+    return trained(host, Thrice, cases.loader(NUM_SAMPLES), {"algorithm": [0, 4, 5]})
 
 
 def other_signatures(host: cases.Host) -> dict[str, Any]:
@@ -1045,6 +1067,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         translator,
         recurrent,
         several_calls,
+        one_block_thrice,
         deciding_blocks,
         deciding_model,
         accumulated,
