@@ -379,7 +379,7 @@ def several_calls(host: cases.Host) -> dict[str, Any]:
 
 def one_block_thrice(host: cases.Host) -> dict[str, Any]:
     """A rank that gave its copies away was told that their weights had another shape than when it began."""
-    return trained(host, Thrice, cases.loader(NUM_SAMPLES), {"algorithm": [0, 4, 5]})
+    return trained(host, Thrice, cases.loader(NUM_SAMPLES), {"algorithm": [0, 4, 5]}, num_epochs=4)
 
 
 def other_signatures(host: cases.Host) -> dict[str, Any]:
