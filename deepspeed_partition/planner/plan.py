@@ -188,7 +188,8 @@ class Plan:
             raise PlanMismatchError(
                 f"the plan decides micro-batch by micro-batch what a stage recomputes, splits backwards, or has "
                 f"{self.micro_batches_per_period} micro-batches per period, and {runner} runs every micro-batch "
-                "alike: plan without --recompute micro-batch"
+                "alike: give the plan's own number of micro-batches (--micro-batches), or plan without "
+                "--recompute micro-batch and --split-backward"
             )
 
     @property

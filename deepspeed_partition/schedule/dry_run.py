@@ -5,8 +5,9 @@ It shares with ``lowering.py`` only the types of the instructions. The rules:
 - A device runs its list in order. ``S`` and ``R`` never wait; ``W`` and ``D`` wait until their message was sent
   and posted; nothing else waits. So no tensor leaves before there is room for it, as if links held nothing.
 - From one device to another, the n-th send and the n-th posted receive are the same message, or the run is wrong.
-- A forward finds its input (handed over, or waited for) and a free slot; a backward finds its gradient, and its
-  micro-batch in its slot, as does a forward that runs again.
+- A forward finds its input (handed over, or waited for) and a free slot; a backward, or the first half of one,
+  finds its gradient, and its micro-batch in its slot, as does a forward that runs again, before that. The second
+  half of a backward comes behind the first, and frees the slot.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deepspeed_partition.schedule.instructions import (
     Program,
     Transfer,
     output_of,
+    role_of,
 )
 
 
@@ -30,7 +32,7 @@ class DryRun:
     """Result of a dry run: what lists of instructions do when they are run."""
 
     in_flight: tuple[int, ...]
-    """Most micro-batches in flight of each stage: forwarded and not yet through their backward."""
+    """Most micro-batches in flight of each stage: forwarded not yet through their backward, both halves of it."""
     num_posted: dict[str, int]
     """Most messages posted and not yet waited for, by boundary and direction (``"F0"``)."""
     waiting: tuple[tuple[dict[int, int], ...], ...]
@@ -55,7 +57,7 @@ class _DryRun:
         self.devices = program.device_of_stage
         self.last = len(self.devices) - 1
         self.has_backwards = any(
-            isinstance(each, Compute) and each.kind == "B"
+            isinstance(each, Compute) and each.kind in "BI"
             for instructions in program.lists
             for each in instructions
         )
@@ -67,6 +69,15 @@ class _DryRun:
         self.open: Counter[str] = Counter()
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         """Stage and micro-batch in each slot, by (device, slot)."""
+        self.again = {
+            (f"R{each.stage}", each.micro_batch)
+            for instructions in program.lists
+            for each in instructions
+            if isinstance(each, Compute) and each.kind == "R"
+        }
+        """Forwards that run again, which they do before their backward."""
+        self.first_halves: set[tuple[int, int]] = set()
+        """Stages and micro-batches of which the second half of the backward is to come."""
         self.live: Counter[int] = Counter()
         self.in_flight: Counter[int] = Counter()
         self.num_posted: Counter[str] = Counter()
@@ -103,8 +114,8 @@ class _DryRun:
         kind, stage, micro_batch = instruction.kind, instruction.stage, instruction.micro_batch
         self._require(self.devices[stage] == device, f"{instruction} is on device {device}")
         self._require((f"{kind}{stage}", micro_batch) not in self.done, f"{instruction} runs twice")
-        if kind == "R":
-            self._recompute(device, instruction)
+        if kind in "RW":
+            self._run_again_or_end(device, instruction)
             return
         if kind == "F":
             if stage > 0:
@@ -118,24 +129,40 @@ class _DryRun:
         else:
             if stage < self.last:
                 self._require_input(Message("B", stage, micro_batch), instruction)
-            occupant = self.slots.pop((device, instruction.slot), None)
+            self._require((f"B{stage}", micro_batch) not in self.done, f"{instruction} is a second backward")
+            self._require_slot(device, instruction)
+            again = f"R{stage}", micro_batch
             self._require(
-                occupant == (stage, micro_batch), f"{instruction} finds {occupant} in its slot {instruction.slot}"
+                again in self.done or again not in self.again, f"{instruction} comes before its R{stage}"
             )
+            if kind == "I":
+                self.first_halves.add((stage, micro_batch))
+            else:
+                del self.slots[device, instruction.slot]
         if kind == "B" or not self.has_backwards:
             self.live[stage] -= 1
-        self.done.add((f"{kind}{stage}", micro_batch))
+        self.done.add((role_of(f"{kind}{stage}"), micro_batch))
         made = output_of(f"{kind}{stage}", micro_batch, len(self.devices))
         if made is not None and len(set(made.ends(self.devices))) == 2:
             self.at_end[device][made.boundary] += 1
 
-    def _recompute(self, device: int, instruction: Compute) -> None:
+    def _run_again_or_end(self, device: int, instruction: Compute) -> None:
+        """Run a forward again, or the second half of a backward: what neither gets nor makes a message."""
         here = instruction.stage, instruction.micro_batch
+        self._require_slot(device, instruction)
+        if instruction.kind == "W":
+            self._require(here in self.first_halves, f"{instruction} comes before the first half of its backward")
+            self.first_halves.remove(here)
+            del self.slots[device, instruction.slot]
+            self.live[instruction.stage] -= 1
+        self.done.add((f"{instruction.kind}{instruction.stage}", instruction.micro_batch))
+
+    def _require_slot(self, device: int, instruction: Compute) -> None:
         occupant = self.slots.get((device, instruction.slot))
         self._require(
-            occupant == here, f"{instruction} finds {occupant} in its slot {instruction.slot}"
-        )  # fmt: skip
-        self.done.add((f"R{instruction.stage}", instruction.micro_batch))
+            occupant == (instruction.stage, instruction.micro_batch),
+            f"{instruction} finds {occupant} in its slot {instruction.slot}",
+        )
 
     def _require_input(self, message: Message, instruction: Compute) -> None:
         here = self.devices[message.boundary] == self.devices[message.boundary + 1]
@@ -213,6 +240,8 @@ class _DryRun:
                     self._require(
                         (f"{kind}{stage}", micro_batch) in self.done, f"{kind}{stage}.{micro_batch} is never run"
                     )
+        for stage, micro_batch in sorted(self.first_halves):
+            self._require(False, f"W{stage}.{micro_batch} is never run")
         for pair in self.sent.keys() | self.posted.keys():
             self._require(
                 len(self.sent[pair]) == len(self.posted[pair]),

@@ -29,7 +29,15 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from itertools import accumulate
 
-from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Transfer, input_of, output_of
+from deepspeed_partition.schedule.instructions import (
+    Compute,
+    Instruction,
+    Message,
+    Transfer,
+    input_of,
+    output_of,
+    role_of,
+)
 from deepspeed_partition.schedule.timetable import Timetable
 
 
@@ -87,8 +95,9 @@ class _Device:
         self.device, self.devices = device, timetable.device_of_stage
         self.order, self.instants = timetable.orders[device], timetable.instants
         self.comm_buffers = comm_buffers
-        self.index = {operation: index for index, operation in enumerate(self.order)}
-        self.spans = [timetable.instants[operation] for operation in self.order]
+        roles = [(role_of(name), number) for name, number in self.order]
+        self.index = {operation: index for index, operation in enumerate(roles)}
+        self.spans = [timetable.instants[operation] for operation in roles]
         self.to_send: dict[int, deque[Message]] = defaultdict(deque)
         self.to_post: dict[int, list[Message]] = defaultdict(list)
         for message in timetable.messages:
@@ -201,11 +210,11 @@ class _Device:
                 yield from self._leave(boundary, running, last_starts[boundary])
             for source, message in late:
                 yield Transfer("R", message, source)
-            stage = int(name[1:])
-            slot = slots.take(stage, micro_batch) if name[0] == "F" else slots.give_back(stage, micro_batch)
-            if only_forwards:
+            kind, stage = name[0], int(name[1:])
+            slot = slots.take(stage, micro_batch) if kind in "Ff" else slots.taken[stage, micro_batch]
+            if kind in "BW" or only_forwards:
                 slots.give_back(stage, micro_batch)
-            yield Compute(name[0], stage, micro_batch, slot)
+            yield Compute("F" if kind == "f" else kind, stage, micro_batch, slot, keeps=kind != "f")
             made = output_of(name, micro_batch, len(self.devices))
             if made is not None and made.boundary in self.ends:
                 self.unsent[made.boundary].append(made)
@@ -256,7 +265,5 @@ class _Slots:
         self.taken[stage, micro_batch] = slot
         return slot
 
-    def give_back(self, stage: int, micro_batch: int) -> int:
-        slot = self.taken.pop((stage, micro_batch))
-        heapq.heappush(self.free, slot)
-        return slot
+    def give_back(self, stage: int, micro_batch: int) -> None:
+        heapq.heappush(self.free, self.taken.pop((stage, micro_batch)))

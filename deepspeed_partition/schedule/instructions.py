@@ -42,12 +42,12 @@ class Message(NamedTuple):
 
     @property
     def producer(self) -> tuple[str, int]:
-        """Computation that makes the tensor."""
+        """Computation that makes the tensor, by its role (``role_of``)."""
         return (f"F{self.boundary}" if self.direction == "F" else f"B{self.boundary + 1}"), self.micro_batch
 
     @property
     def consumer(self) -> tuple[str, int]:
-        """Computation that needs the tensor."""
+        """Computation that needs the tensor, by its role (``role_of``)."""
         return (f"F{self.boundary + 1}" if self.direction == "F" else f"B{self.boundary}"), self.micro_batch
 
     def ends(self, devices: Sequence[int]) -> tuple[int, int]:
@@ -56,28 +56,53 @@ class Message(NamedTuple):
         return ends if self.direction == "F" else (ends[1], ends[0])
 
 
+def role_of(name: str) -> str:
+    """Return ``F0`` for any forward of stage 0, ``B0`` for a backward or its first half; other names as they are.
+
+    What other stages see of a micro-batch is the same whether a forward keeps nothing (``f0``), and whether a
+    backward is in two halves (``I0`` sends the gradient of the input).
+    """
+    return {"f": "F", "I": "B"}.get(name[0], name[0]) + name[1:]
+
+
 def input_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
-    """Return the message that a computation needs from another stage; None at the ends of the chain."""
-    stage = int(name[1:])
-    if name[0] == "F":
+    """Return the message that a computation needs from another stage; None at the ends of the chain.
+
+    A forward that runs again (``R0``) and the second half of a backward (``W0``) need none.
+    """
+    kind, stage = role_of(name)[0], int(name[1:])
+    if kind == "F":
         return Message("F", stage - 1, micro_batch) if stage > 0 else None
-    return Message("B", stage, micro_batch) if stage + 1 < num_stages else None
+    return Message("B", stage, micro_batch) if kind == "B" and stage + 1 < num_stages else None
 
 
 def output_of(name: str, micro_batch: int, num_stages: int) -> Message | None:
-    """Return the message that a computation makes for another stage; None at the ends of the chain."""
-    stage = int(name[1:])
-    if name[0] == "F":
+    """Return the message that a computation makes for another stage; None at the ends of the chain.
+
+    A forward that runs again (``R0``) and the second half of a backward (``W0``) make none.
+    """
+    kind, stage = role_of(name)[0], int(name[1:])
+    if kind == "F":
         return Message("F", stage, micro_batch) if stage + 1 < num_stages else None
-    return Message("B", stage - 1, micro_batch) if stage > 0 else None
+    return Message("B", stage - 1, micro_batch) if kind == "B" and stage > 0 else None
+
+
+_IN_WORDS = {
+    "F": "forward", "B": "backward", "R": "second forward", "I": "first half of the backward",
+    "W": "second half of the backward",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Forward or backward of one stage on one micro-batch: ``F2.5`` or ``B2.5``; ``R2.5``: its forward again."""
+    """Forward or backward of one stage on one micro-batch: ``F2.5`` or ``B2.5``.
+
+    ``R2.5`` is its forward again; ``I2.5`` and ``W2.5`` are the two halves of its backward.
+    """
 
     kind: str
-    """Kind of computation: ``F``, ``B``, or ``R``, which makes anew what a forward did not keep."""
+    """Kind of computation: ``F``, ``B``, ``R``, which makes anew what a forward did not keep, ``I``, which makes
+    the gradient of the input, or ``W``, which makes those of the weights after it."""
     stage: int
     micro_batch: int
     slot: int
@@ -85,13 +110,17 @@ class Compute:
     """Whether a forward keeps what its backward needs; ``f2.5`` keeps its input alone."""
 
     def __str__(self) -> str:
-        return f"{self.kind if self.keeps else 'f'}{self.stage}.{self.micro_batch}"
+        return f"{self.name}.{self.micro_batch}"
+
+    @property
+    def name(self) -> str:
+        """Name of the operation in a plan: ``F2``, ``f2``, ``R2``, ``B2``, ``I2`` or ``W2``."""
+        return f"{self.kind if self.keeps else 'f'}{self.stage}"
 
     @property
     def in_words(self) -> str:
         """Text for a message: ``the forward of micro-batch 5 of stage 2``."""
-        kind = {"F": "forward", "B": "backward", "R": "second forward"}[self.kind]
-        return f"the {kind} of micro-batch {self.micro_batch} of stage {self.stage}"
+        return f"the {_IN_WORDS[self.kind]} of micro-batch {self.micro_batch} of stage {self.stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +175,11 @@ class Program:
     def within_room(self) -> bool:
         """Return whether no device ever holds more than in that run, however late others are."""
         return not self.beyond_room
+
+    def in_halves(self, device: int) -> frozenset[tuple[int, int]]:
+        """Return the stages and micro-batches whose backward a device runs in two halves."""
+        computations = (each for each in self.lists[device] if isinstance(each, Compute))
+        return frozenset((each.stage, each.micro_batch) for each in computations if each.kind == "I")
 
     def num_slots(self, device: int) -> int:
         """Return the most micro-batches in flight on a device, over all its stages."""

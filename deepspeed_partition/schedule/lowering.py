@@ -8,6 +8,9 @@ Instructions are named as in a plan, with the number of the micro-batch behind t
 - ``F1.0``, ``B1.0``: the forward and the backward of stage 1. Each has a *slot*, a number from 0 up that is its
   device's alone from the forward to the backward: the micro-batches in flight. A device never has two of them in
   one slot, so the number of slots is the depth of the schedule.
+- ``f1.0``: a forward that keeps its input alone; ``R1.0``: the same forward again, before its backward. ``I1.0``,
+  ``W1.0``: a backward in two halves, of which the first makes the gradient of the input, and so the message; the
+  slot is free behind the second. ``R`` and ``W`` need no message and make none.
 - ``SF0.0``: sends the output of stage 0 to stage 1; ``SB0.0``: sends its gradient back. Neither waits: the tensor
   is kept until it has left.
 - ``RF0.0``, ``RB0.0``: posts the receive, that is, makes room for the tensor. It does not wait either.
@@ -41,25 +44,17 @@ devices wait for less, at those ends of boundaries where they must (tried one af
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from itertools import accumulate
 
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Platform
-from deepspeed_partition.planner.schedule import Order, PlacedOperation
+from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.schedule import timetable
 from deepspeed_partition.schedule.dry_run import dry_run
 from deepspeed_partition.schedule.emit import lists_of
-from deepspeed_partition.schedule.instructions import (
-    Compute,
-    DeadlockError,
-    Instruction,
-    LoweringError,
-    Program,
-    Transfer,
-)
+from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Program, role_of
 from deepspeed_partition.schedule.postponing import postponed
 from deepspeed_partition.schedule.timetable import Timetable
 
@@ -90,92 +85,33 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
         plan.check_treats_all_alike("a step for a loss of the whole batch")
         order = flush_orders(devices, flushes, plan.platform.num_devices)
     if order is not None:
-        check_halves(plan)
-        written = with_transfers(
-            without_recomputation(order),
+        return with_transfers(
+            order,
             devices,
             comm_buffers=plan.platform.comm_buffers,
-            seconds={each.operation: _seconds_in_step(plan, each) for each in plan.operations},
+            seconds=_seconds_in_step(plan),
             platform=plan.platform,
         )
-        return recomputing(written, order)
     plan.check_treats_all_alike(f"a step of {num_micro_batches} micro-batches, which is not the planned one,")
     return _program(timetable.of_pattern(plan, num_micro_batches, "FB"), plan.platform.comm_buffers)
 
 
-def _seconds_in_step(plan: Plan, operation: PlacedOperation) -> float:
-    beside = 0.0 if operation.link is not None else plan.platform.operation_seconds
-    return operation.duration_seconds + beside
+def _seconds_in_step(plan: Plan) -> dict[str, float]:
+    """Return the seconds of each operation of a step, by its name.
 
-
-def check_halves(plan: Plan) -> None:
-    """Refuse a step with backwards in two halves.
-
-    Raises:
-        LoweringError: the plan has such a step.
+    The pattern of a plan may have only whole backwards, where its step has some in halves: either half then counts
+    as half of one. Only the order of transfers that share a link depends on it.
     """
-    if plan.step is not None and any(name[0] in "IW" for order in plan.step.order for name, _ in order):
-        raise LoweringError(
-            "the plan's step has backwards in two halves, which the engine does not run: plan without "
-            "--split-backward"
-        )
-
-
-def without_recomputation(orders: Sequence[Order]) -> tuple[Order, ...]:
-    """Return orders in which all forwards keep what they need, and none runs again: messages are the same."""
-    return tuple(
-        tuple((f"F{name[1:]}" if name[0] == "f" else name, number) for name, number in order if name[0] != "R")
-        for order in orders
-    )
-
-
-def recomputing(program: Program, orders: Sequence[Order]) -> Program:
-    """Return the lists of orders with what these recompute, micro-batch by micro-batch.
-
-    Args:
-        program: the lists of ``without_recomputation(orders)``.
-
-    A forward that runs again stands behind the computation before it in the order, and behind what that one sends:
-    it needs no message, so it delays none that comes before it, and nobody waits for it. Times on paper are those
-    without it.
-    """
-    keep_nothing = {(int(name[1:]), number) for order in orders for name, number in order if name[0] == "f"}
-    if not keep_nothing:
-        return program
-    lists = []
-    for order, instructions in zip(orders, program.lists, strict=True):
-        again: dict[tuple[str, int] | None, list[tuple[int, int]]] = {}
-        before: tuple[str, int] | None = None
-        for name, number in order:
-            if name[0] == "R":
-                again.setdefault(before, []).append((int(name[1:]), number))
-            else:
-                before = name.replace("f", "F"), number
-        lists.append(tuple(_recomputing_list(instructions, keep_nothing, again)))
-    written = replace(program, lists=tuple(lists))
-    dry_run(written)
-    return written
-
-
-def _recomputing_list(
-    instructions: Sequence[Instruction],
-    keep_nothing: AbstractSet[tuple[int, int]],
-    again: Mapping[tuple[str, int] | None, Sequence[tuple[int, int]]],
-) -> Iterator[Instruction]:
-    """Yield a device's list with what it recomputes behind each of its computations."""
-    slots: dict[tuple[int, int], int] = {}
-    waiting: Sequence[tuple[int, int]] = again.get(None, ())
-    for each in instructions:
-        if not (isinstance(each, Transfer) and each.kind == "S"):
-            yield from (Compute("R", stage, number, slots[stage, number]) for stage, number in waiting)
-            waiting = ()
-        if isinstance(each, Compute):
-            of = each.stage, each.micro_batch
-            slots[of] = each.slot
-            yield replace(each, keeps=False) if each.kind == "F" and of in keep_nothing else each
-            waiting = again.get((f"{each.kind}{each.stage}", each.micro_batch), ())
-        else:
-            yield each
+    found = {each.operation: each.duration_seconds for each in plan.operations}
+    for stage in range(len(plan.stages)):
+        forward = found.get(f"F{stage}", found.get(f"f{stage}", 0.0))
+        whole = found.get(f"B{stage}", found.get(f"I{stage}", 0.0) + found.get(f"W{stage}", 0.0))
+        for kind, seconds in {"F": forward, "f": forward, "R": forward, "B": whole}.items():
+            found.setdefault(f"{kind}{stage}", seconds)
+        for kind in "IW":
+            found.setdefault(f"{kind}{stage}", whole / 2)
+    beside = plan.platform.operation_seconds
+    return {name: seconds + (0.0 if name[0] == "S" else beside) for name, seconds in found.items()}
 
 
 def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:
@@ -223,7 +159,8 @@ def flush_orders(
 def is_flushed(orders: Sequence[Order], num_stages: int, flushes: Sequence[int]) -> bool:
     """Return whether the last stage runs all forwards of a batch before the first of its backwards."""
     forward, backward = f"F{num_stages - 1}", f"B{num_stages - 1}"
-    [order] = [order for order in orders if any(name == forward for name, _ in order)]
+    in_roles = [[(role_of(name), number) for name, number in order] for order in orders]
+    [order] = [order for order in in_roles if any(name == forward for name, _ in order)]
     position = {operation: place for place, operation in enumerate(order)}
     if sum(flushes) != sum(name == forward for name, _ in order):
         return False
@@ -251,7 +188,9 @@ def with_transfers(
     """Return orders of forwards and backwards (or of forwards alone) as lists with transfers and slots.
 
     Args:
-        orders: for each device its computations, such as ``("F0", 3)``; together all of them, once each.
+        orders: for each device its computations, such as ``("F0", 3)``; together all of them, once each. A forward
+            that keeps nothing (``f0``) may stand for one that keeps, with or without ``R0``, which runs it again;
+            the halves ``I0`` and ``W0`` for ``B0``.
         device_of_stage: the device of each stage of the chain.
         comm_buffers: tensors for which there is room at each end of a boundary.
         seconds: how long each operation takes (``"F0"``, ``"SF0"``), by which transfers over different boundaries
@@ -311,11 +250,11 @@ def _check_orders(orders: Sequence[Order], devices: Sequence[int]) -> None:
     twice = [entry for entry, count in found.items() if count > 1]
     if twice:
         raise LoweringError(f"{twice[0][0]} of micro-batch {twice[0][1]} stands twice in the orders")
-    kinds = "FB" if any(name[0] == "B" for name, _ in found) else "F"
+    trains = any(name[0] in "BI" for name, _ in found)
     num_micro_batches = max((micro_batch for _, micro_batch in found), default=0) + 1
     for stage, device in enumerate(devices):
-        for kind in kinds:
-            for micro_batch in range(num_micro_batches):
+        for micro_batch in range(num_micro_batches):
+            for kind in _kinds_of(stage, micro_batch, found) if trains else "F":
                 if (f"{kind}{stage}", micro_batch) not in found:
                     raise LoweringError(f"{kind}{stage} of micro-batch {micro_batch} is missing from the orders")
                 del found[f"{kind}{stage}", micro_batch]
@@ -333,3 +272,14 @@ def _check_orders(orders: Sequence[Order], devices: Sequence[int]) -> None:
                 raise LoweringError(
                     f"{name} stands in the order of device {device}, its stage is on device {place}"
                 )
+
+
+def _kinds_of(stage: int, micro_batch: int, found: Container[tuple[str, int]]) -> Iterator[str]:
+    """Yield what a stage runs on a micro-batch, if it runs what is found: a forward and a backward at least."""
+    if (f"f{stage}", micro_batch) in found:
+        yield "f"
+        if (f"R{stage}", micro_batch) in found:
+            yield "R"
+    else:
+        yield "F"
+    yield from "IW" if (f"I{stage}", micro_batch) in found else "B"

@@ -18,7 +18,7 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Platform
 from deepspeed_partition.planner.schedule import Order
-from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Message, input_of
+from deepspeed_partition.schedule.instructions import DeadlockError, LoweringError, Message, input_of, role_of
 
 Operation = tuple[str, int]
 """Computation or transfer, and its micro-batch: ``("F0", 3)``, ``("SF0", 3)``."""
@@ -30,11 +30,11 @@ class Timetable:
 
     device_of_stage: tuple[int, ...]
     orders: tuple[Order, ...]
-    """Computations of each device, in order."""
+    """Computations of each device, in order, as the plan names them (``f0``, ``I0``)."""
     messages: tuple[Message, ...]
     """Messages, by the beginning of their transfer."""
     instants: Mapping[Operation, tuple[int, int]]
-    """Begin and end of each operation, in ticks."""
+    """Begin and end of each operation, in ticks; computations by their role (``role_of``)."""
 
 
 def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
@@ -144,6 +144,12 @@ def _road(devices: Sequence[int], kinds: str) -> list[str]:
     return road
 
 
+def within_backward(orders: Sequence[Order]) -> frozenset[tuple[int, int]]:
+    """Return the stages and micro-batches whose backward runs the forward again: no ``R0`` stands for it."""
+    entries = [(name[0], (int(name[1:]), number)) for order in orders for name, number in order]
+    return frozenset(of for kind, of in entries if kind == "f") - {of for kind, of in entries if kind == "R"}
+
+
 def _clock(seconds: Mapping[str, float]) -> Clock:
     """Return a clock on which all times of a plan are whole ticks, as on the one that the plan was made with.
 
@@ -152,7 +158,7 @@ def _clock(seconds: Mapping[str, float]) -> Clock:
     """
     transfers = (Fraction(lasts) for name, lasts in seconds.items() if name[0] == "S")
     stages = {name[1:] for name in seconds if name[0] != "S"}
-    longer = (max(seconds.get(f"{kind}{stage}", 0.0) for kind in "FB") for stage in stages)
+    longer = (max(seconds.get(f"{kind}{stage}", 0.0) for kind in "FBIW") for stage in stages)
     total = sum(transfers, Fraction(0)) + sum(map(Fraction, longer), Fraction(0))
     return Clock.resolving(total)
 
@@ -170,8 +176,11 @@ def of_orders(
     that was ready first. Over one boundary and direction messages go in the order in which the receiver needs
     them, and at most ``receive_slots`` have started and are not used yet.
 
+    A second forward comes behind its first, a second half of a backward behind the other half.
+
     Args:
-        seconds: how long each operation takes; 1 where it is not there.
+        seconds: how long each operation takes; 1 where it is not there. A backward or first half of one that runs
+            the forward again, where no ``R0`` stands, takes as long as ``R0`` longer.
         platform: what it says of links and ports. None: links carry one message at a time, and there are no ports.
 
     Raises:
@@ -198,6 +207,11 @@ class _VirtualRun:
         self.free_from: dict[object, int] = defaultdict(int)
         """Ticks at which the last message of each link and port has come."""
         self.instants: dict[Operation, tuple[int, int]] = {}
+        self.again = within_backward(orders)
+        """Stages and micro-batches whose backward runs the forward again."""
+        entries = (entry for order in orders for entry in order)
+        self.recomputed = {(int(name[1:]), number) for name, number in entries if name[0] == "R"}
+        """Stages and micro-batches whose forward runs again before the backward."""
         self.queues: dict[str, deque[Message]] = defaultdict(deque)
         """Messages of each channel that have not started, in the order of their consumption."""
         self.room: dict[str, deque[int]] = {}
@@ -235,6 +249,11 @@ class _VirtualRun:
     def _lasts(self, name: str) -> int:
         return self.ticks.get(name, self.unknown)
 
+    def _computes_for(self, name: str, micro_batch: int) -> int:
+        """Return the ticks that a computation lasts, with the forward that it may run again."""
+        again = name[0] in "BI" and (int(name[1:]), micro_batch) in self.again
+        return self._lasts(name) + (self._lasts(f"R{name[1:]}") if again else 0)
+
     def _ended(self, operation: Operation) -> int | None:
         return self.instants[operation][1] if operation in self.instants else None
 
@@ -244,8 +263,10 @@ class _VirtualRun:
         if message is not None:
             travels = self._received_for(name, micro_batch) is not None
             yield self._ended(message.transfer if travels else message.producer)
-        if name[0] == "B":
-            yield self._ended((f"F{name[1:]}", micro_batch))
+        if name[0] not in "Ff":
+            yield self._ended((f"{'B' if name[0] == 'W' else 'F'}{name[1:]}", micro_batch))
+        if name[0] in "BI" and (int(name[1:]), micro_batch) in self.recomputed:
+            yield self._ended((f"R{name[1:]}", micro_batch))
 
     def _computation(self, device: int) -> tuple[int, int] | None:
         """Return when a device can start its next computation, in ticks; None while that is not known."""
@@ -261,8 +282,8 @@ class _VirtualRun:
         message = self._received_for(name, micro_batch)
         if message is not None:
             self.room[message.channel].append(start)
-        self.device_free[device] = start + self._lasts(name)
-        self.instants[name, micro_batch] = start, self.device_free[device]
+        self.device_free[device] = start + self._computes_for(name, micro_batch)
+        self.instants[role_of(name), micro_batch] = start, self.device_free[device]
 
     def _transfer(self, channel: str) -> tuple[int, int, int, Message] | None:
         """Return when a channel can start its next message; its time of readiness and micro-batch break ties."""
@@ -300,7 +321,10 @@ class _VirtualRun:
             seen.append(device)
             name, micro_batch = waiting[device]
             message = input_of(name, micro_batch, len(self.devices))
-            missing = (f"F{name[1:]}", micro_batch)  # its own forward, which stands later in the same order
+            # What stands later in the same order: its own forward, or the half that comes first.
+            missing = f"{'B' if name[0] == 'W' else 'F'}{name[1:]}", micro_batch
+            if name[0] in "BI" and missing in self.instants:
+                missing = f"R{name[1:]}", micro_batch
             if message is not None and message.producer not in self.instants:
                 missing = message.producer
             steps.append(

@@ -15,6 +15,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
@@ -25,6 +26,7 @@ from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.runtime import autograd_boundary, environment, host_staging
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import boundaries as transfers
 from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans
@@ -78,9 +80,9 @@ def maps() -> list[tuple[tuple[int, ...], list[int]]]:
 
 def plan_for(
     devices: Any, cuts: Any, depth: int | None = 3, num_micro_batches: int = NUM_MICRO_BATCHES,
-    some_recomputed: int | None = None, **more: Any,
+    some_recomputed: int | None = None, in_halves: int | None = None, **more: Any,
 ) -> Plan:  # fmt: skip
-    """``depth`` micro-batches in flight; None: GPipe. ``some_recomputed``: a seed."""
+    """``depth`` micro-batches in flight; None: GPipe. ``some_recomputed``, ``in_halves``: seeds."""
     orders = (
         plans.gpipe(devices, num_micro_batches)
         if depth is None
@@ -88,6 +90,8 @@ def plan_for(
     )
     if some_recomputed is not None:
         orders = plans.some_recomputed(orders, some_recomputed)
+    if in_halves is not None:
+        orders = plans.some_in_halves(orders, in_halves, share=0.75)
     num_devices = max(devices) + 1
     chain, platform = plans.chain_of(cuts[-1]), plans.platform_of(num_devices)
     return plans.plan_of(chain, platform, cuts, devices, orders=orders, **more)
@@ -107,7 +111,7 @@ def begin(specs: list[Any], plan: Plan, config: dict[str, Any] | None = None, **
 def first_gradients(found: dict[str, torch.Tensor], model: nn.Module) -> None:
     """To be called before each optimizer step."""
     if not found:
-        found.update({name: weight.grad.clone() for name, weight in model.named_parameters()})
+        found.update({name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad})
 
 
 def every_map_equals_one_process(_: Path) -> None:
@@ -455,6 +459,122 @@ def recomputed_micro_batch_by_micro_batch(_: Path) -> None:
             same([float(engine.eval_batch(Counted(list(data[0]))))], evaluated, digits=1e-7)
 
 
+class Scaled(torch.autograd.Function):
+    """A function in Python, whose backward reads what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient * ctx.saved_tensors[1], (gradient * ctx.saved_tensors[0]).sum(0)
+
+
+class Various(nn.Module):
+    """Uses weights twice, a frozen one, batch statistics, dropout, and a function in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (self.twice(torch.tanh(self.twice(x)) * self.frozen) * self.scale).relu_()
+        return self.drop(self.norm(Scaled.apply(x, self.scale))) + x
+
+
+class Recomputing(nn.Module):
+    """Recomputes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+
+
+def backwards_in_halves(_: Path) -> None:
+    """The gradient of the input first, those of the weights any time later; also of what is recomputed."""
+    for specs, tokens, config in (
+        (mlp, False, {}), (mlp, False, {"wall_clock_breakdown": True}),
+        (tied, True, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}),
+    ):  # fmt: skip
+        data = batches(tokens=tokens)
+        wanted: dict[str, torch.Tensor] = {}
+        expected = train_alone(
+            specs(), data, adam, clip=config.get("gradient_clipping", 1.0),
+            before_step=lambda model: first_gradients(wanted, model),  # noqa: B023
+        )  # fmt: skip
+        for seed, (devices, cuts) in enumerate(maps()[1:4] if two() else maps()[:1]):
+            recomputed = seed if recomputes_on_a_cpu() and seed != 1 else None
+            plan = plan_for(devices, cuts, 4 if seed else None, some_recomputed=recomputed, in_halves=seed)
+            engine, _, _ = begin(specs(), plan, config)
+            found: dict[str, torch.Tensor] = {}
+            if not config.get("zero_optimization"):
+                engine.before_optimizer_step = functools.partial(first_gradients, found, engine.module)
+            lists = engine.program(NUM_MICRO_BATCHES, trains=True).lists
+            kinds = [str(each)[0] for each in itertools.chain(*lists) if isinstance(each, Compute)]
+            assert kinds.count("I") == kinds.count("W") > 1
+            with patch.object(Halves, "whole", Mock(side_effect=AssertionError("not divided"))):
+                same(train(engine, data), expected)
+            for name, gradient in found.items():
+                assert torch.allclose(gradient, wanted[name], rtol=1e-5, atol=1e-7), name
+            assert found or config.get("zero_optimization")
+            counts = [value for name, value in engine.module.named_buffers() if name.endswith("seen")]
+            assert all(count == 16 for count in counts), "as often as in one process"
+            assert not engine.batch_state.halves and not engine.batch_state.second_forwards
+
+
+def halves_of_various_layers(_: Path) -> None:
+    """As undivided backwards: fp32, bf16 and seeded layers; micro-batches add up in another order."""
+    specs = [*mlp()[:3], LayerSpec(Various), LayerSpec(Various), *mlp()[5:7], LayerSpec(nn.Linear, WIDTH, 4)]
+    cuts, devices = [0, 3, 5, 8], (0, 1, 0)
+    for config, dtype, more in (
+        ({}, torch.float32, {}), ({}, torch.float32, {"seed_layers": True}),
+        ({"bf16": {"enabled": True}}, torch.bfloat16, {}),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, torch.bfloat16, {}),
+    ):  # fmt: skip
+        data = batches(2, dtype=dtype)
+        found: list[Any] = []
+        for in_halves in (None, 3):
+            torch.manual_seed(3)
+            engine, _, _ = begin(specs, plan_for(devices, cuts, 3, in_halves=in_halves), config, **more)
+            gradients: dict[str, torch.Tensor] = {}
+            if not config:
+                engine.before_optimizer_step = functools.partial(first_gradients, gradients, engine.module)
+            torch.manual_seed(7)
+            losses = train(engine, data)
+            parts = gather_objects(gradients, engine.grid.get_pipe_parallel_group())
+            together = {name: each for part in parts for name, each in part.items()}
+            found.append((losses, together, float(engine.get_global_grad_norm())))
+        (losses, wanted, norm), (others, gradients, other_norm) = found
+        # In bf16 the second step begins from other roundings.
+        same(others[: None if not config else 1], losses[: None if not config else 1])
+        assert abs(other_norm - norm) < (1e-2 if config else 1e-4) * norm, (other_norm, norm)
+        assert gradients.keys() == wanted.keys() and (len(wanted) > 10 or config)
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, wanted[name], rtol=1e-5, atol=1e-7), name
+
+
+def halves_that_cannot_be_divided(_: Path) -> None:
+    """Layers that recompute themselves, and DeepSpeed's activation checkpoints: undivided, and said once."""
+    specs = [*mlp()[:3], LayerSpec(Recomputing), *mlp()[4:]]
+    data = batches(2)
+    expected = train_alone(specs, data, adam)
+    engine, _, _ = begin(specs, plan_for((0, 1, 0), [0, 3, 6, 8], in_halves=2))
+    with patch.object(environment, "logger") as logger:
+        same(train(engine, data), expected)
+    lines = [str(call.args[1]) for call in logger.log.call_args_list]
+    told = [line for line in lines if "runs its backwards undivided" in line]
+    assert len(told) == (1 in engine.module.own_stages), lines
+    assert all("stage 1 " in line and "a layer recomputes itself" in line for line in told)
+
+
 class OwnNoise(nn.Module):
     """Draws from generators that it holds, and from those of Python and NumPy."""
 
@@ -703,8 +823,10 @@ def two_pipelines(_: Path) -> None:
         expected = train_alone(specs(), data, adam)
         for stage in (0, 1):
             for devices, cuts in list(MAPS[2].items())[-2:]:
-                engine, _, _ = begin(specs(), plan_for(devices, cuts, 2, NUM_MICRO_BATCHES // 2), config_of[stage])
-                same(train(engine, data), expected)
+                for in_halves in (None, stage):
+                    plan = plan_for(devices, cuts, 2, NUM_MICRO_BATCHES // 2, in_halves=in_halves)
+                    engine, _, _ = begin(specs(), plan, config_of[stage])
+                    same(train(engine, data), expected)
 
 
 CASES_OF_ANY = [
@@ -726,6 +848,9 @@ CASES_OF_ANY = [
     dropout,
     recomputed_layers,
     recomputed_micro_batch_by_micro_batch,
+    backwards_in_halves,
+    halves_of_various_layers,
+    halves_that_cannot_be_divided,
     recomputed_dropout,
     recomputed_layers_that_count,
     recomputed_layers_that_work_in_place,
@@ -738,6 +863,7 @@ OF_MAPS = [
     random_maps_equal_one_process,
     tied_layers,
     recomputed_layers,
+    backwards_in_halves,
     no_more_in_flight_than_planned,
 ]
 CASES = {2: [*CASES_OF_ANY, *device_cases.CASES], 3: OF_MAPS, 4: [two_pipelines]}

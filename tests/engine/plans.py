@@ -20,7 +20,7 @@ def chain_of(num_layers: int, times: Sequence[tuple[float, float]] | None = None
     layers = tuple(
         LayerProfile(
             name=f"layer {index}", forward_seconds=forward, backward_seconds=backward, weight_bytes=4,
-            output_bytes=output_bytes,
+            output_bytes=output_bytes, backward_input_seconds=backward / 2, backward_weight_seconds=backward / 2,
         )
         for index, (forward, backward) in enumerate(times)
     )  # fmt: skip
@@ -119,6 +119,21 @@ def some_recomputed(orders: Sequence[Order], seed: int, share: float = 0.5) -> t
                 if pick.random() < 0.6:
                     backward = entries.index((f"B{name[1:]}", number))
                     entries.insert(pick.randint(at + 1, backward), (f"R{name[1:]}", number))
+        found.append(tuple(entries))
+    return tuple(found)
+
+
+def some_in_halves(orders: Sequence[Order], seed: int, share: float = 0.5) -> tuple[Order, ...]:
+    """Orders of which some backwards are in two halves, with the second one anywhere behind the first."""
+    pick = random.Random(seed)
+    found = []
+    for order in orders:
+        entries = list(order)
+        for name, number in order:
+            if name[0] == "B" and pick.random() < share:
+                at = entries.index((name, number))
+                entries[at] = f"I{name[1:]}", number
+                entries.insert(pick.randint(at + 1, len(entries)), (f"W{name[1:]}", number))
         found.append(tuple(entries))
     return tuple(found)
 

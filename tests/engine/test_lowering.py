@@ -87,24 +87,59 @@ def test_gpipe_and_looped_orders(devices, slots):
 
 
 @pytest.mark.parametrize("devices", MAPS)
-@given(st.integers(0, 10**6), st.integers(1, 6))
-def test_forwards_that_run_again(devices, seed, num_micro_batches):
-    """Each device computes in the order that was given, and its messages are those of the order without them."""
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.booleans(), st.booleans())
+def test_forwards_that_run_again_and_backwards_in_halves(devices, seed, num_micro_batches, again, in_halves):
+    """Each device computes in the order that was given, sends and receives all messages, and frees its slots."""
     without = plans.depth_first(devices, num_micro_batches, 3)
-    orders = plans.some_recomputed(without, seed)
+    orders = plans.some_recomputed(without, seed) if again else without
+    orders = plans.some_in_halves(orders, seed) if in_halves else orders
     chain, platform = plans.chain_of(len(devices)), plans.platform_of(max(devices) + 1)
     plan = plans.plan_of(chain, platform, range(len(devices) + 1), devices, orders=orders)
-    seconds = {each.operation: each.duration_seconds for each in plan.operations}
-    plain = with_transfers(without, devices, platform=platform, seconds=seconds)
+    plain = with_transfers(without, devices, platform=platform)
     program = lower(plan, num_micro_batches)
     for order, instructions, expected in zip(orders, program.lists, plain.lists, strict=True):
-        shown = [str(each) for each in instructions if is_compute(each)]
-        assert shown == [f"{name}.{number}" for name, number in order]
-        kept = [replace(each, keeps=True) if is_compute(each) else each for each in instructions]
-        assert [each for each in kept if not (is_compute(each) and each.kind == "R")] == list(expected)
-        for each, after in itertools.pairwise(instructions):
-            if is_compute(each) and each.kind == "R":
-                assert is_compute(after) or after.kind != "S", "what was made is sent first"
+        assert [str(each) for each in instructions if is_compute(each)] == [f"{n}.{number}" for n, number in order]
+        assert {each for each in instructions if not is_compute(each) and each.kind != "D"} == {
+            each for each in expected if not is_compute(each) and each.kind != "D"
+        }
+        held: dict[int, tuple[int, int]] = {}
+        for each in filter(is_compute, instructions):
+            of = each.stage, each.micro_batch
+            assert held.get(each.slot) == (None if each.kind == "F" else of)
+            held[each.slot] = of
+            if each.kind in "BW":
+                del held[each.slot]
+        assert not held
+    assert dry_run(program).in_flight >= dry_run(plain).in_flight
+
+
+def test_what_goes_wrong_with_halves():
+    """A half that is missing, comes first, or has no slot; an order that waits for its own second half."""
+    whole = plans.gpipe((0, 1), 2)
+    in_halves = plans.some_in_halves(whole, 1, share=1.0)
+    program = with_transfers(in_halves, (0, 1))
+    assert [sorted(program.in_halves(device)) for device in (0, 1)] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    first = list(program.lists[0])
+    [half, *_] = [each for each in first if is_compute(each) and each.kind == "W"]
+    for broken, told in (
+        ([each for each in first if each != half], "is never run"),
+        ([half, *(each for each in first if each != half)], "finds None in its slot"),
+        ([*first, half], "runs twice"),
+        ([*first[:1], replace(half, slot=0, micro_batch=0), *first[1:]], "comes before the first half"),
+        ([replace(each, slot=7) if each == half else each for each in first], "in its slot 7"),
+    ):
+        with pytest.raises(LoweringError, match=told):
+            dry_run(replace(program, lists=(tuple(broken), program.lists[1])))
+    without = tuple(tuple(entry for entry in order if entry != ("W0", 1)) for order in in_halves)
+    with pytest.raises(LoweringError, match="W0 of micro-batch 1 is missing from the orders"):
+        with_transfers(without, (0, 1))
+    backwards = tuple(tuple(reversed(order)) for order in in_halves)
+    with pytest.raises(DeadlockError, match="circle"):
+        with_transfers(backwards, (0, 1))
+    reversed_halves = [("F0", 0), ("W0", 0), ("I0", 0)]
+    with pytest.raises(DeadlockError, match=r"cannot run W0\.0 before B0\.0"):
+        with_transfers([reversed_halves], (0,))
 
 
 def test_a_step_of_another_size_does_not_decide_by_micro_batch():
@@ -119,7 +154,7 @@ def test_a_second_forward_without_its_micro_batch():
     program = with_transfers(plans.gpipe((0, 1), 2), (0, 1))
     first = program.lists[0]
     broken = replace(program, lists=((*first, Compute("R", 0, 0, 0)), program.lists[1]))
-    with pytest.raises(LoweringError, match=r"R0\.0 finds None in its slot 0"):
+    with pytest.raises(LoweringError, match=r"B0\.0 comes before its R0"):
         dry_run(broken)
 
 

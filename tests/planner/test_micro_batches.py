@@ -26,8 +26,8 @@ from deepspeed_partition.planner.report.draw import step_order, summary, timelin
 from deepspeed_partition.planner.report.memory_report import explain_memory
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate.replay import replay_and_count
-from deepspeed_partition.schedule.instructions import LoweringError
-from deepspeed_partition.schedule.lowering import lower
+from deepspeed_partition.schedule.instructions import Compute
+from deepspeed_partition.schedule.lowering import lower, lower_evaluation
 from deepspeed_partition.schedule.other_runtimes import ConversionError, megatron_layout, torch_csv
 from tests.exhaustive import some
 from tests.planner.instances import FREE
@@ -291,9 +291,9 @@ def test_the_replay_of_a_step_runs_and_counts_what_the_format_says():
         for stage in range(chain.num_layers):
             assert plan.peak_memory_bytes[stage] == peak(chain, spans, stage, weights[stage], None), (seed, stage)
         assert Plan.from_dict(plan.to_dict()) == plan
-        if any(name[0] in "IW" for each in order for name, _ in each):
-            with pytest.raises(LoweringError, match="backwards in two halves"):
-                lower(plan, m)
+        for device, instructions in enumerate(lower(plan, m).lists):
+            computed = [(each.name, each.micro_batch) for each in instructions if isinstance(each, Compute)]
+            assert computed == list(order[device])
 
 
 def one_after_the_other(chain: Chain):
@@ -425,9 +425,14 @@ def test_it_is_shown_and_refused_where_it_cannot_run():
             convert()
     with pytest.raises(PlanMismatchError, match="which is not the planned one, runs every micro-batch alike"):
         lower(plan, 4)
+    with pytest.raises(PlanMismatchError, match="give the plan's own number of micro-batches"):
+        lower(plan, 4)
     order = ((("f0", 0), ("F0", 1), ("B0", 1), ("R0", 0), ("B0", 0)),)
     step = StepPlan(num_micro_batches=2, step_seconds=11, blocking_step_seconds=None, order=order)
     stepping = replace(plan, step=step)
+    program = lower(stepping, 2)  # a pattern of two micro-batches, and a step of its own
+    assert [str(each) for each in program.lists[0]] == ["f0.0", "F0.1", "B0.1", "R0.0", "B0.0"]
+    assert [str(each) for each in lower_evaluation(stepping, 3).lists[0]] == ["F0.0", "F0.1", "F0.2"]
     assert "f0.0 F0.1 B0.1 R0.0 B0.0" in step_order(stepping)
     assert "of 2 micro-batches of a step, each stage recomputes: 1" in summary(stepping)
 

@@ -20,6 +20,7 @@ from deepspeed_partition.planner.report.draw import measured_step
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
 from deepspeed_partition.planner.simulate.replay_step import run_step
 from deepspeed_partition.planner.step import one_f_one_b_order
+from tests.engine import plans
 from tests.exhaustive import some
 from tests.planner.instances import chain, random_instance
 from tests.planner.test_fuzz import assert_one_sentence, changed_somewhere, damaged, many
@@ -32,7 +33,7 @@ def as_simulated(plan: Plan, made: Chain, slower: float = 1.0) -> TimedStep:
     assert not isinstance(step, str), step
     operations = []
     for (name, number), (begin, end) in step.operations.items():
-        stage = int(name.lstrip("SFB"))
+        stage = int(name.lstrip("SFBfRIW"))
         place: dict = {"device": plan.stages[stage].device}
         if name[0] == "S":
             place = {"link": (plan.stages[stage].device, plan.stages[stage + 1].device)}
@@ -81,6 +82,37 @@ def test_a_run_as_simulated_is_as_planned(seed, tmp_path):
     assert found.measured_idle_share == pytest.approx(found.planned_idle_share)
     timeline.save(tmp_path / "timeline.json")
     assert MeasuredTimeline.load(tmp_path / "timeline.json") == timeline
+
+
+def test_a_step_with_second_forwards_and_halves(tmp_path):
+    """They stand in the file and the comparison; one without the other is refused."""
+    orders = plans.some_in_halves(plans.some_recomputed(plans.depth_first((0, 1, 0), 5, 3), 2), 2)
+    made = plans.chain_of(3)
+    plan = plans.plan_of(made, plans.platform_of(2), range(4), (0, 1, 0), orders=orders)
+    step = as_simulated(plan, made)
+    plan = replace(plan, step=replace(plan.step, step_seconds=step.seconds))
+    timeline = timeline_of(plan, step)
+    timeline.save(tmp_path / "timeline.json")
+    assert MeasuredTimeline.load(tmp_path / "timeline.json") == timeline
+    assert {event.get("cat") for event in timeline.chrome_trace()["traceEvents"]} >= {*"FfRBIW"}
+    found = timeline.compare(plan)
+    measured = {each.operation: each.measured_seconds for each in found.operations}
+    planned = {each.operation: each.planned_seconds for each in found.operations}
+    assert all(measured[name] == (2.0 if name[0] == "B" else 1.0) for name in measured if name[0] not in "BIS")
+    assert {name[0] for name in measured} == {*"FfRBIWS"}
+    assert {name[0] for name, seconds in planned.items() if seconds is None} == {"I", "W"}
+    assert all(planned[name] == 1.0 for name in planned if name[0] in "FfR")
+    assert found.measured_idle_share == pytest.approx(found.planned_idle_share)
+    for kind, other in (("W", "I"), ("R", None), ("I", "W"), ("f", "R")):
+        left = tuple(each for each in step.operations if each.operation[0] != kind)
+        if other is None:  # a backward that runs the forward again itself
+            timeline_of(plan, replace(step, operations=left))
+            continue
+        with pytest.raises(ValueError, match=r"and no|has [0-9]+ operations"):
+            timeline_of(plan, replace(step, operations=left))
+    with pytest.raises(ValueError, match="an operation twice"):
+        again = next(each for each in step.operations if each.operation[0] == "R")
+        timeline_of(plan, replace(step, operations=(*step.operations, again)))
 
 
 def test_the_period_is_that_of_the_slowest_stage():

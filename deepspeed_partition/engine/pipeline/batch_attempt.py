@@ -198,7 +198,7 @@ class Batch:
             self._output_shapes[forward.stage] = Shapes.of(output)
 
     def _do_without(self, compute: Compute) -> None:
-        if compute.kind == "R":
+        if compute.kind in "RW":
             return
         state, stage, number = self._state, compute.stage, compute.micro_batch
         devices = self._engine.module.device_of_stage

@@ -16,6 +16,7 @@ from deepspeed_partition.engine.runtime.autograd_boundary import (
     DepartedEdges,
 )
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
+from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.schedule.instructions import Message
 
 
@@ -33,6 +34,10 @@ class BatchState:
         """Losses by slot, until their backward."""
         self.second_forwards: dict[int, SecondForward] = {}
         """What runs a forward again that kept nothing, by slot."""
+        self.in_halves: frozenset[tuple[int, int]] = frozenset()
+        """Stages and micro-batches whose backward is in two halves."""
+        self.halves: dict[int, Halves] = {}
+        """Backwards in two halves, by slot, from the forward to the second half."""
         self.gradient_shapes: dict[Message, Shapes] = {}
         """Shapes of the gradients that will come back."""
 
@@ -44,7 +49,7 @@ class BatchState:
 
     def free_graphs(self) -> None:
         """Free what is kept for backwards."""
-        for kept in (self.arrived, self.departed, self.losses, self.second_forwards):
+        for kept in (self.arrived, self.departed, self.losses, self.second_forwards, self.halves):
             kept.clear()
 
 

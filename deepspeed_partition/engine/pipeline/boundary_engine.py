@@ -34,6 +34,9 @@ class AnyBoundaryEngine(PipelineEngine):
     - Data that ends between two steps ends them on every rank.
     """
 
+    _divides_no_more = False
+    """Whether a backward runs whose gradient of the loss is divided by the number of micro-batches already."""
+
     # DeepSpeed's, without types there.
     dynamic_shape: bool
     grad_layer: Any
@@ -123,18 +126,21 @@ class AnyBoundaryEngine(PipelineEngine):
         if self.owns_cut and not self.is_last_stage():
             self._drop_what_needs_no_gradient(buffer_id)
         super()._exec_backward_pass(buffer_id)
-        self._stop_timers(
-            name
-            for name in (*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers)
-            if self.timers(name).started_
-        )
+        self._stop_backward_timers()
         self.grad_layer = received  # the next gradients arrive in the same buffers
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = None
 
+    def _stop_backward_timers(self) -> None:
+        names = (*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers)
+        self._stop_timers(name for name in names if self.timers(name).started_)
+
     def _backward_prologue_per_tensor(self, grad):
         # The last stage divides by the number of micro-batches, before it sends gradients back. DeepSpeed 0.19.0
-        # divides on every other stage once more; 0.19.8 does not.
+        # divides on every other stage once more; 0.19.8 does not. It does where it has not begun the backward
+        # itself, as in the first half of one.
+        if self._divides_no_more:
+            return grad
         return super()._backward_prologue_per_tensor(grad) if self.is_last_stage() or not self.owns_cut else grad
 
     def _start_timers(self, timer_names):

@@ -218,10 +218,14 @@ class PlainPasses:
 
         The division is left to its gradient, which is the same number for all losses of one type.
         """
+        self.run((loss,), (self.gradient_of_loss(loss),))
+
+    def gradient_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return 1 divided by the number of micro-batches, in the type of a loss."""
         of_loss = (self._engine.gradient_accumulation_steps(), loss.dtype, loss.device)
         if of_loss != self._of_loss:
             self._of_loss, self._gradient_of_loss = of_loss, torch.ones_like(loss.detach()) / of_loss[0]
-        self.run((loss,), (self._gradient_of_loss,))
+        return self._gradient_of_loss
 
     def run(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
         """Run a backward; DeepSpeed's hooks are told that it is the engine's.

@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -50,6 +52,7 @@ from deepspeed_partition.engine.runtime.autograd_boundary import (
     DepartedEdges,
     Loaded,
     NoGradient,
+    Noted,
     arrived_of,
     has_few_bytes,
     nothing,
@@ -59,14 +62,17 @@ from deepspeed_partition.engine.runtime.autograd_boundary import (
 )
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
 from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
-from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
+_HAS_NO_TRACKER = not hasattr(deepspeed_engine, "_ENGINE_BACKWARD_GRAPH_TRACKER")
+"""Whether this DeepSpeed divides gradients at the outputs of a stage, and not the loss."""
 _ANY = -1
 """The active stage between two instructions, when there is none: this rank is all its stages."""
 _STARTING = -2
@@ -144,7 +150,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
         self._passes, self._is_plain = PlainPasses(self), False
-        self._computations = {"F": self._run_forward, "B": self._run_backward, "R": self._run_again}
+        self._computations = {
+            "F": self._run_forward, "B": self._run_backward, "R": self._run_again, "I": self._run_first_half,
+            "W": self._run_second_half,
+        }  # fmt: skip
         self._lowered_lists = functools.lru_cache(maxsize=16)(self._lower)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -348,6 +357,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 reads = self.is_first_stage() or self.is_last_stage()
                 self.batch_data.count_unread(0 if reads else program.num_micro_batches)
             self._reserve_pipe_buffers(program.num_slots(self.stage_id))
+            self.batch_state.in_halves = program.in_halves(self.stage_id)
             self._batch = Batch(self, self.batch_state, program.num_micro_batches, self._runner())
             self._is_plain = self._passes.begin()
             with self._recorded() as execute:
@@ -534,15 +544,22 @@ class AnyPlanEngine(AnyBoundaryEngine):
             from_here = devices[stage - 1] == devices[stage]
             arrived = arrived_of(state.between.pop(Message("F", stage - 1, number)), is_ours=not from_here)
             buffers["inputs"][slot] = state.arrived[slot] = arrived
-        if not forward.keeps:
-            own = self.module.__dict__
-            own["second_forward"] = state.second_forwards[slot] = SecondForward()
-            try:
-                self._run_forward_on(forward, devices)
-            finally:
-                own["second_forward"] = None
+        in_halves = (stage, number) in state.in_halves
+        if forward.keeps and not in_halves:
+            self._run_forward_on(forward, devices)
             return
-        self._run_forward_on(forward, devices)
+        own = self.module.__dict__
+        if not forward.keeps:
+            own["second_forward"] = state.second_forwards[slot] = SecondForward()
+        if in_halves:
+            own["halves"] = halves = state.halves[slot] = Halves()
+            if stage > 0:
+                buffers["inputs"][slot] = Noted(state.arrived[slot], halves.begins_at)
+        try:
+            with halves.saving() if in_halves else nullcontext():
+                self._run_forward_on(forward, devices)
+        finally:
+            own["second_forward"] = own["halves"] = None
 
     def _run_forward_on(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
@@ -618,6 +635,100 @@ class AnyPlanEngine(AnyBoundaryEngine):
             state.between[Message("B", stage - 1, number)] = of_input
 
         state.second_forwards.pop(slot, None)
+
+    def _run_first_half(self, half: Compute, devices: Sequence[int]) -> None:
+        """Run a backward to the input alone, or all of it where it cannot be divided."""
+        stage, number, slot, state = half.stage, half.micro_batch, half.slot, self.batch_state
+        halves, is_last = state.halves[slot], stage + 1 == len(devices)
+        roots: list[Any]
+        gradients: list[torch.Tensor | None]
+        if is_last:
+            loss = state.losses.pop(slot)
+            roots, gradients = [loss], [self._gradient_of_loss(loss)]
+            del loss
+        else:
+            roots, gradients = state.departed.pop(slot).roots(
+                tensors_of(state.between.pop(Message("B", stage, number))),
+                may_be_missing=self.leaves_without_gradient,
+            )
+        roots = [root for root in roots if not isinstance(root, torch.Tensor) or root.requires_grad]
+        why_not = self._why_not_in_halves(stage, halves) or halves.survey(roots)
+        if why_not is None:
+            with self._in_own_backward():
+                of_begin = halves.first(roots, gradients)
+            if stage > 0:
+                state.arrived[slot].catch(of_begin)
+        else:
+            del state.halves[slot]
+            warn_once(
+                f"halves/{stage}",
+                f"stage {stage} runs its backwards undivided, when their first half is due, for they cannot be "
+                f"divided: {why_not}",
+            )
+            with self._in_own_backward(gives_weights=True, is_last=is_last):
+                halves.whole(roots, gradients)
+        if not self._is_plain:
+            self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None
+        if stage > 0:
+            of_input = state.arrived.pop(slot).gradients(self._no_gradient_for(stage - 1, devices))
+            state.between[Message("B", stage - 1, number)] = of_input
+        state.second_forwards.pop(slot, None)
+
+    def _run_second_half(self, half: Compute, devices: Sequence[int]) -> None:
+        """Give weights their gradients."""
+        halves = self.batch_state.halves.pop(half.slot, None)
+        if halves is not None:
+            with self._in_own_backward(gives_weights=True, is_last=half.stage + 1 == len(devices)):
+                halves.second()
+
+    def _why_not_in_halves(self, stage: int, halves: Halves) -> str | None:
+        """Why backwards of this stage cannot be divided, whatever their graph; None where they can."""
+        if _HAS_NO_TRACKER:
+            return "DeepSpeed is another one than those whose backward was read for this (0.19.8)"
+        if self._is_compiled_autograd_enabled or self.is_deepcompile_enabled():
+            return "DeepSpeed compiles the backward"
+        if stage == 0 and not halves.is_cut and self.module.activation_checkpoint_interval:
+            return "DeepSpeed's activation checkpoints are on (activation_checkpoint_interval)"
+        return None
+
+    def _gradient_of_loss(self, loss: Any) -> torch.Tensor:
+        """The gradient that a backward of DeepSpeed's engine would begin with: the loss is divided and scaled."""
+        if self._is_plain and isinstance(loss, torch.Tensor) and loss.dim() == 0:
+            return self._passes.gradient_of_loss(loss)
+        leaf = loss.detach().requires_grad_()
+        own = self.__dict__
+        own["_backward_epilogue"] = lambda: None  # it comes when the weights have their gradients
+        try:
+            DeepSpeedEngine.backward(self, leaf.clone())
+        finally:
+            del own["_backward_epilogue"]
+        return leaf.grad
+
+    @contextmanager
+    def _in_own_backward(self, *, gives_weights: bool = False, is_last: bool = False) -> Iterator[None]:
+        """Do around a backward of ours what DeepSpeed does around its own.
+
+        Args:
+            gives_weights: whether weights get gradients in it.
+            is_last: whether it is one of the last stage, whose backward DeepSpeed ends otherwise.
+        """
+        own = self.__dict__
+        in_halves_of_bf16 = gives_weights and not self._is_plain and self.using_bf16_optimizer
+        own["_running_engine_backward"] = own["_divides_no_more"] = True
+        try:
+            if in_halves_of_bf16:
+                self.optimizer.clear_lp_grads()
+            yield
+        finally:
+            own["_running_engine_backward"] = own["_divides_no_more"] = False
+        if self._is_plain:
+            return
+        if gives_weights and is_last:
+            self._start_timers((*self.engine_timers.backward_timers, *self.engine_timers.backward_inner_timers))
+            self._backward_epilogue()
+        elif in_halves_of_bf16 and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        self._stop_backward_timers()
 
     def _no_gradient_for(self, stage: int, devices: Sequence[int]) -> NoGradient:
         """What stands for a gradient that there is none of, for the stage before a cut."""

@@ -27,6 +27,7 @@ from deepspeed_partition.engine.runtime.random_state import drawn_state
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.profiling.backward_halves import Halves
 
 Within: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 """What stands around a run of layers: it is given the number of the micro-batch and what runs them."""
@@ -62,6 +63,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     _within: Within | None = None
     second_forward: SecondForward | None = None
     """While the active stage keeps nothing of a micro-batch but its input: what lets it run again."""
+    halves: Halves | None = None
+    """While the active stage runs a forward whose backward is in two halves: those."""
 
     @contextmanager
     def run_within(self, within: Within) -> Iterator[None]:
@@ -232,6 +235,11 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             tell_of_second_runs()
         if not blocks and not self.activation_checkpoint_interval and self._is_active and not self.seed_layers:
             return self._forward_in_turn(forward_input)
+        if self._is_cut_for_halves() and not blocks and not self.activation_checkpoint_interval:
+            self.micro_offset += 1
+            return self._layers_in_turn(self._local_start, self._local_stop)(
+                *(forward_input if isinstance(forward_input, tuple) else (forward_input,))
+            )
         if not blocks or not torch.is_grad_enabled():
             with self._checkpoints_where_gradients_begin():
                 outputs = super().forward(forward_input)
@@ -244,9 +252,19 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """DeepSpeed's ``forward`` where nothing is checkpointed or seeded: one layer after the other."""
         own = self.__dict__
         own["micro_offset"] += 1
+        if self._is_cut_for_halves():
+            last = self._local_stop - 1
+            for own["curr_layer"], function in enumerate(self.forward_funcs, self._local_start):
+                passed = function(passed)
+                passed = passed if self.curr_layer == last else own["halves"].cut_behind_first(passed)
+            return passed
         for own["curr_layer"], function in enumerate(self.forward_funcs, self._local_start):
             passed = function(passed)
         return passed
+
+    def _is_cut_for_halves(self) -> bool:
+        """Whether the graph of a forward ends behind the first layers, whose input needs no gradient."""
+        return self.halves is not None and self._shown == 0
 
     @contextmanager
     def _checkpoints_where_gradients_begin(self) -> Iterator[None]:
@@ -285,6 +303,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         checkpoint = self.activation_checkpoint_func
         if checkpoint is checkpointing.checkpoint:
             checkpoint = checkpointing.non_reentrant_checkpoint
+        if self.halves is not None:  # which lets go of what the first half alone needs
+            checkpoint = self.halves.checkpoint
         ends = sorted({self._local_start, self._local_stop, *(end for block in blocks for end in block)})
         passed = forward_input
         for block in itertools.pairwise(ends):
@@ -308,6 +328,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         functions = self.forward_funcs[first - self._local_start : last - self._local_start]
         seed = self.base_seed * (self.micro_offset + 1)
         second = self.second_forward
+        cut = self.halves if self._is_cut_for_halves() else None
+        last_layer = self._local_stop - 1
         first_state: Callable[[], None] | None = None
 
         def run(*tensors: Any) -> Any:
@@ -321,6 +343,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                     if self.seed_layers:
                         (self.seed_fn or set_random_seed)(seed + self.curr_layer)
                     passed = function(passed)
+                    if cut is not None and again is None and self.curr_layer != last_layer:
+                        passed = cut.cut_behind_first(passed)
             return passed
 
         return run if self._within is None else _again_within(run, self._within, self.micro_batch)

@@ -157,6 +157,16 @@ class Arrived:
             outputs = _Beginning.apply(torch.zeros((), requires_grad=True), self, *tensors_of(boundary))
         return outputs if isinstance(boundary, tuple) else outputs[0]
 
+    def catch(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of the floating tensors from a backward that does not come here."""
+        caught = iter(gradients)
+        each = tuple(next(caught) if dtype.is_floating_point else None for _, dtype, _ in self._like)
+        if self._leaves is None:
+            self._caught = each
+        else:
+            for leaf, gradient in zip(self._leaves, each, strict=True):
+                leaf.grad = gradient
+
     def gradients(self, no_gradient: NoGradient = zeros) -> Gradients:
         """Return the gradients of the input, after the backward.
 
@@ -185,6 +195,10 @@ class ArrivedLeaf:
         """Return a copy to run the stage on, which a layer may change in place."""
         return self._leaf.requires_grad_().clone() if torch.is_grad_enabled() else self._leaf
 
+    def catch(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradient from a backward that does not come here."""
+        [self._leaf.grad] = gradients
+
     def gradients(self, no_gradient: NoGradient = zeros) -> Gradients:
         """Return the gradient of the input, after the backward; argument as of :meth:`Arrived.gradients`."""
         leaf = self._leaf
@@ -197,6 +211,24 @@ def arrived_of(boundary: Boundary, *, is_ours: bool) -> Arrived | ArrivedLeaf:
     if not is_ours or isinstance(boundary, tuple) or not boundary.is_floating_point():
         return Arrived(boundary, is_ours=is_ours)
     return ArrivedLeaf(boundary) if boundary.nbytes <= FEW_BYTES else Arrived(boundary, is_ours=True)
+
+
+class Noted:
+    """A stage's input that tells which tensors the stage runs on.
+
+    Args:
+        arrived: the input.
+        note: is given them.
+    """
+
+    def __init__(self, arrived: Arrived | ArrivedLeaf, note: Callable[[Boundary], None]) -> None:
+        self._arrived, self._note = arrived, note
+
+    def clone(self) -> Boundary:
+        """Return the tensors to run the stage on, once."""
+        boundary = self._arrived.clone()
+        self._note(boundary)
+        return boundary
 
 
 class _End(torch.autograd.Function):

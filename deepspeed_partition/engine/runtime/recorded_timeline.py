@@ -56,7 +56,7 @@ class Recorder:
 
     def _write(self, plan: Plan, parts: list[DeviceTrace]) -> None:
         devices = tuple(stage.device for stage in plan.stages)
-        num_micro_batches = sum(name == "F0" for part in parts for name, *_ in part.computed)
+        num_micro_batches = sum(name in ("F0", "f0") for part in parts for name, *_ in part.computed)
         if plan is not self._plan:
             self._plan, self._num_micro_batches = plan, num_micro_batches
             self._steps.clear()

@@ -81,8 +81,7 @@ class Recorded:
         if isinstance(instruction, Compute):
             start = self._clock.now()
             self._execute(instruction)
-            if instruction.kind != "R":  # a timeline has each forward and each backward once
-                self._computed.append((instruction, start, self._clock.now()))
+            self._computed.append((instruction, start, self._clock.now()))
             return
         if instruction.kind == "S":
             self._sent[instruction.message] = self._clock.now()
@@ -103,8 +102,7 @@ class Recorded:
 
         self.part = DeviceTrace(
             computed=[
-                (f"{each.kind}{each.stage}", each.micro_batch, seconds(start), seconds(end))
-                for each, start, end in self._computed
+                (each.name, each.micro_batch, seconds(start), seconds(end)) for each, start, end in self._computed
             ],
             sent={message: seconds(stamp) for message, stamp in self._sent.items()},
             received={

@@ -72,7 +72,7 @@ class TimedStep:
         From then on each forward waits for a backward, so forwards come as often as micro-batches leave. None
         where fewer than two forwards are left.
         """
-        starts = sorted(each.start_seconds for each in self.operations if each.operation == "F0")[depth:]
+        starts = sorted(each.start_seconds for each in self.operations if each.operation in ("F0", "f0"))[depth:]
         return (starts[-1] - starts[0]) / (len(starts) - 1) if len(starts) > 1 else None
 
 
@@ -93,17 +93,19 @@ class MeasuredTimeline:
         places = self._places()
         for step in self.steps:
             # Count first: a small file may name any number of micro-batches.
-            if len(step.operations) != len(places) * self.num_micro_batches:
+            plain = [each for each in step.operations if each.operation[0] not in "RW"]
+            if len(plain) != len(places) * self.num_micro_batches:
                 raise ValueError(
-                    f"step {step.step} has {len(step.operations)} operations, and {self.num_micro_batches} "
+                    f"step {step.step} has {len(plain)} operations, and {self.num_micro_batches} "
                     f"micro-batches have {len(places)} each"
                 )
-            found = {(each.operation, each.micro_batch): each for each in step.operations}
+            found = {(_role(each.operation), each.micro_batch): each for each in step.operations}
             for name, place in places.items():
                 for number in range(self.num_micro_batches):
                     each = found.get((name, number))
                     if each is None or (each.device if each.link is None else each.link) != place:
                         raise ValueError(f"step {step.step} has no {name} of micro-batch {number} in its place")
+            _check_what_comes_besides(step)
 
     def _places(self) -> dict[str, int | tuple[int, int]]:
         """Device or link of each operation, by its name."""
@@ -121,7 +123,7 @@ class MeasuredTimeline:
             PlanMismatchError: the timeline belongs to another plan.
         """
         devices = tuple(stage.device for stage in plan.stages)
-        names = {each.operation for each in plan.operations}
+        names = {_role(each.operation) for each in plan.operations if each.operation[0] not in "RW"}
         if (plan.chain, devices, names) != (self.chain, self.devices, set(self._places())):
             raise PlanMismatchError(
                 f"the timeline is of a plan for {self.chain.name!r} ({self.chain.digest[:19]}...) with its stages "
@@ -227,7 +229,8 @@ class ComparedOperation:
     """Planned and measured seconds of one operation, over all micro-batches."""
 
     operation: str
-    planned_seconds: float
+    planned_seconds: float | None
+    """Planned seconds; None for half a backward, where the pattern of the plan has whole ones."""
     measured_seconds: float
     """Median of the measured seconds."""
 
@@ -252,6 +255,10 @@ class TimelineComparison:
 
 def _compared(timeline: MeasuredTimeline, plan: Plan) -> TimelineComparison:
     planned = {each.operation: each.duration_seconds for each in plan.operations}
+    for index in range(len(plan.stages)):
+        forward = planned.setdefault(f"F{index}", planned.get(f"f{index}", 0.0))
+        planned.setdefault(f"B{index}", planned.get(f"I{index}", 0.0) + planned.get(f"W{index}", 0.0))
+        planned[f"f{index}"] = planned[f"R{index}"] = forward
     num_devices = plan.platform.num_devices
     step = plan.step
     if step is not None and step.num_micro_batches != timeline.num_micro_batches:
@@ -259,8 +266,11 @@ def _compared(timeline: MeasuredTimeline, plan: Plan) -> TimelineComparison:
     planned_idle = None
     if step is not None and step.step_seconds:
         busy = [0.0] * num_devices
+        again = [name for order in step.order for name, _ in order if name[0] == "f"]
         for index, stage in enumerate(plan.stages):
-            busy[stage.device] += timeline.num_micro_batches * (planned[f"F{index}"] + planned[f"B{index}"])
+            # Both halves of a backward last as long as the whole, and a forward in it as long as one of its own.
+            once = timeline.num_micro_batches * (planned[f"F{index}"] + planned[f"B{index}"])
+            busy[stage.device] += once + again.count(f"f{index}") * planned[f"F{index}"]
         planned_idle = tuple(1 - each / step.step_seconds for each in busy)
     periods = [each.period_seconds(plan.stages[0].in_flight) for each in timeline.steps]
     steady = [period for period in periods if period is not None]
@@ -271,14 +281,31 @@ def _compared(timeline: MeasuredTimeline, plan: Plan) -> TimelineComparison:
         planned_period_seconds=plan.period_seconds,
         measured_period_seconds=statistics.median(steady) if steady else None,
         operations=tuple(
-            ComparedOperation(operation=name, planned_seconds=planned[name], measured_seconds=measured[name])
-            for name in sorted(measured, key=lambda name: (name[0] == "S", int(name.lstrip("SFB")), name))
+            ComparedOperation(operation=name, planned_seconds=planned.get(name), measured_seconds=measured[name])
+            for name in sorted(measured, key=lambda name: (name[0] == "S", int(name.lstrip("SFBfRIW")), name))
         ),
         planned_idle_share=planned_idle,
         measured_idle_share=tuple(
             statistics.median(each.idle_share(device) for each in timeline.steps) for device in range(num_devices)
         ),
     )
+
+
+def _role(name: str) -> str:
+    """Return ``F0`` for any first forward of stage 0, ``B0`` for a backward or its first half."""
+    return {"f": "F", "I": "B"}.get(name[0], name[0]) + name[1:]
+
+
+def _check_what_comes_besides(step: TimedStep) -> None:
+    """Refuse a forward that runs again, or half a backward, without the other one on its device."""
+    devices = {(each.operation, each.micro_batch): each.device for each in step.operations}
+    wanted = {"R": "f", "W": "I", "I": "W"}
+    for (name, number), device in devices.items():
+        other = wanted.get(name[0], name[0]) + name[1:]
+        if devices.get((other, number), -1) != device:
+            raise ValueError(f"step {step.step} has {name} of micro-batch {number} and no {other} on its device")
+    if len(devices) != len(step.operations):
+        raise ValueError(f"step {step.step} has an operation twice")
 
 
 def _medians(operations: Iterable[TimedOperation]) -> Iterator[tuple[str, float]]:
