@@ -58,6 +58,9 @@ class Options:
     """What may run its forward again in the backward, to keep less: ``"never"``: nothing; ``"stage"``: each stage
     as a whole; ``"block"``: ranges of layers within a stage; ``"auto"``: whatever is fastest within memory;
     ``"micro-batch"``: each stage decides for each micro-batch besides."""
+    split_backward: bool = False
+    """True: a plan that the run makes may have backwards in two halves: the gradient of the input, sent on at
+    once, and those of the weights later. To measure them, layers then run one by one before it is made."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
@@ -94,7 +97,7 @@ class Options:
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}, not a path")
-        for key, is_optional in (("checkpoint_checksums", False), ("unpickle", True)):
+        for key, is_optional in (("split_backward", False), ("checkpoint_checksums", False), ("unpickle", True)):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (is_optional and value is None):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")

@@ -108,6 +108,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         recompute: What may run its forward again in the backward, to keep less: ``"never"``, ``"stage"`` (each
             stage as a whole), ``"block"`` (ranges of layers within a stage), ``"auto"``, whatever is fastest
             within memory, or ``"micro-batch"``, which decides for each micro-batch besides. None: ``"auto"``.
+        split_backward: Whether a plan that the run makes may have backwards in two halves, the gradient of the
+            input, sent on at once, and those of the weights later; left out, no.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
         checkpoint_checksums: Whether a checkpoint gets a checksum of each file, and whether those are verified
@@ -170,6 +172,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         plan: str | Path | None = None,
         save_plan: str | Path | None = None,
         recompute: str | None = None,
+        split_backward: bool | None = None,
         time_limit_seconds: float | None = None,
         save_timeline: str | Path | None = None,
         checkpoint_checksums: bool | None = None,
@@ -223,6 +226,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "plan": None if plan is None else str(plan),
             "save_plan": None if save_plan is None else str(save_plan),
             "recompute": recompute,
+            "split_backward": split_backward,
             "time_limit_seconds": time_limit_seconds,
             "save_timeline": None if save_timeline is None else str(save_timeline),
             "checkpoint_checksums": checkpoint_checksums,

@@ -110,6 +110,7 @@ ADDED = {
     "MadPipeStrategy/patience_seconds",
     "MadPipeStrategy/port_bandwidth",
     "MadPipeStrategy/recompute",
+    "MadPipeStrategy/split_backward",
     "MadPipeStrategy/unpickle",
     "MadPipeStrategy/whole_model",
     "commands/compare/--devices-per-port",
@@ -167,6 +168,7 @@ ADDED = {
     "options/patience_seconds",
     "options/port_bandwidth",
     "options/recompute",
+    "options/split_backward",
     "options/unpickle",
     "schemas/chain.schema.json/$defs/warm_up/properties/step_seconds/$ref",
     "schemas/chain.schema.json/$defs/differences/items/maximum",
@@ -241,6 +243,8 @@ WIDENED = {
     "schemas/plan.schema.json/$comment": "SF and SB a link;",
     "schemas/plan.schema.json/$defs/operation/properties/operation/pattern": "SB12",
     "schemas/plan.schema.json/properties/order/items/items/prefixItems/0/pattern": "F3",
+    "schemas/timeline.schema.json/$comment": "SF and SB a link; a step has every operation of every micro-batch",
+    "schemas/timeline.schema.json/$defs/operation/properties/operation/pattern": "SB12",
 }
 """What means more than it did, and an example of what it still means."""
 ROOT = Path(deepspeed_partition.__file__).parent

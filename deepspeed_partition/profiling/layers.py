@@ -47,6 +47,7 @@ def profile_chain(
     warm_up: int = 2,
     repeats: int = 5,
     autocast_dtype: torch.dtype | None = None,
+    halves: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: bool = True,
 ) -> Chain:
@@ -81,6 +82,8 @@ def profile_chain(
         warm_up: runs of each layer before those that count.
         repeats: runs of each layer that count.
         autocast_dtype: run under ``torch.autocast`` with this type; by default under the caller's, if any.
+        halves: measure the two halves of the backward, too: ``backward_input_seconds``,
+            ``backward_weight_seconds``, ``weight_stash_bytes``. They are left out where one cannot be divided.
         group: the ranks that share the work; by default all of them.
         progress: show a bar on standard error, on the first rank, where that is a terminal.
 
@@ -88,7 +91,9 @@ def profile_chain(
         ValueError: the layers or the sample cannot run; the message names the layer and the shapes.
         MemoryError: the device is too small for a layer alone.
     """
-    conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
+    conditions = Conditions.on(
+        device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype, halves=halves
+    )
     sources = layer_sources(layers)
     inputs, labels = _split(sample, loss_fn)
     rank, num_ranks = _place_in(group)
@@ -186,6 +191,7 @@ def measure_stage(
     warm_up: int = 2,
     repeats: int = 5,
     autocast_dtype: torch.dtype | None = None,
+    halves: bool = False,
     on_layer: Callable[[], object] | None = None,
 ) -> tuple[list[MeasuredLayer], Boundary]:
     """Measure consecutive layers that this process has, alone and without talking to other ranks.
@@ -199,6 +205,7 @@ def measure_stage(
             all of their floating tensors get one, as those that DeepSpeed receives.
         first_index: the place of the first of these layers in the chain, for their names.
         names: the names of the layers, instead of ``"<index>.<type>"``.
+        halves: measure the two halves of the backward, too, as ``profile_chain`` does.
         on_layer: a function that is called after each layer.
 
     Returns:
@@ -208,7 +215,9 @@ def measure_stage(
     Raises:
         ValueError, MemoryError: as ``profile_chain``.
     """
-    conditions = Conditions.on(device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype)
+    conditions = Conditions.on(
+        device, warm_up=warm_up, repeats=repeats, autocast_dtype=autocast_dtype, halves=halves
+    )
     sources = layer_sources(layers, names=names, first_index=first_index)
     inputs, _ = _split(inputs, None)
     with training_conditions(conditions.device), _loss_kept(loss_fn):

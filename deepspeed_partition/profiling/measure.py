@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
-from deepspeed_partition.profiling.layer_memory import MemoryReading, measure_memory
+from deepspeed_partition.profiling.layer_memory import MemoryReading, keys_of, measure_memory
+from deepspeed_partition.profiling.live_bytes import storages_of
 from deepspeed_partition.profiling.run import Conditions, LayerRun, gradients_for
 from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, said
 
@@ -35,6 +37,22 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HalvesReading:
+    """Reading of the two halves of a backward: the gradient of the input, and those of the weights after it."""
+
+    input_seconds: float
+    weight_seconds: float
+    weight_stash_bytes: int
+    """Bytes kept from the first half to the second: saved tensors and gradients, not parameters and buffers."""
+
+    @property
+    def input_share(self) -> float:
+        """Part of the backward (0 to 1) that the first half takes; 0 where neither takes time."""
+        both = self.input_seconds + self.weight_seconds
+        return self.input_seconds / both if both else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredLayer:
     """Measurements of one layer by itself, in seconds and bytes. ``layer_profiles`` joins layers to a chain."""
 
@@ -49,6 +67,8 @@ class MeasuredLayer:
     input_tensor_bytes: tuple[int, ...]
     output_bytes: int
     memory: MemoryReading
+    halves: HalvesReading | None = None
+    """None: not looked at, or the backward cannot be divided."""
 
     @property
     def num_trainable_parameters(self) -> int:
@@ -86,6 +106,7 @@ def measure_layer(
         with gradients_kept(_parameters_elsewhere(run, parameters)):
             forward, backward, output = _time(run)
             memory = measure_memory(run, [*parameters, *built.buffers()])
+            halves = _halves(run, [*parameters, *built.buffers()]) if conditions.halves else None
     measured = MeasuredLayer(
         name=layer.name,
         type=layer.type,
@@ -97,6 +118,7 @@ def measure_layer(
         input_tensor_bytes=tuple(bytes_of(tensor) for tensor in tensors_of(boundary)),
         output_bytes=bytes_of(output),
         memory=memory,
+        halves=halves,
     )
     return measured, output
 
@@ -177,3 +199,40 @@ def _time(run: LayerRun) -> tuple[Spread, Spread, Boundary]:
         del arguments, leaves, roots, gradients  # freed before the next forward, as in training
     warm_up = run.conditions.warm_up
     return Spread.of(forward_seconds[warm_up:]), Spread.of(backward_seconds[warm_up:]), output
+
+
+def _halves(run: LayerRun, persistent: Sequence[torch.Tensor]) -> HalvesReading | None:
+    """Measure the two halves of a layer's backward; None where it cannot be divided, or not by saved tensors."""
+    first_seconds, second_seconds, num_bytes = [], [], 0
+    now, needs_input = run.conditions.now, any(each.requires_grad for each in tensors_of(run.boundary))
+    known = keys_of(persistent)
+    for _ in range(1 + run.conditions.repeats):
+        arguments, leaves = receive(run.boundary)
+        halves = Halves()
+        try:
+            with halves.saving():
+                if needs_input:
+                    halves.begins_at(arguments)
+                output, roots = run.forward(arguments)
+        except ValueError:  # as where torch.func allows no hooks; without them it has run before
+            return None
+        if not roots:
+            return None
+        gradients = gradients_for(roots)
+        start = now()
+        if halves.survey(roots) is not None:
+            return None
+        halves.first(roots, gradients)
+        first_seconds.append(now() - start if needs_input else 0.0)
+        del output, arguments, roots, gradients
+        kept = {id(each): each.nbytes() for tensor in halves.kept() for each in storages_of(tensor)}
+        num_bytes = sum(size for key, size in kept.items() if key not in known)
+        start = now()
+        halves.second()
+        second_seconds.append(now() - start)
+        del leaves
+    return HalvesReading(
+        input_seconds=statistics.median(first_seconds[1:]),
+        weight_seconds=statistics.median(second_seconds[1:]),
+        weight_stash_bytes=num_bytes,
+    )

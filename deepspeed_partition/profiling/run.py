@@ -24,6 +24,8 @@ class Conditions:
     """Number of runs before those that count; the first of them allocates the gradients."""
     repeats: int = 5
     autocast_dtype: torch.dtype | None = None
+    halves: bool = False
+    """Whether the two halves of a backward are measured, too."""
 
     def __post_init__(self) -> None:
         for key, smallest in (("warm_up", 1), ("repeats", 1)):

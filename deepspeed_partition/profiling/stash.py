@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.profiling.measure import MeasuredLayer
@@ -40,9 +41,22 @@ def layer_profiles(measured: Sequence[MeasuredLayer]) -> list[LayerProfile]:
                 num_trainable_parameters=layer.num_trainable_parameters,
                 forward_spread_seconds=layer.forward.interquartile_seconds,
                 backward_spread_seconds=layer.backward.interquartile_seconds,
+                **_halves(layer),
             )
         )
     return profiles
+
+
+def _halves(layer: MeasuredLayer) -> dict[str, Any]:
+    """Return what is known of the halves of a layer's backward, which last as long as the whole."""
+    if layer.halves is None:
+        return {}
+    whole = layer.backward.median_seconds
+    first = whole * layer.halves.input_share
+    return {
+        "backward_input_seconds": first, "backward_weight_seconds": whole - first,
+        "weight_stash_bytes": layer.halves.weight_stash_bytes,
+    }  # fmt: skip
 
 
 def stash_bytes(measured: Sequence[MeasuredLayer]) -> list[int]:

@@ -539,7 +539,7 @@ def halves_of_various_layers(_: Path) -> None:
         ({"bf16": {"enabled": True}}, torch.bfloat16, {}),
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, torch.bfloat16, {}),
     ):  # fmt: skip
-        data = batches(2, dtype=dtype)
+        data = batches(1, dtype=dtype)
         found: list[Any] = []
         for in_halves in (None, 3):
             torch.manual_seed(3)
@@ -553,9 +553,8 @@ def halves_of_various_layers(_: Path) -> None:
             together = {name: each for part in parts for name, each in part.items()}
             found.append((losses, together, float(engine.get_global_grad_norm())))
         (losses, wanted, norm), (others, gradients, other_norm) = found
-        # In bf16 the second step begins from other roundings.
-        same(others[: None if not config else 1], losses[: None if not config else 1])
-        assert abs(other_norm - norm) < (1e-2 if config else 1e-4) * norm, (other_norm, norm)
+        same(others, losses)
+        assert abs(other_norm - norm) < (1e-2 if config else 1e-5) * norm, (config, other_norm, norm)
         assert gradients.keys() == wanted.keys() and (len(wanted) > 10 or config)
         for name, gradient in gradients.items():
             assert torch.allclose(gradient, wanted[name], rtol=1e-5, atol=1e-7), name

@@ -603,11 +603,31 @@ def recomputation_is_planned(_: Path) -> None:
         assert steps or any(stage.blocks for stage in engine.plan.stages)
 
 
+def halves_are_planned(_: Path) -> None:
+    """Measured only where they are asked for, scaled to the backwards of the warm-up; the losses stay."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(mlp(), data, two_groups)
+    with heard() as said:
+        engine, _, _ = start(mlp(), "madpipe", planned("madpipe", warmup_steps=WARM_UP, split_backward=True))
+        same(train(engine, data), expected)
+    assert any("to measure the halves of their backwards" in line for line in said)
+    chain = gather_objects(engine.chain)[0]
+    halves = [layer.backward_input_seconds for layer in chain.layers]
+    assert halves[0] == 0.0 and None not in halves, "nothing asks for a gradient of the input"
+    for layer in chain.layers[2:]:
+        assert 0 < layer.backward_input_seconds < layer.backward_seconds
+    engine, _, _ = start(
+        mlp(), "madpipe", planned("madpipe", split_backward=True), activation_checkpoint_interval=1
+    )
+    with raised(ValueError, "'split_backward' is true, and activation_checkpoint_interval is set"):
+        train(engine, data)
+
+
 BOTH = [a_warm_up_and_a_move_equal_one_process]
 ONLY_TWO = [
     a_run_tells_what_it_does, evaluation_in_a_warm_up, the_chain_of_a_warm_up_is_the_profilers,
     what_else_a_warm_up_measures, layers_move_where_that_gains, no_layer_moves_for_nothing,
-    recomputation_is_planned, layers_that_recompute_anyway, layers_that_are_compiled,
+    recomputation_is_planned, halves_are_planned, layers_that_recompute_anyway, layers_that_are_compiled,
     layers_that_cannot_be_watched, functions_that_are_compiled,
     a_checkpoint_within_a_step, a_run_goes_on_with_its_warm_up, a_run_does_not_end_for_want_of_a_plan,
     where_deepspeeds_schedule_runs_there_is_no_warm_up, schedules_go_on_after_a_warm_up,

@@ -129,6 +129,29 @@ def recomputed(host: cases.Host) -> dict[str, Any]:
     return {}
 
 
+def in_halves(host: cases.Host) -> dict[str, Any]:
+    """Backwards in two halves, as a plan that is made says and as a plan file says: the same losses as without."""
+    if not host.pipelined:
+        return {}
+    plain, split = Chain(), Chain()
+    options = {"warmup_steps": 0, "algorithm": "contiguous"}
+    record = cases.fit(host, cases.Classifier, cases.loader(48), callbacks=[plain], strategy=options)
+    expected = [pytest.approx(row, rel=1e-5) for row in record["rows"]]  # micro-batches add up in another order
+    strategy = {**options, "split_backward": True}
+    made = cases.fit(host, cases.Classifier, cases.loader(48), callbacks=[split], strategy=strategy)
+    assert made["rows"] == expected, (made["rows"], record["rows"])
+    assert all(layer.backward_input_seconds is not None for layer in split.found[0].layers)
+    assert all(layer.backward_input_seconds is None for layer in plain.found[0].layers)
+    orders = plans.some_in_halves(plans.depth_first((0, 1), NUM_MICRO_BATCHES, 2), 1, share=1.0)
+    num_layers = split.found[0].num_layers
+    chain, platform = plans.chain_of(num_layers), plans.platform_of(2)
+    file = host.folder / "halves.json"
+    plans.plan_of(chain, platform, [0, 3, num_layers], (0, 1), orders=orders).save(file)
+    given = cases.fit(host, cases.Classifier, cases.loader(48), strategy={"plan": str(file)})
+    assert given["rows"] == expected, (given["rows"], record["rows"])
+    return {}
+
+
 class Planned(Callback):
     """At the end of which epochs there was a plan."""
 
@@ -239,8 +262,8 @@ def recorded(host: cases.Host, data: Any, seed: int = 0, **arguments: Any) -> tu
 
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
-        several_stages, several_stages_in_all_forms, several_stages_resumed, recomputed, warmed_up, given_up,
-        warmed_up_and_resumed, every_cut,
+        several_stages, several_stages_in_all_forms, several_stages_resumed, recomputed, in_halves, warmed_up,
+        given_up, warmed_up_and_resumed, every_cut,
     ],
     4: [every_cut],
 }  # fmt: skip

@@ -170,6 +170,11 @@ def test_a_planned_recomputation_changes_no_loss(two: Records) -> None:
     assert two.of("recomputed") == {}  # the case compares
 
 
+def test_backwards_in_two_halves_change_no_loss(two: Records) -> None:
+    """As a run plans them, and as a plan file has them."""
+    assert two.of("in_halves") == {}  # the case compares
+
+
 def test_a_step_that_ran_out_of_memory_and_runs_again_leaves_the_traces_of_one(two: Records) -> None:
     assert_same(two.of("given_up"), two.reference["given_up"])
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
+import torch
 from torch import nn
 
+from deepspeed_partition.profiling import profile_chain
 from deepspeed_partition.profiling.backward_halves import CAN_SPLIT, Halves
 
 pytestmark = pytest.mark.skipif(not CAN_SPLIT, reason="torch is older than 2.6")
@@ -214,3 +216,20 @@ def test_an_output_that_needs_no_input_or_is_the_input():
     assert weight.grad is None
     halves.second()
     assert torch.allclose(weight.grad, 6.0 + given)
+
+
+def test_a_profile_has_the_halves_of_each_backward():
+    """Together as long as the backward; none of the input in the first layer; functions have no second half."""
+    layers = [nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), Checkpointed(reentrant=False), nn.Linear(16, 4)]
+    layers[3:4] = [nn.Linear(128, 16), Checkpointed(reentrant=False)]
+    chain = profile_chain(layers, torch.randn(32, 64), repeats=1, progress=False)
+    halves = [(each.backward_input_seconds, each.backward_weight_seconds) for each in chain.layers]
+    assert halves[4] == (None, None), "it recomputes itself"
+    assert halves[0] == (0.0, chain.layers[0].backward_seconds)
+    for layer, (first, second) in zip(chain.layers, halves, strict=True):
+        assert first is None or first + second == pytest.approx(layer.backward_seconds)
+    assert halves[2][0] > 0 and halves[2][1] > 0
+    assert chain.layers[2].weight_stash_bytes == 2 * 32 * 128 * 4, "its input, and the gradient of its output"
+    assert chain.layers[1].weight_stash_bytes == 0
+    without = profile_chain(layers, torch.randn(32, 64), repeats=1, progress=False, halves=False)
+    assert all(each.backward_input_seconds is None for each in without.layers)

@@ -67,7 +67,7 @@ from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, r
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
-from deepspeed_partition.profiling.backward_halves import Halves
+from deepspeed_partition.profiling.backward_halves import CAN_SPLIT, Halves
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
@@ -185,6 +185,11 @@ class AnyPlanEngine(AnyBoundaryEngine):
         transfers = self.transfers_class(self._pipelines(), self.module.device_of_stage, self.device)
         watch.pipeline_ranks = tuple(transfers.ranks)
         return transfers
+
+    @property
+    def divides_backwards(self) -> bool:
+        """Whether torch and DeepSpeed are recent enough for backwards in two halves."""
+        return CAN_SPLIT and not _HAS_NO_TRACKER
 
     def _pipelines(self) -> list[list[int]]:
         """The global ranks of each pipeline, by device."""

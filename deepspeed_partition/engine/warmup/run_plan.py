@@ -107,12 +107,13 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
     uses: tuple[LinkUse, ...] = ()
     link: Link | None = None
     operations = OperationCost()
+    splits_backward = _splits_backward(engine)
     if engine.grid.data_parallel_id == 0:
-        reports = _measured(engine, memory_bytes, measuring) or []
+        reports = _measured(engine, memory_bytes, measuring, splits_backward=splits_backward) or []
     if any(gather_objects(engine.grid.data_parallel_id == 0 and not reports)):
         _peek(engine)
     if engine.grid.data_parallel_id == 0:
-        reports = reports or _measure(engine, memory_bytes, measuring)
+        reports = reports or _measure(engine, memory_bytes, measuring, splits_backward=splits_backward)
         trials = [report.trial for report in reports if report.trial is not None]
         uses = links_of([trial.parts for trial in trials], range(len(trials)))
         if not any(report.error for report in reports):
@@ -162,6 +163,7 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
                 recompute=_recompute(engine),
             )
 
+        _splits_backward(engine)  # says that nothing is split
         platform = replace(present.platform, comm_buffers=BUFFERS)
         made = with_more_buffers(on_hosts(plan_on, platform, chain), chain)
         announce(made.summary())
@@ -194,9 +196,37 @@ def _recompute(engine: MadPipeEngine) -> str:
     return "never"
 
 
-def _measured(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport] | None:
+def _splits_backward(engine: MadPipeEngine) -> bool:
+    """Return whether a plan of this run may have backwards in two halves: what the options say, if that runs.
+
+    Raises:
+        ValueError: the user asks for it, and it cannot run.
+    """
+    if not engine.options.split_backward:
+        return False
+    why = None
+    if not engine.runs_lists:
+        why = "DeepSpeed's own schedule runs here, with whole backwards"
+    elif not engine.divides_backwards:
+        why = f"torch {torch.__version__} or DeepSpeed {deepspeed.__version__} is too old for it"
+    elif engine.module.activation_checkpoint_interval:
+        why = "activation_checkpoint_interval is set, whose layers run again within a backward"
+    if why is not None:
+        raise ValueError(f"madpipe option 'split_backward' is true, and {why}: leave one of the two out")
+    if engine.flushes is not None:
+        announce("the loss is that of a whole batch: backwards are planned as one operation each")
+        return False
+    return True
+
+
+def _measured(
+    engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None, *, splits_backward: bool
+) -> list[StageReport] | None:
     """Gather the reports of all stages of this pipeline on each of its ranks; None where one lacks something."""
     if measuring is None:
+        return None
+    if splits_backward:
+        announce("a micro-batch runs through all layers one by one, to measure the halves of their backwards")
         return None
     layers, report = measuring.layers(), None
     if layers is not None:
@@ -238,7 +268,9 @@ def _report(
     )
 
 
-def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None) -> list[StageReport]:
+def _measure(
+    engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None, *, splits_backward: bool
+) -> list[StageReport]:
     """Measure one more micro-batch: return the reports of all stages of this pipeline, on each of its ranks."""
     grid = engine.grid
     stage = grid.get_stage_id()
@@ -249,7 +281,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
     layers: list[MeasuredLayer] = []
     outputs = None
     times = {} if measuring is None else measuring.clock.times()
-    only_sizes: dict[str, Any] = {"warm_up": 1, "repeats": 1} if times else {}
+    only_sizes: dict[str, Any] = {"warm_up": 1, "repeats": 3 if splits_backward else 1} if times else {}
     if error is None:
         try:
             loaded, labels = engine.peek_micro_batch()
@@ -263,6 +295,7 @@ def _measure(engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | No
                 first_stage=engine.is_first_stage(),
                 first_index=engine.module._local_start,
                 autocast_dtype=engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None,
+                halves=splits_backward,
                 **only_sizes,
             )
             layers = [
@@ -362,6 +395,7 @@ def _plan(
         "every_stage_trains": not engine.runs_lists,
         "every_device_trains": engine.runs_lists,
         "recompute": _recompute(engine),
+        "split_backward": _splits_backward(engine) and _has_halves(chain),
     }
     seconds = options.time_limit_seconds
 
@@ -394,6 +428,14 @@ def _plan(
         announce("each rank runs one stage: this is the best plan of those that are contiguous")
     save_plan(engine, plan, chain)
     return plan, chain
+
+
+def _has_halves(chain: Chain) -> bool:
+    """Return whether a backward of the chain can be divided; say so where none can."""
+    found = any(layer.backward_input_seconds is not None for layer in chain.layers)
+    if not found:
+        announce("no backward is planned in two halves: that of no layer can be divided", logging.WARNING)
+    return found
 
 
 def _with_loss_of_batch(chain: Chain, cost: LossCost | None, num_micro_batches: int) -> Chain:
