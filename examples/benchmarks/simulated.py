@@ -24,7 +24,7 @@ class SimulatedStep:
 def simulated_step(plan: Plan, chain: Chain, num_micro_batches: int) -> SimulatedStep:
     """Simulate a step of a plan, with or without an order of its own."""
     orders = tuple(
-        tuple((f"{each.kind}{each.stage}", each.micro_batch) for each in instructions if isinstance(each, Compute))
+        tuple((each.name, each.micro_batch) for each in instructions if isinstance(each, Compute))
         for instructions in lower(plan, num_micro_batches).lists
     )
     in_order = StepPlan(

@@ -608,7 +608,8 @@ def halves_are_planned(_: Path) -> None:
     data = batches(WARM_UP + AFTER)
     expected = train_alone(mlp(), data, two_groups)
     with heard() as said:
-        engine, _, _ = start(mlp(), "madpipe", planned("madpipe", warmup_steps=WARM_UP, split_backward=True))
+        config = planned("madpipe", warmup_steps=WARM_UP, split_backward=True, time_limit_seconds=2)
+        engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
         same(train(engine, data), expected)
     assert any("to measure the halves of their backwards" in line for line in said)
     chain = gather_objects(engine.chain)[0]

@@ -112,7 +112,11 @@ def plan_page(
         sections.append(_comparison_section(comparison))
     if compared is not None:
         rows = [
-            [each.operation, format_seconds(each.planned_seconds), format_seconds(each.measured_seconds)]
+            [
+                each.operation,
+                "" if each.planned_seconds is None else format_seconds(each.planned_seconds),
+                format_seconds(each.measured_seconds),
+            ]
             for each in compared.operations
         ]
         if compared.planned_step_seconds is not None:
