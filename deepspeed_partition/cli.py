@@ -37,10 +37,12 @@ from deepspeed_partition.cli_options import (
     output_file,
     platform_options,
     plot_file,
+    whole_numbers,
     zero_option,
 )
 from deepspeed_partition.planner import units
 from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.planner.cluster.scheme_choice import rank_schemes, strategy_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import FormatError, InfeasibleError, MadPipeError
 from deepspeed_partition.planner.io.files import parse_json, read_text, write_json, write_text
@@ -301,6 +303,59 @@ def compare_command(
     _save_plot(plot, lambda: comparison_svg(comparison), as_json)
     if not comparison.fitting:
         raise comparison.nothing_fits()
+
+
+@cli.command(name="schemes")
+@input_file("chain")
+@platform_options(memory_is_required=True)
+@click.option(
+    "--numbers",
+    metavar="N,N,...",
+    callback=whole_numbers,
+    help="Numbers of devices to compare, such as 4,8,16: the first so many; left out: all.",
+)
+@output_file("plan or strategy")
+@json_flag("the table")
+def schemes_command(
+    chain: str,
+    micro_batches: int | None,
+    numbers: tuple[int, ...] | None,
+    recompute: str,
+    time_limit: float,
+    output: str | None,
+    as_json: bool,
+    split_backward: bool,
+    **platform: Any,
+) -> None:
+    """Every scheme of parallel training for CHAIN, the best first.
+
+    Data parallel, ZeRO 1 to 3, pipelines and hybrids: seconds, memory per device, bytes sent, price. A step has 4
+    micro-batches per device where --micro-batches is left out. --output writes the best that runs: a plan, or a
+    DeepSpeed configuration, which also says what Lightning calls it. Exit 3 if nothing fits.
+    """
+    output, as_json = _result(output, as_json, chain)
+    _refuse({"--split-backward": split_backward or None}, "is for plan and compare: no strategy knows halves")
+    layers, whole = Chain.load(chain), _platform(**platform)
+    platforms = [_first_devices(whole, number) for number in sorted(set(numbers or [whole.num_devices]))]
+    count = micro_batches or 4 * platforms[-1].num_devices
+    with _watched_search() as deadline:
+        ranking = rank_schemes(
+            layers, platforms, count, recompute=recompute, time_limit_seconds=time_limit, deadline=deadline
+        )
+    best = ranking.best
+    if output is not None and best is not None:
+        if best.plan is not None:
+            best.plan.save(output)
+        else:
+            write_json(output, strategy_of(best, layers, count))
+    if as_json:
+        _print_json(ranking.to_dict())
+    else:
+        click.echo(draw.schemes_text(ranking, max(120, _width())), nl=False)
+        if output is not None and best is not None:
+            click.echo(f"saved {units.printable(output)}")
+    if best is None:
+        raise InfeasibleError("nothing that runs fits: give more devices, more memory, or a smaller micro-batch")
 
 
 @cli.command(name="frontier")
@@ -606,6 +661,27 @@ def _platform(
         devices_per_port=devices_per_port,
         operation_seconds=operation_seconds,
         copy_bandwidth=copy_bandwidth,
+    )
+
+
+def _first_devices(platform: Platform, number: int) -> Platform:
+    """Return the platform of the first devices."""
+    if platform.machines is None:
+        if number > platform.num_devices:
+            raise click.UsageError(
+                f"--numbers has {number} and there are {platform.num_devices} devices", click.get_current_context()
+            )
+        return replace(platform, num_devices=number)
+    try:
+        first = platform.machines.first(number)
+    except ValueError as error:
+        raise click.UsageError(f"--numbers: {error}", click.get_current_context()) from None
+    return Platform.on(
+        first,
+        weight_copies=platform.weight_copies,
+        duplex=platform.duplex,
+        operation_seconds=platform.operation_seconds,
+        copy_bandwidth=platform.copy_bandwidth,
     )
 
 

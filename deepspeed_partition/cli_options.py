@@ -91,6 +91,16 @@ def data_parallel_degree(ctx: click.Context, param: click.Parameter, value: str 
         raise click.BadParameter(f"{value!r} is neither a number nor {AUTO}", ctx=ctx, param=param) from None
 
 
+def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read a list of whole numbers, ``4,8,16``."""
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of numbers: write it like 4,8,16", ctx=ctx, param=param)
+    return tuple(map(int, parts))
+
+
 def platform_options(*, memory_is_required: bool, takes_machines: bool = True) -> Callable[[Command], Command]:
     """Return the options of the platform, the step and the time.
 

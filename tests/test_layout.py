@@ -26,7 +26,7 @@ ROOMS = [
     f"{PLANNER}.planning", f"{PLANNER}.buffers",
     f"{PLANNER}.operation_costs", f"{PLANNER}.remedies",
     f"{PLANNER}.replication",
-    f"{PLANNER}.report", "deepspeed_partition.schedule", "deepspeed_partition.versions",
+    f"{PLANNER}.cluster", f"{PLANNER}.report", "deepspeed_partition.schedule", "deepspeed_partition.versions",
     "deepspeed_partition.layer_calls", "deepspeed_partition", "deepspeed_partition.options",
     "deepspeed_partition.generators", "deepspeed_partition.capture", "deepspeed_partition.profiling",
     "deepspeed_partition.cli_options", "deepspeed_partition.cli", "deepspeed_partition.__main__",

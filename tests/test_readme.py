@@ -22,6 +22,8 @@ from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, 
 from deepspeed_partition.cli import cli
 from deepspeed_partition.engine.pipeline.module import check_boundaries, check_same_model
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.cluster.scheme_choice import rank_schemes, strategy_of
+from deepspeed_partition.planner.io.files import write_json
 from deepspeed_partition.planner.machines import Machines
 from deepspeed_partition.planner.solvers import interface
 from lightning_madpipe.captured_layers import unknown_layers
@@ -140,6 +142,22 @@ def test_a_chain_by_hand_is_read_and_planned() -> None:
 def test_the_machines_by_hand_are_read() -> None:
     [text] = re.findall(r"```json\n(\{\"format\": \"madpipe-machines.*?)```", PLANNER, re.DOTALL)
     assert Machines.from_dict(json.loads(text)).num_devices == 16
+
+
+def test_a_strategy_is_a_deepspeed_configuration(tmp_path: Path) -> None:
+    """``madpipe schemes -o`` writes one where data parallelism or ZeRO is best."""
+    layer = LayerProfile(name="", forward_seconds=1, backward_seconds=2, weight_bytes=1, output_bytes=1000)
+    chain = Chain(input_bytes=1000, layers=(layer,) * 4, micro_batch_size=2)
+    platform = Platform(num_devices=4, memory_bytes=1e6, bandwidth=1e3)
+    best = rank_schemes(chain, [platform], 8, time_limit_seconds=1).best
+    assert best is not None
+    path = tmp_path / "strategy.json"
+    write_json(path, strategy_of(best, chain, 8))
+    config = deepspeed.runtime.config.DeepSpeedConfig(str(path))
+    assert (config.train_micro_batch_size_per_gpu, config.zero_config.stage) == (2, 0)
+    lightning = json.loads(path.read_text())["madpipe"]["lightning"]
+    assert lightning == {"strategy": "ddp", "devices": 4, "accumulate_grad_batches": 2}
+    assert config.gradient_accumulation_steps == 8  # one process here: DeepSpeed counts it from the whole batch
 
 
 def test_the_solver_that_contributors_are_shown_plans() -> None:

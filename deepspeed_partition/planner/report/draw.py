@@ -29,6 +29,7 @@ from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLI
 from deepspeed_partition.planner.units import counted, format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:  # these modules draw plans themselves
+    from deepspeed_partition.planner.cluster.scheme_choice import SchemeRanking
     from deepspeed_partition.planner.replication import Replicated
     from deepspeed_partition.planner.report.comparison import Comparison, Contender
     from deepspeed_partition.planner.report.frontier import Frontier
@@ -151,6 +152,38 @@ def platform_words(platform: Platform) -> str:
     if platform.pipelines:
         lines.append(_pipelines_words(platform))
     return "; ".join([*lines, *([f"beside the layers, in a step: {' and '.join(beside)}"] if beside else [])])
+
+
+def schemes_text(ranking: SchemeRanking, width: int = WIDTH, *, colour: bool = False) -> str:
+    """Return the table of all schemes, and below it the sentence that says why the best one is."""
+    chain = ranking.chain
+    per = "samples" if chain.micro_batch_size else "micro-batches"
+    table = _table(
+        f"{printable(chain.name)}: {counted(chain.num_layers, 'layer')}, "
+        f"{ranking.num_micro_batches} micro-batches per step, on {devices_words(ranking.platforms[-1])}"
+    )
+    table.add_column("scheme", overflow="fold")
+    several = len(ranking.platforms) > 1
+    priced = any(choice.price_per_million is not None for choice in ranking.choices)
+    names = ["devices"] if several else []
+    names += ["step", f"{per}/s", "busy", "memory", "sent"] + ([f"price of 1e6 {per}"] if priced else [])
+    _add_columns(table, *names)
+    table.add_column("", overflow="fold")
+    for choice in ranking.choices:
+        rate = ranking.samples_per_second(choice)
+        note = choice.reason if not choice.fits else "" if choice.runs else "estimate"
+        table.add_row(
+            choice.scheme,
+            *([str(choice.num_devices)] if several else []),
+            "-" if choice.step_seconds is None else format_seconds(choice.step_seconds),
+            "-" if rate is None else f"{rate:.4g}",
+            "-" if choice.busy is None else f"{choice.busy:.0%}",
+            "-" if choice.memory_bytes is None else format_bytes(choice.memory_bytes),
+            "-" if choice.bytes_sent is None else format_bytes(choice.bytes_sent),
+            *(["-" if choice.price_per_million is None else f"{choice.price_per_million:.4g}"] if priced else []),
+            note,
+        )
+    return _table_text(table, width, colour) + "\n" + sentences([ranking.why()], width)
 
 
 def machines_words(machines: Machines) -> str:

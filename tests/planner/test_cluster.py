@@ -1,0 +1,130 @@
+"""Which scheme on which machines: steps of ZeRO by hand, rankings that differ, and files that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_partition import Chain, LayerProfile, Plan, Platform
+from deepspeed_partition.cli import run
+from deepspeed_partition.planner.cluster.scheme_choice import SchemeRanking, rank_schemes
+from deepspeed_partition.planner.cluster.sharded_steps import sharded_step
+from deepspeed_partition.planner.machines import DeviceGroup, LinkLevel, Machines
+
+
+def chain_of(num_layers: int, weight_bytes: int, output_bytes: int, stash_bytes: int = 10) -> Chain:
+    layers = tuple(
+        LayerProfile(
+            name=f"block{index}", forward_seconds=1.0, backward_seconds=2.0, weight_bytes=weight_bytes,
+            output_bytes=output_bytes, stash_bytes=stash_bytes,
+        )
+        for index in range(num_layers)
+    )  # fmt: skip
+    return Chain(name="blocks", input_bytes=output_bytes, layers=layers, micro_batch_size=2)
+
+
+def platform_of(size: int, memory_bytes: int, bandwidth: float, **others: Any) -> Platform:
+    return Platform(num_devices=size, memory_bytes=memory_bytes, bandwidth=bandwidth, **others)
+
+
+@pytest.mark.parametrize(
+    ("stage", "memory", "sent"),
+    [
+        # 2 devices, 2 micro-batches each, 2 layers of 100 bytes and a stash of 10, 4 copies.
+        (0, 4 * 200 + 20, 2 * 2 * 100),
+        (1, 2 * 200 + 200 + 20, 2 * 2 * 100),
+        (2, 200 + 300 + 20 + 100, 3 * 2 * 100),
+        (3, 400 + 20 + 300, 6 * 2 * 100),
+    ],
+)
+def test_memory_and_bytes_by_hand(stage: int, memory: int, sent: int) -> None:
+    step = sharded_step(chain_of(2, 100, 1), platform_of(2, 10**6, 10.0, weight_copies=4), 4, stage)
+    assert (step.memory_bytes, step.bytes_sent, step.compute_seconds) == (memory, sent, 12)
+
+
+def test_steps_by_hand() -> None:
+    """Two layers of 100 bytes, two devices, a micro-batch each, 10 bytes per second: 5 s for each pass of a layer.
+
+    Forwards end at 2, backwards at 4 and 6. DDP: rings at 4-14 and 14-24. ZeRO-1: 4-9, 9-14, and gathers, 10.
+    """
+    chain, platform = chain_of(2, 100, 1), platform_of(2, 10**6, 10.0)
+    assert sharded_step(chain, platform, 2, 0).step_seconds == 24
+    assert sharded_step(chain, platform, 2, 1).step_seconds == 24
+    assert sharded_step(chain, platform, 2, 2).step_seconds == 24
+    fast = platform_of(2, 10**6, 1e9)
+    for stage in range(4):
+        assert sharded_step(chain, fast, 2, stage).step_seconds == pytest.approx(6, abs=1e-5)
+    assert sharded_step(chain, fast, 2, 3, recomputes=True).step_seconds == pytest.approx(8, abs=1e-5)
+    # ZeRO-3 gathers at 0-5 (F0 5-6), 5-10 (F1 10-11), 10-15 (B1 15-17), 15-20 (B0 20-22); gradients 20-25, 25-30.
+    assert sharded_step(chain, platform, 2, 3).step_seconds == 30
+    with pytest.raises(ValueError, match="2 devices do not share 3 micro-batches evenly"):
+        sharded_step(chain, platform, 3, 0)
+
+
+def test_a_ring_goes_over_the_level_that_it_crosses() -> None:
+    machines = Machines(
+        devices=(DeviceGroup(count=4, memory_bytes=10**6),),
+        links=(LinkLevel(group=2, bandwidth=1e9), LinkLevel(bandwidth=10.0)),
+    )
+    chain = chain_of(1, 400, 1)
+    across = sharded_step(chain, Platform.on(machines), 4, 0)
+    assert across.step_seconds == pytest.approx(3 + 2 * 3 * 100 / 10)
+    within = sharded_step(chain, Platform.on(machines.first(2)), 2, 0)
+    assert within.step_seconds == pytest.approx(3, abs=1e-3)
+
+
+def ranked(chain: Chain, platform: Platform) -> SchemeRanking:
+    return rank_schemes(chain, [platform], 8, time_limit_seconds=3)
+
+
+def test_another_scheme_wins_on_another_chain() -> None:
+    """Small weights: DDP. Large weights on fast links in small memory: ZeRO-3. Slow links: a pipeline."""
+    light = ranked(chain_of(4, 1, 1000), platform_of(4, 10**6, 1000.0))
+    assert light.best is not None and light.best.scheme == "DDP"
+    sharded = ranked(chain_of(4, 10**6, 10**7), platform_of(4, 10**7 - 10**6, 1e9))
+    assert sharded.best is not None and sharded.best.scheme.startswith("ZeRO-")
+    heavy = ranked(chain_of(4, 10**6, 10), platform_of(4, 10**8, 1e5))
+    assert heavy.best is not None and heavy.best.scheme.endswith(" 1 x 4")
+    assert "DDP takes" in heavy.why() and "ZeRO-3 takes" in heavy.why()
+    order = [choice.step_seconds for choice in heavy.choices if choice.fits]
+    assert order == sorted(order, key=lambda seconds: seconds or 0.0)
+    nothing = ranked(chain_of(4, 10**6, 10), platform_of(4, 1000, 1e5))
+    assert nothing.best is None and nothing.why().startswith("Nothing that runs fits")
+
+
+def test_prices_and_numbers_of_devices() -> None:
+    machines = Machines(
+        devices=(DeviceGroup(count=4, memory_bytes=10**9),),
+        links=(LinkLevel(bandwidth=1e9),),
+        price_per_device_hour=(3.6,),
+    )
+    platforms = [Platform.on(machines.first(number)) for number in (2, 4)]
+    ranking = rank_schemes(chain_of(2, 1, 1), platforms, 4, time_limit_seconds=2)
+    best = ranking.best
+    assert best is not None and best.num_devices == 4 and " on 4 devices has the shortest step" in ranking.why()
+    # 4 micro-batches of 2 samples in 6 s, on 4 devices for 3.6 an hour: 0.024 for 8 samples.
+    assert best.price_per_million == pytest.approx(0.024 / 8 * 1e6, rel=1e-3)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chain, out = str(tmp_path / "chain.json"), str(tmp_path / "out.json")
+    chain_of(4, 10**6, 10).save(chain)
+    how = ["--devices", "4", "--memory", "100MB", "--bandwidth", "100kB/s", "--time-limit", "2"]
+    asked = ["schemes", chain, *how]
+    assert run([*asked, "-o", out]) == 0
+    told = capsys.readouterr().out
+    assert "blocks: 4 layers, 16 micro-batches per step, on 4 devices of 100 MB" in told
+    assert " 1 x 4 has the shortest step" in told and Plan.load(out).num_micro_batches == 16
+    assert run(["check", out, chain]) == 0
+    capsys.readouterr()
+    assert run([*asked, "--numbers", "2,4", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["num_devices"] for row in data["schemes"]} == {2, 4} and data["schemes"][0]["fits"]
+    for wrong, words in ((["--numbers", "8"], "--numbers has 8"), (["--numbers", "x"], "is no list of numbers")):
+        assert run([*asked, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    small = ["schemes", chain, "--devices", "2", "--memory", "1kB", "--bandwidth", "1GB/s", "--time-limit", "1"]
+    assert run(small) == 3
