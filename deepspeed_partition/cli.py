@@ -1,4 +1,4 @@
-"""The command line: ``madpipe profile``, ``plan``, ``frontier``, ``compare``, ``check``, ``show``,
+"""The command line: ``madpipe profile``, ``plan``, ``schemes``, ``frontier``, ``compare``, ``check``, ``show``,
 ``report``, ``trace``, ``convert``.
 
 Exit status: 0 done; 1 the check failed; 2 bad usage or bad input, one sentence; 3 no plan fits in memory; 130
