@@ -51,9 +51,9 @@ def print_report(plan: Plan, ranks: list[Measured]) -> None:
         table.add_column(name, justify="left" if not name else "right")
     planned = plan.step_seconds or 0.0
     step = max(rank.median_seconds for rank in ranks)
-    table.add_row("step (forwards, backwards, transfers; measured with the optimizer)", format_seconds(planned),
+    table.add_row("step (measured with the optimizer)", format_seconds(planned),
                   format_seconds(step), f"{step / planned:.2f}")  # fmt: skip
     for device, (promised, rank) in enumerate(zip(plan.peak_memory_bytes, ranks, strict=False)):
-        table.add_row(f"live tensor bytes of rank {device}, at the peak", format_bytes(promised),
+        table.add_row(f"live tensor bytes of rank {device}", format_bytes(promised),
                       format_bytes(rank.peak_bytes), f"{rank.peak_bytes / promised:.2f}")  # fmt: skip
-    Console(width=120).print(table)
+    Console(width=80).print(table)

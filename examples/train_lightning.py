@@ -145,6 +145,7 @@ def main() -> None:
         callbacks=[meter],
         logger=False,
         enable_checkpointing=False,
+        enable_model_summary=False,
     )
     started = time.perf_counter()
     trainer.fit(model, train)
@@ -154,7 +155,7 @@ def main() -> None:
     if trainer.is_global_zero:
         print(strategy.plan.summary())
         print_report(strategy.plan, ranks)
-        print(measured_step(MeasuredTimeline.load(timeline), width=100))
+        print(measured_step(MeasuredTimeline.load(timeline), width=68))
         print(f"test accuracy {accuracy:.1%} after {epochs} epochs in {seconds:.0f} s")
         after, before = (max(rank.median_seconds for rank in each) for each in (ranks, others))
         pause = meter.pause_seconds()

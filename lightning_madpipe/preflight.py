@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_madpipe.checkpoint.weight_copies import refusals_of_averages
@@ -22,6 +24,30 @@ from lightning_madpipe.compat.unsupported import (
 from lightning_madpipe.module import PipelineCall, named_owners, pipeline_of
 from lightning_madpipe.settings import fewer_stages
 from lightning_madpipe.spread_model import layers_of
+
+
+def refuse_programs_without_file(lightning: Lightning, num_processes: int, *, is_notebook: bool) -> None:
+    """Refuse to start the other processes of a program that has no file, such as that of a notebook.
+
+    Lightning starts each with the command of the first one: they would end at once, or begin another program.
+
+    Raises:
+        MisconfigurationException: there are several processes, and no file.
+    """
+    if num_processes < 2:
+        return
+    if is_notebook:
+        raise lightning.refusal(
+            "a notebook cannot start the other processes of a pipeline, for each of them runs a program from its "
+            "beginning: write the cell to a file (%%writefile train.py) and run it (!python train.py)"
+        )
+    of_module = getattr(sys.modules["__main__"], "__spec__", None) is not None  # python -m
+    if not of_module and not Path(sys.argv[0]).is_file():
+        raise lightning.refusal(
+            "this program has no file (it came with python -c, or from standard input), and the other processes "
+            f"of a pipeline are started with it: write it to a file, or start it with torchrun --nproc_per_node="
+            f"{num_processes}"
+        )
 
 
 def refuse_callbacks(trainer: Any, module: Any, lightning: Lightning) -> None:

@@ -54,7 +54,12 @@ from lightning_madpipe.compat.watched_hooks import HookWatch
 from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resuming
-from lightning_madpipe.preflight import notes_on_fit, refuse_callbacks, refuse_what_cannot_run
+from lightning_madpipe.preflight import (
+    notes_on_fit,
+    refuse_callbacks,
+    refuse_programs_without_file,
+    refuse_what_cannot_run,
+)
 from lightning_madpipe.settings import check_count, checked_settings, read_config, resolved_num_stages
 from lightning_madpipe.spread_model import SpreadModel, in_reach
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
@@ -68,6 +73,11 @@ from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
 
 MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage by default: P equal stages then work 4 P / (5 P - 1) of a step, over 80 %."""
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Return whether a line of Lightning's DeepSpeed strategy says more than the number of its rank."""
+    return not str(record.msg).startswith("initializing deepspeed distributed")
 
 
 class PipelineStrategy(PipelineGroups, Checkpointing):
@@ -341,7 +351,18 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 f"({str(error).splitlines()[0]}); start the job again, from a checkpoint"
             ) from error
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        connector = self._lightning.module("trainer.connectors.accelerator_connector")
+        if self.launcher is not None:
+            refuse_programs_without_file(
+                self._lightning, self.num_processes, is_notebook=bool(getattr(connector, "_IS_INTERACTIVE", False))
+            )
+
     def setup_distributed(self) -> None:
+        quiet = logging.getLogger(f"{self._lightning.name}.strategies.deepspeed")
+        if _is_of_use not in quiet.filters:
+            quiet.addFilter(_is_of_use)
         chosen, wanted = get_accelerator().device_name(), self.root_device.type
         if chosen != wanted:
             raise self._lightning.refusal(

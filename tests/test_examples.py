@@ -39,6 +39,12 @@ def test_training_prints_plan_and_measurements(command):
         assert expected in output
 
 
+def test_a_hugging_face_model_is_fine_tuned():
+    pytest.importorskip("transformers")
+    output = run(sys.executable, str(EXAMPLES / "finetune_huggingface.py"), "--epochs", "1")
+    assert "after 1 epochs" in output and "the plan (madpipe) cuts" in output
+
+
 @pytest.mark.parametrize("factory", ["digits", "gpt"])
 def test_factories_can_be_profiled_and_planned(tmp_path, factory):
     madpipe = [sys.executable, "-m", "deepspeed_partition"]

@@ -255,6 +255,18 @@ class Plan:
 
         return summary(self)
 
+    def headline(self) -> str:
+        """Return one line for a log: the cut, the time with its bound, and the most memory of a device."""
+        from deepspeed_partition.planner.report.draw import headline  # imports rich, which only drawing needs
+
+        return headline(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the promises, one period as a picture, and the stages."""
+        from deepspeed_partition.planner.report.in_notebook import plan_html  # draws, which few need
+
+        return plan_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, ``madpipe-plan/1``; seconds and bytes."""
         data: dict[str, Any] = {

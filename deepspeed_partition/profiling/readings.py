@@ -9,9 +9,11 @@ def suspicious(chain: Chain) -> list[str]:
     """Return a sentence for each reading of a measured chain that is hard to believe; none where all is well.
 
     Such readings are a forward of 0 seconds, a backward of 0 seconds of a layer that has trainable parameters,
-    and a spread (interquartile range) above half the median.
+    and a spread (interquartile range) above half the median. One sentence names the widest of all
+    spreads.
     """
     sentences = []
+    spreads: list[tuple[float, str, str, float, float]] = []
     for layer in chain.layers:
         where = f"layer {layer.name!r}"
         if layer.forward_seconds == 0:
@@ -26,8 +28,13 @@ def suspicious(chain: Chain) -> list[str]:
             ("backward", layer.backward_seconds, layer.backward_spread_seconds),
         ):
             if spread is not None and spread > median / 2:
-                sentences.append(
-                    f"{where}: its {direction} took {median:.3g} s with a spread of {spread:.3g} s, more than "
-                    f"half of it: measure longer, or on an idle machine"
-                )
+                spreads.append((spread / median if median else 0.0, where, direction, median, spread))
+    if spreads:
+        _, where, direction, median, spread = max(spreads)
+        others = len(spreads) - 1
+        also = f" (so do {others} more of {2 * len(chain.layers)} times)" if others else ""
+        sentences.append(
+            f"{where}: its {direction} took {median:.3g} s with a spread of {spread:.3g} s, more than half of it"
+            f"{also}: measure longer, or on an idle machine"
+        )
     return sentences

@@ -16,6 +16,11 @@ class Lightning:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
 
+    @property
+    def name(self) -> str:
+        """Name of the package: ``pytorch_lightning`` or ``lightning.pytorch``."""
+        return self._namespace
+
     def module(self, name: str) -> Any:
         """Return a module of the package, such as ``callbacks``."""
         return importlib.import_module(f"{self._namespace}.{name}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -187,7 +188,34 @@ def a_timeline_that_cannot_be_written(folder: Path) -> None:
     train(engine, batches(2))
 
 
+def a_profiler_sees_the_names_of_the_plan(folder: Path) -> None:
+    """Each operation of this rank once, and its messages; without a profiler nothing is named."""
+    plan = plan_for((0, 1, 0), MAPS[0, 1, 0])
+    with said_by_hosts() as printed:
+        engine, _, _ = begin(mlp(), plan)
+    assert "topology" not in printed.getvalue() and "SEED_LAYERS" not in printed.getvalue()
+    with patch.object(engine, "_run_named") as named:
+        train(engine, batches(1))
+    assert not named.called
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train(engine, batches(1))
+    names = [event.name for event in profiler.events()]
+    assert plan.step is not None
+    mine = [f"{name}.{number}" for name, number in plan.step.order[dist.get_rank()]]
+    assert [name for name in names if name in set(mine)] != [] and {names.count(each) for each in mine} == {1}
+    ends = {"S" if dist.get_rank() == 0 else "R"}
+    assert all(f"{end}F0.{number}" in names for end in ends for number in range(NUM_MICRO_BATCHES)), names[:200]
+
+
+@contextmanager
+def said_by_hosts() -> Iterator[io.StringIO]:
+    """What is printed meanwhile."""
+    with redirect_stdout(io.StringIO()) as printed:
+        yield printed
+
+
 CASES = [
+    a_profiler_sees_the_names_of_the_plan,
     the_timeline_is_what_ran,
     who_does_not_ask_pays_nothing,
     steps_of_one_plan_and_one_length,

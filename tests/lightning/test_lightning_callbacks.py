@@ -396,7 +396,12 @@ WRONG_STARTS: dict[str, tuple[str, str]] = {
         "import sys, lightning_fabric.utilities.imports as i; i._IS_INTERACTIVE = True\n"
         "import pytorch_lightning.trainer.connectors.accelerator_connector as c; c._IS_INTERACTIVE = True\n"
         "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",
-        "is not compatible with an interactive environment",
+        "a notebook cannot start the other processes of a pipeline",
+    ),
+    "no file": (
+        "import sys; sys.argv[0] = '-c'\n"
+        "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",
+        "this program has no file (it came with python -c, or from standard input)",
     ),
 }
 

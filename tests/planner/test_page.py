@@ -161,6 +161,17 @@ def test_the_commands(command, tmp_path, capsys):
     assert "Missing option" in capsys.readouterr().err
 
 
+def test_a_notebook_shows_the_plan_without_scripts():
+    _, plan = two_per_period()
+    hostile = "<script>alert(1)</script>"
+    shown = replace(plan, chain=replace(plan.chain, name=hostile))._repr_html_()
+    parts = Parts(shown)
+    tags = [tag for tag, _ in parts.tags]
+    assert "script" not in tags and {"svg", "table"} <= set(tags)
+    assert tags.count("tr") == 1 + len(plan.stages) and "Bottleneck: " in parts.text and hostile in parts.text
+    assert tags.count("rect") >= len(plan.operations)
+
+
 @pytest.mark.skipif(not HAS_BROWSER, reason="no browser: pip install 'madpipe[browser]' brings a Chromium")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_browser_shows_every_operation_and_answers_mouse_and_keys(theme, tmp_path):

@@ -41,3 +41,5 @@ def test_wide_spreads():
     assert "its forward took 1 s with a spread of 0.51 s, more than half" in sentence
     (sentence,) = suspicious(chain_of(backward_spread_seconds=1.1))
     assert "its backward took 2 s with a spread of 1.1 s, more than half" in sentence
+    (sentence,) = suspicious(chain_of(forward_spread_seconds=0.9, backward_spread_seconds=1.1))
+    assert "its forward took 1 s with a spread of 0.9 s" in sentence and "1 more of 2 times" in sentence

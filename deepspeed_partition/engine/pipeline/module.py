@@ -20,7 +20,7 @@ from deepspeed_partition.engine.pipeline.shared_weights import tie_repeated_modu
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_stages, owner
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
-from deepspeed_partition.engine.runtime.environment import announce, planning_is_off
+from deepspeed_partition.engine.runtime.environment import announce, planning_is_off, without_lines_of_hosts
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
@@ -396,20 +396,21 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
         accelerator.before_communication()
         if plan is not None:
             partition_method = plan if isinstance(plan, Plan) else load_plan(plan)
-        super().__init__(
-            layers=layers,
-            num_stages=num_stages,
-            topology=topology,
-            loss_fn=loss_fn,
-            seed_layers=seed_layers,
-            seed_fn=seed_fn,
-            base_seed=base_seed,
-            partition_method=partition_method,
-            activation_checkpoint_interval=activation_checkpoint_interval,
-            activation_checkpoint_func=activation_checkpoint_func,
-            checkpointable_layers=checkpointable_layers,
-            dynamic_shape=dynamic_shape,
-        )
+        with without_lines_of_hosts():
+            super().__init__(
+                layers=layers,
+                num_stages=num_stages,
+                topology=topology,
+                loss_fn=loss_fn,
+                seed_layers=seed_layers,
+                seed_fn=seed_fn,
+                base_seed=base_seed,
+                partition_method=partition_method,
+                activation_checkpoint_interval=activation_checkpoint_interval,
+                activation_checkpoint_func=activation_checkpoint_func,
+                checkpointable_layers=checkpointable_layers,
+                dynamic_shape=dynamic_shape,
+            )
 
     def _partition_layers(self, method="uniform"):
         partition_layers(self, method, super()._partition_layers)

@@ -427,8 +427,12 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._batch.execute(instruction)
 
     def _runner(self) -> Callable[[Instruction], None]:
-        """Return what runs an instruction of the batch that begins."""
-        return self._run
+        """Return what runs an instruction of the batch that begins: under a profiler it has the plan's name."""
+        return self._run_named if torch.autograd._profiler_enabled() else self._run
+
+    def _run_named(self, instruction: Instruction) -> None:
+        with torch.profiler.record_function(str(instruction)):
+            self._run(instruction)
 
     def _run(self, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO, cast
 
 import deepspeed
 import torch.distributed
@@ -18,6 +22,34 @@ logger = logging.getLogger("deepspeed_partition.engine")
 
 LAST_MEETING = timedelta(seconds=10)
 """How long a rank that has finished waits for the others."""
+
+
+SAID_BY_HOSTS = ("SEED_LAYERS=", "Using topology:")
+"""Beginnings of lines that DeepSpeed prints while a module is built, and that nobody can use."""
+
+
+class _WithoutLines(io.TextIOBase):
+    """Standard output without the lines that begin so."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output, self._in_line = output, False
+
+    def write(self, text: str) -> int:
+        if text.startswith(SAID_BY_HOSTS) or self._in_line:
+            self._in_line = not text.endswith("\n")
+        else:
+            self._output.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._output.flush()
+
+
+@contextmanager
+def without_lines_of_hosts() -> Iterator[None]:
+    """Leave out what DeepSpeed prints while it builds a module; what else is printed is printed."""
+    with redirect_stdout(cast(TextIO, _WithoutLines(sys.stdout))):
+        yield
 
 
 def announce(message: str, level: int = logging.INFO) -> None:

@@ -166,7 +166,8 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
         _splits_backward(engine)  # says that nothing is split
         platform = replace(present.platform, comm_buffers=BUFFERS)
         made = with_more_buffers(on_hosts(plan_on, platform, chain), chain)
-        announce(made.summary())
+        announce(made.headline())
+        announce(made.summary(), logging.DEBUG)
         save_plan(engine, made, chain)
         return made
 
@@ -417,7 +418,8 @@ def _plan(
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
         plan = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))
     plan = with_more_buffers(plan, chain) if engine.runs_lists else plan
-    announce(plan.summary())
+    announce(plan.headline())
+    announce(plan.summary(), logging.DEBUG)
     if deadline.starved:
         announce(
             "rank 0 had less than a thirtieth of a processor to plan with, so its search was cut short: a plan "
@@ -513,7 +515,8 @@ def _tell(run: TrialRun) -> None:
     if in_steps:
         announce(
             f"the warm-up timed the layers in training; an optimizer step took {format_seconds(max(in_steps))}, "
-            "which comes on top of a planned step"
+            "which comes on top of a planned step",
+            logging.DEBUG,
         )
     peaks = [peak for peak in run.peak_bytes if peak is not None]
     if len(peaks) == len(run.peak_bytes):
@@ -522,11 +525,12 @@ def _tell(run: TrialRun) -> None:
         off = ", ".join(f"{planned / max(peak, 1) - 1:+.1%}" for planned, peak in shares)
         announce(
             f"on the trial cut the ranks held at most {held}; the planner counts {counted} for it, "
-            f"which is off by {off}"
+            f"which is off by {off}",
+            logging.DEBUG,
         )
     bandwidths = [use.bandwidth for use in run.links if use.bandwidth is not None]
     if bandwidths:
-        announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second")
+        announce(f"in training the slowest link moved {format_bytes(min(bandwidths))} per second", logging.DEBUG)
 
 
 def _corrected(platform: Platform, run: TrialRun) -> Platform:
@@ -564,7 +568,8 @@ def _with_operations_of(run: TrialRun, engine: MadPipeEngine, chain: Chain, plat
         announce(
             f"a step of the warm-up took {format_seconds(run.step_seconds)}, so that a plan counts "
             f"{format_seconds(seconds)} for each forward and backward of a stage beside its layers "
-            "(operation_seconds of the plan's platform)"
+            "(operation_seconds of the plan's platform)",
+            logging.DEBUG,
         )
     return replace(platform, operation_seconds=seconds)
 

@@ -77,6 +77,21 @@ def sentences(lines: Iterable[str], width: int = WIDTH) -> str:
     )
 
 
+def headline(plan: Plan) -> str:
+    """Return one line for a log: the cut, its devices, its time with the bound, and the most memory."""
+    time, bound, what = plan.period_seconds, plan.lower_bound_seconds, "period"
+    if plan.step is not None:
+        time, what = plan.step.step_seconds, "step"
+        bound = plan.step.lower_bound_seconds or 0.0
+    devices = "" if plan.is_contiguous else f" on devices {[stage.device for stage in plan.stages]}"
+    at_least = f", {format_seconds(bound)} at least in any way" if bound else ""
+    return (
+        f"the plan ({printable(plan.algorithm)}) cuts {plan.chain.num_layers} layers at {plan.boundaries}{devices}"
+        f": a {what} of {format_seconds(time)}{at_least}, at most {format_bytes(max(plan.peak_memory_bytes))} of "
+        f"{format_bytes(plan.platform.memory_bytes)} on a device"
+    )
+
+
 def promises(plan: Plan) -> Iterator[str]:
     """Yield one line for each promise of a plan: period, lower bound, step."""
     if plan.step is not None:
@@ -263,18 +278,30 @@ def stage_table(plan: Plan) -> Table:
         f"{counted(len(plan.stages), 'stage')} on {devices_words(plan.platform)}"
     )
     table = _table(title)
+    head, *rows = stage_rows(plan)
+    for name in head:
+        if name in ("layers", "recomputed"):  # the columns that shrink
+            table.add_column(name, overflow="fold", min_width=len(name))
+        else:
+            _add_columns(table, name)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def stage_rows(plan: Plan) -> list[list[str]]:
+    """Return the names of the columns of a plan's stages, and the cells of each stage."""
     recomputes = any(stage.blocks for stage in plan.stages)
-    _add_columns(table, "stage", "device", "forward", "backward", "in flight")
-    table.add_column("layers", overflow="fold")  # the column that shrinks
-    if recomputes:
-        table.add_column("recomputed", overflow="fold", min_width=len("recomputed"))
+    rows = [
+        ["stage", "device", "forward", "backward", "in flight", "layers", *(["recomputed"] if recomputes else [])]
+    ]
     durations: dict[str, float] = {}
     for operation in plan.operations:  # a backward that runs the forward again is longer than others of its stage
         shortest = durations.get(operation.operation, operation.duration_seconds)
         durations[operation.operation] = min(shortest, operation.duration_seconds)
     for index, stage in enumerate(plan.stages):
         halves = durations.get(f"I{index}", 0.0) + durations.get(f"W{index}", 0.0)
-        table.add_row(
+        rows.append([
             str(index),
             str(stage.device),
             format_seconds(durations.get(f"F{index}", durations.get(f"f{index}", 0.0))),
@@ -282,8 +309,8 @@ def stage_table(plan: Plan) -> Table:
             str(stage.in_flight),
             _layers(stage),
             *([_recomputed(stage)] if recomputes else []),
-        )
-    return table
+        ])  # fmt: skip
+    return rows
 
 
 def _recomputed(stage: PlannedStage) -> str:
