@@ -229,6 +229,7 @@ NAMED: dict[str, Sequence[str]] = {
         f"test_an_interrupt_is_answered_at_once[{command}]" for command in ("step", "frontier", "paper")
     ],
     "test_examples.py": [
+        "test_a_hugging_face_model_is_fine_tuned",
         "test_training_prints_plan_and_measurements[deepspeed]",
         "test_factories_can_be_profiled_and_planned[gpt]",
     ],
