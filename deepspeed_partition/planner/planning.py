@@ -324,11 +324,12 @@ def _solve(problem: Problem, solver: Solver) -> Plan:
         if over > problem.platform.memory_bytes:
             too_large.append(over)  # only the step shows tensors that wait for a slow link
             continue
+        plans = [plan]
         if problem.per_micro_batch and plan.step is not None:
-            plan = _step_per_micro_batch(problem, solver, answer, plan)
-        if problem.splits_backward and step is not None and plan.treats_all_alike:
-            return _step_in_halves(problem, solver, answer, plan, step)
-        return plan
+            plans.append(_step_per_micro_batch(problem, solver, answer, plan))
+        if problem.splits_backward and step is not None:
+            plans.append(_step_in_halves(problem, solver, answer, plan, step))
+        return min(reversed(plans), key=lambda each: each.step_seconds or 0.0)
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
     raise piles_up(problem, min(too_large))

@@ -18,7 +18,8 @@ from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoa
 from deepspeed_partition.planner.solvers.pattern.cyclic_program import CyclicProgram
 from deepspeed_partition.planner.solvers.pattern.modulo_scheduling import early_pattern
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
-from deepspeed_partition.planner.solvers.step import split_step
+from deepspeed_partition.planner.solvers.step import micro_batch_step, split_step
+from deepspeed_partition.planner.solvers.step.micro_batch_orders import StepRoad
 from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.split_engine import SplitEngine
 from deepspeed_partition.planner.solvers.step.split_program import SplitProgram
@@ -190,6 +191,52 @@ def test_never_slower_and_within_memory(monkeypatch):
         assert plan.step_lower_bound_seconds <= plan.step_seconds, seed
         shorter += plan.step_seconds < whole.step_seconds
     assert shorter
+
+
+def test_recomputation_micro_batch_by_micro_batch_and_halves_together(monkeypatch):
+    """Each alone, and both. Red if ``W`` held no room, or all of it until the end."""
+    pytest.importorskip("ortools")
+    monkeypatch.setattr(micro_batch_step, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(micro_batch_step, "MOST_CHANGES", 40)
+    made = in_halves(4)
+    platform = Platform(num_devices=4, memory_bytes=4, bandwidth=FREE)
+    found = []
+    for how in (
+        {"recompute": "never"}, {"recompute": "never", "split_backward": True}, {"recompute": "micro-batch"},
+        {"recompute": "micro-batch", "split_backward": True},
+    ):  # fmt: skip
+        plan = make_plan(made, platform, "contiguous", num_micro_batches=8, time_limit_seconds=4, **how)
+        assert replay(plan, made).violations == ()
+        assert plan.step_lower_bound_seconds <= plan.step_seconds
+        found.append(plan.step_seconds)
+    assert found[:2] == [51, 41]
+    assert found[3] < found[2] < 36  # which is the shortest that treats all alike
+    assert {name[0] for order in plan.step.order for name, _ in order} >= set("fFRIW")
+
+
+def test_random_steps_with_both():
+    """What the planner counts of orders with all six operations is what the replay finds."""
+    for seed in range(some(16)):
+        pick = random.Random(seed)
+        made = random_layers(pick, pick.randint(2, 3))
+        platform = Platform(
+            num_devices=3, memory_bytes=10**6, bandwidth=2.0, operation_seconds=pick.choice([0, 1])
+        )
+        m = pick.randint(1, 5)
+        problem = replace(problem_of(made, platform, m), splits_backward=True, per_micro_batch=True)
+        problem = replace(problem, recomputation=Recomputation(problem.times, "block"))
+        road = StepRoad(problem, Placement.contiguous(tuple(range(made.num_layers + 1))))
+        whole = micro_batch_step._listed(road, m, micro_batch_step._Rule((m,) * road.num_stages, 1, True))
+        twice = {"F": "fR"}  # and all of them run again at once
+        kept = tuple(
+            tuple((each, number) for kind, number in order for each in twice.get(kind, kind)) for order in whole
+        )
+        for orders in (whole, kept):
+            split = micro_batch_step._in_halves(road, orders, pick.choice([None, 0.5]))
+            ticks = road.run(split)
+            step = Step(road.placement.cuts, road.named(split), ticks)
+            _, found = assemble(problem, "contiguous", Answer(()), road.placement.cuts, step)
+            assert found.violations == (), seed
 
 
 def test_halves_that_do_not_help_stay_one_operation():

@@ -1,8 +1,9 @@
 """Orders of a step in which stages keep some micro-batches and recompute others: their time and their memory.
 
-For contiguous partitions. What a device runs is a list of entries, ``("F", 3)``, ``("f", 3)``, ``("R", 3)`` or
-``("B", 3)``. The rules of the step are those of ``step_simulator.py``: everything begins as early as it can, in
-the order of its device, and of the transfers of a link the first that was ready first.
+For contiguous partitions. What a device runs is a list of entries, ``("F", 3)``, ``("f", 3)``, ``("R", 3)`` and
+``("B", 3)``, or ``("I", 3)`` and ``("W", 3)`` in the place of the last. The rules of the step are those of
+``step_simulator.py``: everything begins as early as it can, in the order of its device, and of the transfers of a
+link the first that was ready first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.recomputation import passing_bytes
+from deepspeed_partition.planner.recomputation import passing_bytes, weight_stash_bytes
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
@@ -46,6 +47,19 @@ class StepRoad:
         )
         self.stash = [cost.stash for cost in costs]
         self.transient = [max(cost.transient, cost.forward_transient) for cost in costs]
+        self.first_half, self.second_half = list(self.backward), [0] * self.num_stages
+        """Ticks of ``I`` and ``W``; those of ``B`` and 0 for a stage without halves."""
+        self.weight_stash, self.input_transient = list(self.stash), list(self.transient)
+        self.may_split = [problem.splits_backward and times.splits(*stage) for stage in pairwise(cuts)]
+        for stage, (start, stop) in enumerate(pairwise(cuts)):
+            if self.may_split[stage]:
+                second = int(times.backward_weight[stop] - times.backward_weight[start])
+                first = int(times.backward_input[stop] - times.backward_input[start])
+                self.first_half[stage] += first - times.backward_ticks(start, stop)
+                self.second_half[stage] = second + times.operation
+                self.weight_stash[stage] = weight_stash_bytes(chain, (start, stop))
+                if any(layer.running_bytes is not None for layer in chain.layers[start:stop]):
+                    self.input_transient[stage] += max(0, self.stash[stage] - self.weight_stash[stage])
         self.input = [chain.boundary_bytes(start) for start in cuts[:-1]]
         self.passing = [passing_bytes(chain, stage, in_step=True) for stage in pairwise(cuts)]
         recomputation = problem.recomputation
@@ -67,7 +81,8 @@ class StepRoad:
         """Return the ticks of an operation, or of a transfer over the boundary behind ``stage``."""
         if kind[0] == "S":
             return self.one_way[stage]
-        return {"B": self.backward, "R": self.again}.get(kind, self.forward)[stage]
+        ticks = {"B": self.backward, "R": self.again, "I": self.first_half, "W": self.second_half}
+        return ticks.get(kind, self.forward)[stage]
 
     def resources(self, kind: str, stage: int) -> tuple[object, ...]:
         """Return what an operation or transfer occupies."""
@@ -104,6 +119,12 @@ class StepRoad:
                 most = max(most, held + self.passing[stage])
                 held += self.input[stage]
                 inputs.add(number)
+            elif kind == "I":
+                held += self.weight_stash[stage] - self.stash[stage]
+                most = max(most, held + self.input_transient[stage])
+            elif kind == "W":
+                most = max(most, held + self.transient[stage])
+                held -= self.weight_stash[stage]
             else:
                 if kind == "R":
                     held -= self.input[stage]
@@ -121,6 +142,12 @@ class StepRoad:
             tuple((f"{kind}{stage}", number) for kind, number in order) for stage, order in enumerate(orders)
         )
 
+    def begins(self, orders: Orders) -> dict[tuple[str, int, int], int]:
+        """Return the ticks at which operations begin, by role: ``F`` for any forward, ``B`` for ``I``, too."""
+        run = _Run(self, orders)
+        run.ticks(None)
+        return run.begins
+
     def run(self, orders: Orders, at_most: int | None = None) -> int | None:
         """Return the ticks of a step; None where devices wait for each other, or it lasts ``at_most`` or more."""
         return _Run(self, orders).ticks(at_most)
@@ -134,7 +161,8 @@ class _Run:
         self.place = [0] * road.num_stages
         self.free: dict[object, int] = defaultdict(int)
         self.ends: dict[tuple[str, int, int], int] = {}
-        """Ends of forwards (``F``, whatever they keep), recomputations, backwards and transfers."""
+        """Ends of forwards (``F``, whatever they keep), recomputations, backwards (``B``, or their first halves),
+        second halves and transfers."""
         self.begins: dict[tuple[str, int, int], int] = {}
         self.recomputed = {
             (stage, number) for stage, order in enumerate(orders) for kind, number in order if kind == "R"
@@ -165,7 +193,7 @@ class _Run:
             if at_most is not None and done >= at_most:
                 return None
             self._commit(where, kind, stage, number, start, done)
-            if kind == "B":
+            if kind in ("B", "I", "W"):
                 end = max(end, done + road.allreduce[stage])
         if any(place < len(order) for place, order in zip(self.place, self.orders, strict=True)):
             return None
@@ -181,6 +209,8 @@ class _Run:
             needs = [("SF", stage - 1, number)] if stage else []
         elif kind == "R":
             needs = [("F", stage, number)]
+        elif kind == "W":
+            needs = [("B", stage, number)]
         else:
             needs = [("R" if (stage, number) in self.recomputed else "F", stage, number)]
             needs += [("SB", stage, number)] if stage + 1 < self.road.num_stages else []
@@ -214,7 +244,7 @@ class _Run:
     def _commit(
         self, where: tuple[object, ...] | int, kind: str, stage: int, number: int, start: int, done: int
     ) -> None:
-        role = "F" if kind == "f" else kind
+        role = {"f": "F", "I": "B"}.get(kind, kind)
         self.begins[role, stage, number], self.ends[role, stage, number] = start, done
         for each in self.road.resources(kind, stage):
             self.free[each] = done
@@ -226,7 +256,7 @@ class _Run:
         send = None
         if role == "F" and stage + 1 < self.road.num_stages:
             send = "SF", stage
-        elif kind == "B" and stage:
+        elif role == "B" and stage:
             send = "SB", stage - 1
         if send is not None:
             self.waiting[self._line(*send)].append((done, number, *send))

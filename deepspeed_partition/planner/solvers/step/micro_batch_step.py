@@ -10,6 +10,7 @@ It begins with a step that treats all micro-batches alike, and looks for shorter
   and all backwards, take the micro-batches in their order. The numbers of micro-batches ahead and of stashes that
   are left for recomputation are tried out;
 - from the best of them, by hill climbing: one micro-batch more is kept, or two neighbours change places;
+- where backwards may be two operations, the best of them with the second halves in the gaps of its devices;
 - a constraint program (``micro_batch_program.py``), where the operations are few and OR-tools is installed: no
   order of that partition is shorter then.
 
@@ -46,6 +47,8 @@ MOST_OPERATIONS = 150
 """Most forwards, backwards and recomputations of a step that the constraint program looks at."""
 MOST_SECONDS, SHARE = 20.0, 0.5
 """Most seconds of the constraint program, and the most of those that are left."""
+GAPS = (1.0, 0.5, 0.01)
+"""Gaps of a device that a second half is put into, in its own length."""
 Orders = tuple[tuple[Entry, ...], ...]
 
 
@@ -125,6 +128,8 @@ class _StepSearch:
             self._take(nearest[1], nearest[0])
             self._climb(*nearest)
         self._solve()
+        if self.best is not None and any(road.may_split):
+            self._split(self.best)
         return None if self.best is None else (self.best, self.ticks)
 
     def _take(self, orders: Orders, ticks: int) -> None:
@@ -163,6 +168,17 @@ class _StepSearch:
                 ticks, orders = found, changed
                 self._take(orders, ticks)
 
+    def _split(self, orders: Orders) -> None:
+        """Try orders with backwards in two halves: one behind the other, and the second ones in gaps."""
+        road = self.road
+        for least_gap in (None, *GAPS):
+            if self.deadline.passed():
+                return
+            split = _in_halves(road, orders, least_gap)
+            found = road.run(split, self.ticks)
+            if found is not None and road.fits(split):
+                self._take(split, found)
+
     def _solve(self) -> None:
         road, m = self.road, self.num_micro_batches
         if not is_installed() or 3 * road.num_stages * m > MOST_OPERATIONS:
@@ -195,6 +211,42 @@ def _windows(pattern: CyclicPattern, m: int) -> Iterator[Orders]:
                 if each == name and kind[0] != "S":
                     lists[stage].append((pattern.begins[kind, stage, each] + later, (kind, number)))
         yield tuple(tuple(entry for _, entry in sorted(each)) for each in lists)
+
+
+def _in_halves(road: StepRoad, orders: Orders, least_gap: float | None) -> Orders:
+    """Return orders with each backward in two halves, where a stage has some.
+
+    Args:
+        least_gap: put a second half before an operation that waits for so many times as long, or that has no room
+            beside what second halves hold; None: behind its first half.
+    """
+    first = tuple(
+        tuple(("I" if kind == "B" and road.may_split[stage] else kind, number) for kind, number in order)
+        for stage, order in enumerate(orders)
+    )
+    begins = road.begins(first)
+    result = []
+    for stage, order in enumerate(first):
+        made: list[Entry] = []
+        waiting: list[int] = []
+        ended = 0
+        for kind, number in order:
+            role = {"f": "F", "I": "B"}.get(kind, kind)
+            begin = begins[role, stage, number]
+            while waiting and (
+                (least_gap is not None and begin - ended >= least_gap * road.second_half[stage])
+                or road.peak(stage, [*made, (kind, number)]) > road.room(stage)
+            ):
+                made.append(("W", waiting.pop(0)))
+                ended += road.second_half[stage]
+            made.append((kind, number))
+            ended = max(ended, begin) + road.duration(kind, stage)
+            if kind == "I" and least_gap is None:
+                made.append(("W", number))
+            elif kind == "I":
+                waiting.append(number)
+        result.append((*made, *(("W", number) for number in waiting)))
+    return tuple(result)
 
 
 def _changed(orders: Orders, pick: random.Random) -> Orders | None:
