@@ -1,10 +1,12 @@
 """The search for patterns of several micro-batches, kept or recomputed one by one, of contiguous partitions.
 
-Orders come from two sources, and each is retimed for the stages that there are:
+Orders come from these sources, and each is retimed for the stages that there are:
 
 - the optimal patterns of identical stages (``kept_and_recomputed.py``), with other numbers of stages, slots and
   ratios of backward to forward than there really are: stages in between that do not exist give transfers time.
   Where a device has room for more, it keeps what it need not recompute, as long as the pattern gets shorter;
+- 1F1B* of one micro-batch whose gradients are sent on before those of the weights are computed, where backwards
+  may be two operations;
 - a constraint program (``cyclic_program.py``), where the operations are few and OR-tools is installed: no pattern
   of 1 to ``MOST_NUMBER`` micro-batches is shorter then, of that partition.
 
@@ -24,9 +26,11 @@ from deepspeed_partition.planner.solvers.constraint_program import is_installed
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_at
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem
+from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import (
     CyclicPattern,
     CyclicRoad,
+    Key,
     Orders,
     busiest_stages,
     retimed,
@@ -38,6 +42,8 @@ MOST_NUMBER, MOST_OPERATIONS = 4, 48
 """Most micro-batches of a pattern that the constraint program looks for, and most operations in all."""
 MOST_ORDERS = 200
 """Most patterns of identical stages that are retimed for a partition."""
+NUM_LENGTHS = 12
+"""Lengths between the least and the best one so far at which 1F1B* with early gradients is made."""
 MORE_STAGES = 2
 """How many times as many stages an ideal pattern may have as there are."""
 MOST_IDEAL_STAGES = 24
@@ -99,6 +105,13 @@ def _patterns(problem: Problem, placement: Placement, period: Fraction) -> Itera
         if found and found.period < period:
             period = found.period
             yield found
+    for orders in _early_gradients(single, period) if any(single.may_split) else ():
+        if deadline.passed() or period <= bound:
+            break
+        found = retimed(single, orders, period)
+        if found and found.fits():
+            period = found.period
+            yield _joined(found, orders)
     if period > bound:
         yield from _solved(problem, placement, period, deadline)
 
@@ -128,6 +141,38 @@ def _ideal_orders(slots: list[int]) -> Iterator[tuple[int, Orders]]:
                         if place in stage_of
                     }
                     yield number, Orders(length, number, mine, [1] * num_stages, [ratio] * num_stages)
+
+
+def _early_gradients(road: CyclicRoad, period: Fraction) -> Iterator[Orders]:
+    """Yield 1F1B* of one micro-batch with ``I`` for a backward, and ``W`` in one of the two gaps of each device.
+
+    That is behind ``I``, before the next ``I``, or where the device is idle longer.
+    """
+    stages = range(road.num_stages)
+    loads: list[int] = []
+    for stage in stages:
+        loads.append(road.forward[stage] + road.first_half[stage])
+        loads += [2 * each for each in road.one_way[stage : stage + 1]]
+    most = int(period / road.scale)
+    least = max(*loads, *(loads[2 * stage] + road.second_half[stage] for stage in stages))
+    lengths = (least + (most - least) * part // NUM_LENGTHS for part in range(NUM_LENGTHS + 1))
+    for length in dict.fromkeys(lengths) if most > least else ():
+        waits = one_f_one_b.delays(loads, length)[::2]
+        for place in ("behind", "before", "longer"):
+            begins: dict[Key, int] = {}
+            start = 0
+            for stage, (group, fill) in enumerate(waits):
+                begins["F", stage, 0] = start
+                end = start + (group - 1) * length + fill
+                first = end - road.first_half[stage]
+                begins["I" if road.may_split[stage] else "B", stage, 0] = first
+                if road.may_split[stage]:
+                    till_forward = (start - end) % length
+                    idle = length - loads[2 * stage] - till_forward
+                    is_behind = place == "behind" or (place == "longer" and till_forward >= idle)
+                    begins["W", stage, 0] = end if is_behind else first + length - road.second_half[stage]
+                start += road.forward[stage] + sum(road.one_way[stage : stage + 1])
+            yield Orders(length, 1, begins, road.forward, road.backward, road.first_half)
 
 
 def _joined(pattern: CyclicPattern, orders: Orders) -> CyclicPattern:
