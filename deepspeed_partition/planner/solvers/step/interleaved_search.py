@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf
 
+import numpy as np
+
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.step.interleaving import balanced, interleaved, moved_layers
 from deepspeed_partition.planner.solvers.step.order_times import look_at
@@ -43,6 +45,8 @@ SHARE_OF_MORE = 0.5
 """Simulations for more orders, as a share of those for all allocations."""
 NUM_BALANCED, LEAST_SCREENED = 200, 32
 """Number of allocations whose devices are balanced, and fewest micro-batches with which all are compared."""
+SHARE_OF_LOOKS = 0.25
+"""Most time for a first look at all allocations, as a share of that for the whole search."""
 MOST_OPERATIONS_LOOKED_AT = 4_000_000
 """Number of operations up to which allocations are compared before any is simulated: a second or two."""
 NUM_STEPS = 8
@@ -58,19 +62,20 @@ class InterleavedSearch:
         self.m = search.simulated
 
     def begin(self) -> None:
-        """Where not all allocations can be simulated: try the most promising, before anything else is searched.
+        """Try the most promising allocations, before anything else is searched.
 
-        A step that is short already leaves little to look at among contiguous partitions.
+        Not all may be simulated before the time is up. A step that is short already leaves little to look at among
+        other allocations.
         """
-        search = self.search
+        search, deadline = self.search, self.search.deadline
         search.must_find = False
         search.start_again()
-        every = list(interleaved(self.problem, search.out_of_time))
-        if self._are_many(every):
-            least = self._least(every)
-            for placement in sorted(least, key=least.__getitem__)[:NUM_BEGUN]:
-                if not search.ended():
-                    self.try_usual(placement)
+        search.deadline = deadline.part(SHARE_OF_LOOKS)
+        least = self._least(list(interleaved(self.problem, search.out_of_time)))
+        search.deadline = deadline
+        for placement in sorted(least, key=least.__getitem__)[:NUM_BEGUN]:
+            if not search.ended():
+                self.try_usual(placement)
         search.start_again()
         search.must_find = True
 
@@ -277,8 +282,14 @@ class InterleavedSearch:
                 return
 
     def _around(self, placement: Placement) -> list[Placement]:
-        every = (Placement(cuts, placement.devices) for cuts in moved_layers(placement.cuts))
         bound = self.search.found[placement].estimate
+        compute, devices = self.problem.times.compute, np.array(placement.devices)
+        every = (
+            Placement(cuts, placement.devices)
+            for cuts in moved_layers(placement.cuts)
+            # Most moves keep a device busy for too long: that is sooner known than a bound.
+            if np.bincount(devices, np.diff(compute[list(cuts)])).max() * self.search.num_micro_batches < bound
+        )
         return list(islice(self.search.promising(every, bound), MOST_NEIGHBOURS))
 
     def _leaders(self) -> list[Placement]:
