@@ -196,6 +196,8 @@ class Halves:
         self._used: list[_Saved] = []
         """Saved tensors that nodes may read more than once until they are through."""
         self._on_way: set[Any] = set()
+        self._is_first = False
+        """Whether the first half runs."""
         self._is_once_more = False
         """Whether nodes run for the second time."""
         self._all: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -230,7 +232,7 @@ class Halves:
         Called behind each layer, until one has an output that needs a gradient: the layers up to it have no first
         half, and what comes behind them has one.
         """
-        if self.is_cut or not torch.is_grad_enabled():
+        if self.is_cut or not CAN_SPLIT or not torch.is_grad_enabled():
             return outputs
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
         needed = [each for each in whole if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -273,6 +275,8 @@ class Halves:
             )
         if self._is_once_more:
             self._used.append(saved)
+            return tensor
+        if not self._is_first:
             return tensor
         node = torch._C._current_autograd_node()
         if node is None or (node in self._branches and node not in self._of_python):
@@ -352,6 +356,7 @@ class Halves:
         if not both:
             return [None] * len(self._begin)
         handles = [self._watched(node, branches) for node, branches in self._branches.items()]
+        self._is_first = True
         del given, gradients
         try:
             ends: Sequence[torch.Tensor | None] = Variable._execution_engine.run_backward(
@@ -359,6 +364,7 @@ class Halves:
                 tuple(self._begin), allow_unreachable=True, accumulate_grad=False,
             )  # fmt: skip
         finally:
+            self._is_first = False
             for handle in handles:
                 handle.remove()
         self._free_used()
@@ -444,8 +450,7 @@ class Halves:
             torch.ones_like(root) if gradient is None else gradient
             for root, gradient in zip(roots, gradients, strict=True)
         ]
-        if roots:
-            _accumulate([_edge_of(root) for root in roots], given)
+        _accumulate(roots, given)
         if self._end_of_first:
             self._add_first(self._caught)
             known, self._known = self._known, []

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.profiling.backward_halves import CAN_SPLIT
 from tests.engine import pipelines
 from tests.engine.pipelines import Counted, loss_fn, micro_batch
 
@@ -153,6 +154,11 @@ def cut() -> list[int]:
 def recomputes_on_a_cpu() -> bool:
     """Whether DeepSpeed's activation checkpointing runs here: that of 0.19.0 wants the streams of a GPU."""
     return not deepspeed.__version__.startswith("0.19.0")
+
+
+def divides_backwards() -> bool:
+    """Whether backwards run in two halves here: older torch and DeepSpeed run them undivided."""
+    return CAN_SPLIT and hasattr(deepspeed.runtime.engine, "_ENGINE_BACKWARD_GRAPH_TRACKER")
 
 
 def divides_gradients_once() -> bool:

@@ -26,7 +26,7 @@ from tests.engine.any_plan_multiproc import begin, plan_for
 from tests.engine.harness import run_cases
 from tests.engine.memory_cases import a_peak_above_the_plan_is_said_once, no_more_bytes_than_planned
 from tests.engine.pipelines import mlp
-from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, raised, start, train
+from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, raised, recomputes_on_a_cpu, start, train
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.002, 0.004
 MAPS = {
@@ -115,6 +115,26 @@ def the_timeline_is_what_ran(folder: Path) -> None:
         found = timeline.compare(plan)
         assert found.measured_step_seconds >= 8 * (FORWARD_SECONDS + BACKWARD_SECONDS)
         assert len(found.operations) == len(plan.operations)
+
+
+def a_timeline_has_second_forwards_and_halves(folder: Path) -> None:
+    """Each operation of the order, in its place: ``f``, ``R``, ``I`` and ``W``, too."""
+    if not recomputes_on_a_cpu():
+        return
+    path = folder / "halves.json"
+    plan = plan_for((0, 1, 0), [0, 3, 6, 8], some_recomputed=2, in_halves=2)
+    kinds = {name[0] for order in plan.step.order for name, _ in order}
+    assert kinds >= {*"fRIW"}
+    engine, _, _ = begin(sleeping(), plan, saving_to(path))
+    train(engine, batches(NUM_STEPS))
+    if dist.get_rank() == 0:
+        timeline = MeasuredTimeline.load(path)
+        for step in timeline.steps:
+            for device, order in enumerate(plan.step.order):
+                ran = [each for each in step.operations if each.device == device]
+                assert tuple((each.operation, each.micro_batch) for each in ran) == order
+        found = {each.operation: each.measured_seconds for each in timeline.compare(plan).operations}
+        assert {name[0] for name in found} == {*kinds, "S"}
 
 
 def who_does_not_ask_pays_nothing(folder: Path) -> None:
@@ -217,6 +237,7 @@ def said_by_hosts() -> Iterator[io.StringIO]:
 CASES = [
     a_profiler_sees_the_names_of_the_plan,
     the_timeline_is_what_ran,
+    a_timeline_has_second_forwards_and_halves,
     who_does_not_ask_pays_nothing,
     steps_of_one_plan_and_one_length,
     there_is_no_timeline_without_a_plan,

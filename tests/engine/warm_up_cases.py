@@ -33,6 +33,7 @@ from tests.engine.running import (
     NUM_MICRO_BATCHES,
     batches,
     cut,
+    divides_backwards,
     planned,
     raised,
     recomputes_on_a_cpu,
@@ -605,6 +606,8 @@ def recomputation_is_planned(_: Path) -> None:
 
 def halves_are_planned(_: Path) -> None:
     """Measured only where they are asked for, scaled to the backwards of the warm-up; the losses stay."""
+    if not divides_backwards():
+        return
     data = batches(WARM_UP + AFTER)
     expected = train_alone(mlp(), data, two_groups)
     with heard() as said:
