@@ -563,6 +563,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.pipeline.engine = weakref.ref(self._engine)
         self._engine.copies_follow = True
         self._engine.watches_optimizer = False
+        self._engine.clips_optimizer_alone = True
         self._engine.leaves_without_gradient = True
         if self.wraps_optimizer:
             self._engine.when_zeros_stand_for_none = partial(tell_of_zeros, self._module)

@@ -87,6 +87,9 @@ class MadPipeEngine(ResumingEngine):
     optimizer takes zeros for it."""
     before_optimizer_step: Callable[[], object] | None = None
     """Function called on every rank once per step, with the gradients, before they are clipped and applied."""
+    clips_optimizer_alone = False
+    """Whether the norm of gradients is that of the optimizer's parameters, as under Lightning; else, as under
+    DeepSpeed, that of all parameters of the module. In fp32 without ZeRO; elsewhere it is the first."""
     when_given_up: Callable[[], object] | None = None
     """Function called where a rank ran out of memory in a step of the warm-up: the step runs again, as if it had
     not begun."""
@@ -492,12 +495,17 @@ class MadPipeEngine(ResumingEngine):
             super().clip_fp32_gradients()
             return
         self._global_grad_norm = clip_by_global_norm(
-            self.module.parameters(),
+            self._clipped_parameters(),
             self.gradient_clipping(),
             group=self.mpu.get_model_parallel_group(),
             holds_slice=self.grid.get_slice_parallel_rank() == 0,
             device=self.device,
         )
+
+    def _clipped_parameters(self) -> list[torch.nn.Parameter]:
+        if not self.clips_optimizer_alone:
+            return list(self.module.parameters())
+        return [parameter for group in self.basic_optimizer.param_groups for parameter in group["params"]]
 
     def _exec_optimizer_step(self, lr_kwargs=None):
         if self.before_optimizer_step is not None:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
-from lightning_madpipe.steps.step_side_effects import LIBRARIES
 
 DEPTH = 3
 """How many attributes deep, from a callback or the module, copies are looked for."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
@@ -23,23 +22,13 @@ import numpy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from deepspeed_partition.code_names import STEPS, CodeSearch, is_installed, is_librarys, set_by_class
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
-from lightning_madpipe.steps.code_names import (
-    STEPS,
-    Name,
-    function_of,
-    is_installed,
-    is_librarys,
-    names_in,
-    names_read,
-    set_by_class,
-)
 from lightning_madpipe.steps.step_side_effects import Place
 
 TRAINER, ENVIRONMENT = "trainer", "os.environ"
-MOST_FUNCTIONS = 200
 MOST_ITEMS = 1000
 """Items of a container, elements of an array or a tensor, up to which it is always looked into."""
 MOST_BYTES = 16 * 2**20
@@ -172,52 +161,6 @@ class BesideModule:
             for name, owner in named.items()
             if hasattr(owner, "__dict__") and not is_librarys(type(owner))
         }
-
-
-class CodeSearch:
-    """Finds the names in code of a program and in what it calls.
-
-    Args:
-        is_of_program: Whether a file, by the name of its module, is the program's.
-    """
-
-    def __init__(self, is_of_program: Callable[[str | None], bool]) -> None:
-        self.found: dict[tuple[str, str], Name] = {}
-        """The names that stand for data, by whom they belong to and their own."""
-        self.written = set[str]()
-        """All names in the code."""
-        self._is_of_program, self._seen = is_of_program, set[int]()
-
-    def read(self, code: Any, kind: type | None) -> None:
-        """Find what a function reads, and the functions of the program that it calls."""
-        function = function_of(code)
-        known = function is None or id(function) in self._seen or len(self._seen) >= MOST_FUNCTIONS
-        if function is None or known or not self._is_of_program(function.__module__):
-            return
-        self._seen.add(id(function))
-        self.written.update(names_in(function.__code__))
-        for name in names_read(function, kind):
-            value = name.value
-            if function_of(value) is not None:
-                self.read(value, kind if name.is_member else None)
-            elif (
-                isinstance(value, type)
-                and self._is_of_program(value.__module__)
-                and not issubclass(value, nn.Module)
-            ):
-                for member in vars(value).values():
-                    if isinstance(member, FunctionType):
-                        self.read(member, value)
-            elif name.is_member or name.owner not in sys.modules or self._is_of_program(name.owner):
-                self._keep(name)
-
-    def _keep(self, name: Name) -> None:
-        """Keep a name under its owner; two functions that one around them has made have variables of their own."""
-        owner, number = name.owner, 1
-        while (owner, name.key) in self.found and not self.found[owner, name.key].is_at(name):
-            number += 1
-            owner = f"{name.owner} {number}"
-        self.found[owner, name.key] = name
 
 
 _MISSING = object()

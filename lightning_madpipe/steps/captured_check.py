@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
+from deepspeed_partition.code_names import function_of, is_librarys, names_in
 from lightning_madpipe.module import PipelineCall, called_as_written
-from lightning_madpipe.steps.code_names import function_of, is_librarys, names_in
 from lightning_madpipe.steps.hook_writes import writes_in_hooks
 from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, Verdict
 

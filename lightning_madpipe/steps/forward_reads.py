@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_madpipe.steps.code_names import Name, function_of, is_installed, names_read, set_by_class
-from lightning_madpipe.steps.step_side_effects import LIBRARIES, PLAIN
+from deepspeed_partition.code_names import (
+    LIBRARIES,
+    Name,
+    function_of,
+    is_installed,
+    names_read,
+    set_by_class,
+)
+from lightning_madpipe.steps.step_side_effects import PLAIN
 
 OF_THE_TRAINER = frozenset(("current_epoch", "global_step", "trainer", "lr_schedulers", "optimizers"))
 """What a LightningModule asks its Trainer for, which may be another thing in each epoch or step."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from lightning_madpipe.steps.code_names import function_of
+from deepspeed_partition.code_names import function_of
 
 IN_TRAINING = (
     "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end",

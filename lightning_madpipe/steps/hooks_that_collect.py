@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from deepspeed_partition.code_names import function_of, is_librarys, names_in
 from lightning_madpipe.compat.unsupported import hooks_of
 from lightning_madpipe.module import PipelineCall
-from lightning_madpipe.steps.code_names import function_of, is_librarys, names_in
 
 MUTATORS = frozenset((
     "__setitem__", "add", "append", "appendleft", "clear", "extend", "insert", "pop", "setdefault", "update",

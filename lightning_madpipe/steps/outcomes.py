@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.collectives import broadcast_object, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.batches import tensors_of
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.own_generators import States
@@ -34,6 +36,8 @@ class Outcome(NamedTuple):
     error: Exception | None
     draws: States
     """The states in which the steps have left the program's own random generators."""
+    batches: list[dict[int, Tensor]]
+    """The tensors of each batch that its step has changed in place, by their places in it."""
 
 
 class Outcomes:
@@ -113,6 +117,8 @@ class Outcomes:
             if outcome is None:
                 outcome = unpacked(pickle.loads(parcel), self._device)
                 make_changes(self._module, outcome.changes, self._steps.beside)
+                for run, changed in zip(window, outcome.batches, strict=False):
+                    _write(run.whole.data, changed)
         assert outcome is not None, "the last stage has it and sends it"
         self._steps.draws.put(outcome.draws)
         if step == "training_step":
@@ -153,7 +159,9 @@ class Outcomes:
         changes += self._left_on_layers()
         self._before = None
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
-        return Outcome(results, changes, calls, self._trainer.should_stop, error, self._steps.draws.left())
+        batches = [_written_back(run) for run in window]
+        draws = self._steps.draws.left()
+        return Outcome(results, changes, calls, self._trainer.should_stop, error, draws, batches)
 
     def _held_by_layers(self, changes: Sequence[Change]) -> list[tuple[str, str]]:
         """The attributes that were changed in place and that one of a layer names, too, each with that one."""
@@ -174,7 +182,7 @@ class Outcomes:
     def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
         """Return ``outcome`` itself and as bytes for other processes, without what cannot leave this one."""
         if outcome.error is not None:
-            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error), {}))
+            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error), {}, []))
         sent = packed(outcome)
         parcel, _ = pickled(sent)
         if parcel is not None:
@@ -224,3 +232,22 @@ class Outcomes:
                 metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
                 log_call = {**log_call, "value": metric}
             self._module.log(**log_call)
+
+
+def _written_back(run: BatchRun) -> dict[int, Tensor]:
+    """Write into a batch what its step has changed in place in copies of it; return those of its tensors.
+
+    A loader may give the same tensors again, and hooks see the batch after its step.
+    """
+    for micro_batch in run.done:
+        _write(micro_batch.data, micro_batch.changed)
+    tensors = list(tensors_of(run.whole.data))
+    return {place: tensors[place] for micro_batch in run.done for place in micro_batch.changed}
+
+
+def _write(data: Any, changed: Mapping[int, Tensor]) -> None:
+    tensors = list(tensors_of(data)) if changed else []
+    with torch.no_grad():
+        for place, tensor in changed.items():
+            if tensors[place] is not tensor:
+                tensors[place].copy_(tensor)

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.capture.draws import Rewindable
+from deepspeed_partition.code_names import LIBRARIES, STEPS, function_of, names_read
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.code_names import STEPS, function_of, names_read
-from lightning_madpipe.steps.step_side_effects import LIBRARIES
 
 DEPTH = 4
 MOST_MEMBERS = 200

@@ -20,7 +20,7 @@ from lightning_madpipe.compat.collective_calls import IN_A_STEP, collectives_ref
 from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
-from lightning_madpipe.steps.batches import map_children
+from lightning_madpipe.steps.batches import map_children, tensors_of
 from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.left_untouched import left_untouched
@@ -96,6 +96,7 @@ class StepRuns:
                 what the step itself has set.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
+        versions = [(tensor, tensor._version) for tensor in tensors_of(data)]
 
         def show(*values: Any, **keywords: Any) -> None:
             record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
@@ -126,6 +127,11 @@ class StepRuns:
                 enter(begins())
             try:
                 returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+                micro_batch.changed = {
+                    place: tensor.detach()
+                    for place, (tensor, version) in enumerate(versions)
+                    if tensor._version != version
+                }
                 refuse_in_loss(returned)
                 return returned
             except StopIteration as error:  # by which Lightning would end the epoch

@@ -26,19 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import outside_pipeline
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 """Types whose values never change."""
-
-
-LIBRARIES = (
-    "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
-    "torch",
-)  # fmt: skip
-"""Whose objects change while a step runs without the step's doing: an allocation counter, a loop."""
 
 
 class Place(NamedTuple):

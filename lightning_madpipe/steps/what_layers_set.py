@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 from torchmetrics import Metric
 
+from deepspeed_partition.code_names import LIBRARIES
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.forward_reads import of_class, subclass_of
 from lightning_madpipe.steps.hook_values import NOT_HERE, HookValue
 from lightning_madpipe.steps.hooks_that_collect import Collected
-from lightning_madpipe.steps.step_side_effects import LIBRARIES
 
 BY_A_HOOK = (
     "{step} reads {shown}, which {hook} writes while that layer runs: in a pipeline a layer runs on the rank that "

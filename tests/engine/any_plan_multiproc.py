@@ -621,16 +621,30 @@ def recomputed_dropout(_: Path) -> None:
         same(losses[2], losses[0], digits=1e-6)
 
 
+NUM_RUNS = 0
+
+
 class Tallying(Block):
     """Keeps in Python what it has seen, and what its last run was."""
+
+    runs: ClassVar[list[int]] = []
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.calls, self.sums, self.kinds, self.meter = 0, [], {"runs": 0}, Meter()
         self.last, self.last_map = 0.0, torch.zeros(())
-        self.drawn = random.Random(0)
+        self.drawn, self.history, self.size = random.Random(0), torch.zeros(5000), 0
+        self.largest = torch.zeros(5000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global NUM_RUNS
+        NUM_RUNS += 1
+        Tallying.runs.append(len(x))
+        self.history[self.size] = 1.0
+        self.size += 1
+        self.largest[:WIDTH] = x.detach().amax(0)
+        with open(os.devnull, "a") as log:
+            log.write("run")
         self.calls += 1
         self.sums.append(float(x.detach().sum()))
         self.kinds["runs"] += 1
@@ -667,8 +681,12 @@ def recomputed_layers_that_count(_: Path) -> None:
             continue
         assert layer.calls == layer.kinds["runs"] == 2 * 2 * NUM_MICRO_BATCHES, "each twice"
         [line] = told
-        assert line.startswith("a run changes calls of layer 4 (Tallying), kinds of layer 4 (Tallying)"), line
+        assert line.startswith("a run changes calls of layer 4 (Tallying), history of layer 4 (Tallying)"), line
         assert "sums of layer 4" in line and "last" not in line and "drawn" not in line
+        assert "history of layer 4" in line and "largest" not in line
+        assert "NUM_RUNS beside layer 4 (Tallying), Tallying.runs beside layer 4 (Tallying)" in line, line
+        [line] = [line for line in lines if " for writing in both runs" in line]
+        assert line.startswith("layers 4 to 5 opened '/dev/null' for writing"), line
         assert "recompute='never'" in line
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.pipeline.batch_attempt import RaisedElsewhere
+from deepspeed_partition.engine.pipeline.beside_layers import HandedOverError
+from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import pipelines, plans
 from tests.engine.pipelines import Counted, loss_fn, mlp, tied, train_alone, two_groups
@@ -336,11 +339,84 @@ def shapes_that_differ_are_told_on_every_rank(_: Path) -> None:
     same(losses, train_alone(specs, [data[0], data[2]], two_groups))
 
 
+SKIPS: dict[str, torch.Tensor] = {}
+
+
+class Leaving(nn.Module):
+    """Leaves its input for another layer."""
+
+    def __init__(self, store: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.store = store
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.store["skip"] = x.detach()
+        return x
+
+
+class Taking(Leaving):
+    """Takes it, and does without if it is told to."""
+
+    default: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.store.pop("skip") if self.default is None else self.store.get("skip", self.default))
+
+
+class TakingIfThere(Taking):
+    default = 0.0
+
+
+def leaves_in_a_global(x: torch.Tensor) -> torch.Tensor:
+    SKIPS["skip"] = x.detach()
+    return x
+
+
+def takes_from_a_global(x: torch.Tensor) -> torch.Tensor:
+    return x + SKIPS["skip"]
+
+
+def layers_that_hand_over_beside_their_outputs(_: Path) -> None:
+    """A bare KeyError in a warm-up, and nothing where the layer that takes does without."""
+    for kind, warmed_up in ((Taking, True), (TakingIfThere, False), (takes_from_a_global, False)):
+        store: dict[str, torch.Tensor] = {}
+        specs = mlp()
+        is_function = kind is takes_from_a_global
+        specs.insert(2, leaves_in_a_global if is_function else Leaving(store))
+        specs.insert(7, kind if is_function else LayerSpec(kind, store))
+        method, config = [0, 5, 10], None
+        if warmed_up:
+            method, config = "madpipe", planned(method, warmup_steps=2)
+        lines: list[str] = []
+        with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+            engine, _, _ = start(specs, method, config)
+            told = ""
+            try:
+                train(engine, batches(1))
+            except HandedOverError as error:
+                told = str(error)
+        name = kind.__name__
+        said = [line for line in lines if "can reach, too, in other stages" in line]
+        giver = "layer 2 (leaves_in_a_global)" if is_function else "layer 2 (Leaving)"
+        if dist.get_rank() == 0:
+            [line] = said
+            assert line.startswith(f"{giver}, in stage 0, changes "), line
+            assert f"which layer 7 ({name}) can reach, too" in line and "return x, skip" in line, line
+        else:
+            assert not said, said
+        if kind is TakingIfThere:
+            assert not told
+            continue
+        assert told.startswith(f"layer 7 ({name}) raises KeyError: 'skip'. It runs in stage 1 and can "), told
+        assert f"as {giver} of another stage can" in told and "`return x, skip`" in told, told
+        assert all(gather_objects(True))
+
+
 OF_MAPS = [
     a_step_that_was_caught_never_happened, tied_layers_and_bf16_after_an_error, random_numbers_after_an_error,
     evaluation_after_an_error, ranks_that_begin_different_batches, shapes_that_differ_are_told_on_every_rank,
 ]  # fmt: skip
 CASES = {
-    2: [*OF_MAPS, an_error_in_the_warm_up], 3: OF_MAPS[:1],
+    2: [*OF_MAPS, an_error_in_the_warm_up, layers_that_hand_over_beside_their_outputs], 3: OF_MAPS[:1],
     4: [replicas_give_up_together, an_error_in_the_warm_up],
 }  # fmt: skip

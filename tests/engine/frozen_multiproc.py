@@ -22,10 +22,12 @@ from torch import nn
 from deepspeed_partition.engine.runtime import watch
 from tests.choice import is_chosen
 from tests.engine.pipelines import micro_batch, mlp
-from tests.engine.running import start
+from tests.engine.running import planned, start
 from tests.ranks import before_any_fork, run_job
 
-CASES = {"stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3, "slow_store": 2}
+CASES = {
+    "stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3, "slow_store": 2, "measured": 2,
+}  # fmt: skip
 """With so many ranks."""
 
 
@@ -49,6 +51,24 @@ class Slow(nn.Module):
                 while time.monotonic() < until:
                     sum(range(1000))
         return x
+
+
+class Meeting(nn.Module):
+    """Wants to meet the other ranks, of which none runs it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(total := x.detach().sum())
+        return x + 0 * total
+
+
+def measure(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    (folder / f"rank{rank}").write_text(str(os.getpid()))
+    specs = mlp()
+    specs.insert(6, Meeting())
+    engine, _, _ = start(specs, "madpipe", planned([0, 4, 9], patience_seconds=2))
+    engine.train_batch(iter(lambda: micro_batch(0), None))
 
 
 def train(what: str, folder: Path, rank: int) -> None:
@@ -118,6 +138,14 @@ def let_go_on(folder: Path, log: Path) -> None:
     os.kill(int((folder / "rank1").read_text()), signal.SIGCONT)
 
 
+def end_job(folder: Path, log: Path) -> None:
+    """End ranks that wait for ever, when that has been said."""
+    while not (log.exists() and " has waited " in log.read_text()):
+        time.sleep(0.2)
+    for rank in (0, 1):
+        os.kill(int((folder / f"rank{rank}").read_text()), signal.SIGKILL)
+
+
 def main(out: Path) -> None:
     before_any_fork()
     watch.ANSWER_SECONDS, watch.GRACE_SECONDS, watch.TICK_SECONDS = 1.0, 3.0, 0.3
@@ -130,8 +158,10 @@ def main(out: Path) -> None:
         logs = [folder / f"{rank}.log" for rank in range(num_ranks)]
         if what == "stopped":
             threading.Thread(target=let_go_on, args=(folder, logs[0]), daemon=True).start()
-        work = functools.partial(train, what)
-        outcome = run_job(functools.partial(end_beside_slow_store if what == "slow_store" else work, folder), logs)
+        if what == "measured":
+            threading.Thread(target=end_job, args=(folder, logs[0]), daemon=True).start()
+        others: dict[str, Any] = {"slow_store": end_beside_slow_store, "measured": measure}
+        outcome = run_job(functools.partial(others.get(what, functools.partial(train, what)), folder), logs)
         pids = [int((folder / f"rank{rank}").read_text()) for rank in range(num_ranks)]
         outcomes[what] = {**outcome._asdict(), "pids": pids}
         out.write_text(json.dumps(outcomes))

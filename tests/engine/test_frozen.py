@@ -90,6 +90,15 @@ def test_who_waits_for_ever_ends_and_who_computes_does_not(outcomes):
     assert "the end" in found["logs"][2]
 
 
+def test_a_collective_in_a_layer_that_is_measured(outcomes):
+    """Nothing was said but that both ranks wait in measuring and planning."""
+    [sentence] = said(outcomes["measured"]["logs"][0])
+    assert (
+        "in measuring and planning, and all ranks wait for each other: rank 1 waits in all_reduce(), " in sentence
+    )
+    assert "called at frozen_multiproc.py:" in sentence and "(forward), within measuring and planning" in sentence
+
+
 def test_a_rank_that_ends_while_its_thread_waits_for_the_store(outcomes):
     """The thread came back from it while Python ended, and the process was aborted after all was done."""
     found = outcomes["slow_store"]

@@ -28,6 +28,13 @@ from deepspeed_partition.engine.runtime.random_state import preserved_random_sta
 NUM_STEPS = 32
 """Steps of a trial: an estimate such as that of Prodigy grows slowly, and Shampoo begins after 25 steps."""
 
+SIZES = tuple(10.0**power for power in (-8, -6, -4, -2, 2, 4, 6))
+"""Factors of gradients in further trials: a step may do something else where a norm of all crosses a threshold,
+which lies between the gradients that are looked at and the larger ones beside them."""
+
+NUM_STEPS_OF_SIZES = 4
+"""Steps of each of these trials."""
+
 LONGEST_SIDE = 6
 """Elements of a dimension in a trial."""
 
@@ -126,7 +133,9 @@ def _found_reason(
             "a pipeline each rank draws for the parameters of its own layers, which are other numbers than in "
             f"one process: {drawn}"
         )
-    if not _is_same(alone, _tried(optimizer, beside=True)):
+    if not _is_same(alone, _tried(optimizer, beside=True)) or not all(
+        _is_same_at(optimizer, size) for size in SIZES
+    ):
         return (
             f"{returned}whose step of a parameter depends on the others (a norm or "
             "an estimate over all of them), and in a pipeline each rank has the parameters of its own layers: "
@@ -234,9 +243,19 @@ def _drawn_so_far() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(numbers)
 
 
-def _tried(optimizer: torch.optim.Optimizer, *, beside: bool) -> list[Tensor]:
+def _is_same_at(optimizer: torch.optim.Optimizer, size: float) -> bool:
+    """Whether a step of a parameter does not depend on the others where gradients are by a factor larger."""
+    alone = _tried(optimizer, beside=False, size=size)
+    if not all(bool(moved.isfinite().all()) for moved in alone):
+        return True  # the optimizer, or its type of numbers, is not made for them
+    return _is_same(alone, _tried(optimizer, beside=True, size=size))
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, beside: bool, size: float | None = None) -> list[Tensor]:
     """How far every second parameter goes; with ``beside``, while the others have large gradients."""
     trial = _Trial(optimizer)
+    if size is not None:
+        trial.enlarge(size)
     if len(trial.weights) == 1:
         trial.put_a_stranger_beside()
     if beside:
@@ -318,6 +337,12 @@ class _Trial:
         self._gradients = {weight: list(_steady(weight, generator)) for weight in self.weights}
         self._starts = {weight: weight.detach().clone() for weight in self.weights[::2]}
         self._pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
+        self._num_steps = NUM_STEPS
+
+    def enlarge(self, size: float) -> None:
+        """Let all gradients be larger by a factor, in fewer steps."""
+        self._num_steps = NUM_STEPS_OF_SIZES
+        self._gradients = {weight: [each * size for each in found] for weight, found in self._gradients.items()}
 
     def put_a_stranger_beside(self) -> None:
         """Give the first group another parameter, where there is but one."""
@@ -369,7 +394,7 @@ class _Trial:
         try:
             if callable(getattr(self.optimizer, "train", None)):  # as schedule-free ones ask for
                 self.optimizer.train()
-            for step in range(NUM_STEPS):
+            for step in range(self._num_steps):
                 for group in self.optimizer.param_groups:
                     for weight in group["params"]:
                         weight.grad = self._gradients[weight][step].clone()

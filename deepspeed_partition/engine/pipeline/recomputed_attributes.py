@@ -1,37 +1,38 @@
-"""Attributes in Python that a recomputed layer changes twice per micro-batch: numbers, lists, dicts, sets.
+"""What a recomputed layer changes twice per micro-batch: attributes in Python, globals, files.
 
 Buffers and generators are put back when a layer runs again. What else a layer keeps, it keeps twice: a counter
 counts each micro-batch twice, and a list gets two entries. The first micro-batch of each range of layers that are
-recomputed shows it, and a line says it once. An attribute that only holds something of the last run, such as its
-largest value, is not named: after both runs of a micro-batch it is the same.
+recomputed shows it, and a line says it once. So it is for globals, attributes of classes and variables of
+functions around, if the code of a layer names them, and for files that it opens. What only holds something of the
+last run, such as its largest value, is not named: after both runs of a micro-batch it is the same.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import numbers
-from collections import deque
+import builtins
+import io
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
-import torch
 from torch import nn
 
+from deepspeed_partition.code_names import Name
+from deepspeed_partition.engine.pipeline.beside_layers import (
+    are_same,
+    leaves,
+    modules_of,
+    name_of,
+    names_beside,
+)
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.generators import members_of
 from deepspeed_partition.profiling.attributes import attributes_of
 
-DEPTH = 3
-"""Depth, in containers and objects, to which an attribute is looked at."""
-MOST_MEMBERS = 1000
-"""Most members of a list, dict or set whose values are looked at: of longer ones the length is, of larger tensors
-nothing."""
-MOST_NAMED = 4
+MOST_NAMED = 9
 
-_Place: TypeAlias = tuple[int, str]
-"""A layer, and an attribute in it."""
+_Place: TypeAlias = tuple[int, bool, str]
+"""A layer; whether it is a name that its code reads beside its attributes; the attribute, or that name."""
 _Values: TypeAlias = dict[_Place, list[Any]]
 
 
@@ -40,9 +41,9 @@ def tell_of_second_runs() -> None:
     warn_once(
         "second runs",
         "layers are recomputed: they run again in the backward of each micro-batch. Buffers and random generators "
-        "are put back; what else such a layer changes (files, globals, objects, tensors of more than "
-        f"{MOST_MEMBERS:,} numbers), it changes twice. recompute='never', and activation_checkpoint_interval=0, "
-        "run each layer once",
+        "are put back; what else such a layer changes, it changes twice: what shows in the first micro-batch is "
+        "named with its layer, but objects of libraries and files that no Python code opens are not looked into. "
+        "recompute='never', and activation_checkpoint_interval=0, run each layer once",
     )
 
 
@@ -57,24 +58,29 @@ class TwoRuns:
 
     def __init__(self, functions: Sequence[Any], first: int, when_over: Callable[[], object]) -> None:
         self._modules = {
-            first + place: module for place, function in enumerate(functions) for module in _modules_of(function)
+            first + place: module for place, function in enumerate(functions) for module in modules_of(function)
         }
+        self._kinds = {first + place: name_of(function) for place, function in enumerate(functions)}
+        self._names = {first + place: names_beside(function) for place, function in enumerate(functions)}
         self._after_first: _Values | None = None
+        self._opened: list[str] = []
         self._when_over = when_over
 
     def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs the layers, and after the second run says what that has changed again."""
 
         def watched(*tensors: Any) -> Any:
-            before = _values_of(self._modules)
+            before, opened = _values_of(self._modules, self._names), list[str]()
             try:
-                return run(*tensors)
+                with _opened_for_writing(opened):
+                    return run(*tensors)
             finally:  # a checkpoint may end the second run where it has what it needs
-                after = _values_of(self._modules)
+                after = _values_of(self._modules, self._names)
                 if self._after_first is None:
-                    self._after_first = after
+                    self._after_first, self._opened = after, opened
                 else:
                     self._tell(_different(before, after), _different(self._after_first, after))
+                    self._tell_of_files(sorted({*opened} & {*self._opened}))
                     self._when_over()
 
         return watched
@@ -84,7 +90,10 @@ class TwoRuns:
         named = sorted(by_second & since_first)
         if not named:
             return
-        words = [f"{name} of layer {place} ({type(self._modules[place]).__name__})" for place, name in named]
+        words = [
+            f"{name} {'beside' if is_beside else 'of'} layer {place} ({self._kinds[place]})"
+            for place, is_beside, name in named
+        ]
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         warn_once(
             f"changed twice/{', '.join(words)}",
@@ -93,53 +102,47 @@ class TwoRuns:
             "back: use a buffer for it, or plan with recompute='never'",
         )
 
+    def _tell_of_files(self, files: Sequence[str]) -> None:
+        if files:
+            first, last = min(self._kinds), max(self._kinds)
+            which = f"layer {first} ({self._kinds[first]})" if first == last else f"layers {first} to {last}"
+            warn_once(
+                f"written twice/{first}/{last}",
+                f"{which} opened {', '.join(map(repr, files[:MOST_NAMED]))} for writing in both runs of a "
+                "micro-batch, and the plan runs it twice for each, to recompute it: what it writes stands there "
+                "twice. Write in a hook of the run, or plan with recompute='never'",
+            )
 
-def _modules_of(function: Any) -> list[nn.Module]:
-    """The module of a layer, also of a tied one that a function runs."""
-    parts = function.args if isinstance(function, functools.partial) else (function,)
-    return [part for part in parts if isinstance(part, nn.Module)][:1]
 
-
-def _values_of(modules: Mapping[int, nn.Module]) -> _Values:
-    return {
-        (place, f"{path}.{name}".removeprefix(".")): list(_leaves(value, DEPTH))
+def _values_of(modules: Mapping[int, nn.Module], names: Mapping[int, Sequence[Name]]) -> _Values:
+    found = {
+        (place, False, f"{path}.{name}".removeprefix(".")): list(leaves(value))
         for place, module in modules.items()
         for path, part in module.named_modules()
         for name, value in attributes_of(part).items()
         if not isinstance(value, nn.Parameter)
     }
+    return found | {
+        (place, True, name.written): list(leaves(name.value)) for place, of in names.items() for name in of
+    }
 
 
-def _leaves(value: Any, depth: int) -> Iterator[Any]:
-    """The numbers, lengths and strings in a value."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() <= MOST_MEMBERS and value.layout is torch.strided and not value.is_meta:
-            yield from value.detach().flatten().tolist()
-    elif isinstance(value, np.ndarray):
-        if value.size <= MOST_MEMBERS and value.dtype.kind in "biufc":
-            yield from value.ravel().tolist()
-    elif isinstance(value, numbers.Number | str):
-        yield value
-    elif isinstance(value, list | tuple | set | frozenset | deque | dict):
-        yield len(value)
-        if depth and len(value) <= MOST_MEMBERS and not isinstance(value, set | frozenset):
-            for member in value.values() if isinstance(value, dict) else value:
-                yield from _leaves(member, depth - 1)
-    elif depth:
-        for member in (members_of(value) or {}).values():
-            yield from _leaves(member, depth - 1)
+@contextmanager
+def _opened_for_writing(found: list[str]) -> Iterator[None]:
+    """Note the files that this thread opens for writing meanwhile."""
+    opened, thread = builtins.open, threading.get_ident()
+
+    def watched(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if set(mode) & set("wax+") and threading.get_ident() == thread:
+            found.append(str(file))
+        return opened(file, mode, *arguments, **keywords)
+
+    builtins.open = io.open = watched
+    try:
+        yield
+    finally:
+        builtins.open = io.open = opened
 
 
 def _different(values: _Values, others: _Values) -> set[_Place]:
-    return {place for place, own in others.items() if not _are_same(own, values.get(place))}
-
-
-def _are_same(values: list[Any], others: list[Any] | None) -> bool:
-    return others is not None and len(values) == len(others) and all(map(_is_same, values, others))
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, float) and isinstance(other, float):
-        # A recomputed number may differ in its last digits.
-        return math.isclose(value, other, rel_tol=1e-5) or (math.isnan(value) and math.isnan(other))
-    return bool(value == other)
+    return {place for place, own in others.items() if not are_same(own, values.get(place))}

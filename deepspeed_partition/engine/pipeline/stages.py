@@ -19,6 +19,13 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.beside_layers import (
+    HAND_IT_ON,
+    MISSED,
+    HandedOverError,
+    SharedThings,
+    name_of,
+)
 from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns, tell_of_second_runs
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
@@ -56,6 +63,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     is_checkpointable_results: list[bool]
     _has_told = False
     """Whether it was said that layers run twice."""
+    _shared_things: SharedThings | None = None
+    """What layers of different stages can reach beside their outputs, on this cut."""
+    _stages_looked_at: set[int]
+    """The stages of which it was told what their layers change of it."""
     is_checkpointable_results_interval: int | None
     _loads_stages = False
     micro_batch = -1
@@ -170,7 +181,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def let_go(self) -> None:
         """Forget the layers, before others take their places."""
         self._functions.clear()
-        self.__dict__.pop("_watched_blocks", None)
+        for name in ("_watched_blocks", "_shared_things"):
+            self.__dict__.pop(name, None)
 
     def _show(self, stage: int) -> None:
         self._shown = stage
@@ -224,9 +236,36 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 "cannot run: call deepspeed_partition.install() first, or start the engine by "
                 "deepspeed_partition.engine.initialize"
             )
+        own = self.__dict__
+        if own.get("_shared_things") is None:
+            own["_shared_things"], own["_stages_looked_at"] = self._things_of_layers(), set()
+        shared, stage = own["_shared_things"], self._shown
+        try:
+            if stage in self._stages_looked_at:
+                return self._run(forward_input)
+            with shared.told(stage):
+                outputs = self._run(forward_input)
+            self._stages_looked_at.add(stage)
+            return outputs
+        except MISSED as error:
+            explained = shared.explained(error, stage)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _run(self, forward_input: Any) -> Any:
         if self._within is not None:
             return self._within(self.micro_batch, lambda: self._forward(forward_input))
         return self._forward(forward_input)
+
+    def _things_of_layers(self) -> SharedThings:
+        """What the layers of several stages can reach; those of this rank are looked at as they were built."""
+        layers = list(self._layer_specs)
+        for stage in self.own_stages:
+            first = self.allocation.stages[stage].layers[0]
+            layers[first : first + len(self._functions[stage])] = self._functions[stage]
+        stages = [number for number, stage in enumerate(self.allocation.stages) for _ in range(*stage.layers)]
+        return SharedThings(layers, stages)
 
     def _forward(self, forward_input: Any) -> Any:
         blocks = self._recomputed_blocks()
@@ -274,13 +313,16 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """
         checkpoint, within, micro_batch = self.activation_checkpoint_func, self._within, self.micro_batch
         is_default = checkpoint is checkpointing.checkpoint
-        if not self.activation_checkpoint_interval or (within is None and not is_default):
+        if not self.activation_checkpoint_interval:
             yield
             return
 
         def either(run: Callable[..., Any], *inputs: Any) -> Any:
             begins = not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
             chosen = checkpointing.non_reentrant_checkpoint if begins and is_default else checkpoint
+            if torch.is_grad_enabled() and (layers := _layers_of(run)) is not None:
+                first, last = (self._local_start + place for place in layers)
+                run = self._watched_at_first(run, first, min(last, self._local_stop))
             return chosen(run if within is None else _again_within(run, within, micro_batch), *inputs)
 
         self.activation_checkpoint_func = either
@@ -342,7 +384,17 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 for self.curr_layer, function in enumerate(functions, first):
                     if self.seed_layers:
                         (self.seed_fn or set_random_seed)(seed + self.curr_layer)
-                    passed = function(passed)
+                    try:
+                        passed = function(passed)
+                    except MISSED as error:
+                        if again is None:
+                            raise
+                        raise HandedOverError(
+                            f"layer {self.curr_layer} ({name_of(function)}) raises {type(error).__name__}: {error}"
+                            ". It runs again there, to be recomputed, and has not raised that in its first run. "
+                            "If that has taken what is missed, such as a skip out of a dictionary, plan with "
+                            f"recompute='never', or {HAND_IT_ON}"
+                        ) from error
                     if cut is not None and again is None and self.curr_layer != last_layer:
                         passed = cut.cut_behind_first(passed)
             return passed
@@ -416,6 +468,14 @@ def _with_stages(module_class: Any) -> type:
     kept = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (StagesModule, module_class)
     return types.new_class(module_class.__name__, bases, exec_body=lambda namespace: namespace.update(kept))
+
+
+def _layers_of(run: Callable[..., Any]) -> tuple[int, int] | None:
+    """The layers of the active stage, from the first to behind the last, that what DeepSpeed checkpoints runs."""
+    variables = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True))
+    if not {"start", "end"} <= variables.keys():
+        return None
+    return variables["start"].cell_contents, variables["end"].cell_contents
 
 
 def _again_within(run: Callable[..., Any], within: Within, micro_batch: int) -> Callable[..., Any]:

@@ -303,14 +303,17 @@ class Watch:
     def _place(self) -> tuple[str, bool, list[int] | None]:
         """Return what the main thread does in words, whether it waits for other ranks, and for which."""
         frame = sys._current_frames().get(self._main or 0)
-        waits, names, outside = _reading(frame)
+        waits, names, outside, num_inner = _reading(frame)
         doing = self.doing
         if waits and hasattr(doing, "message"):
             peers = [doing.rank_of_peer] if hasattr(doing, "rank_of_peer") else None
             return doing.in_words, True, self._ranks_of(doing) or peers
-        known = next((_OPERATIONS[name] for name in names if name in _OPERATIONS), None)
+        # What the user's code calls within what we do, such as a collective in a layer, is its own.
+        ours, around = (_known(each) for each in (names[:num_inner], names[num_inner:]))
         if waits:
-            return known or f"{names[0]}(), called at {outside}", True, None
+            call = f"{names[0]}(), called at {outside}"
+            return ours or (f"{call}, within {around}" if around else call), True, None
+        known = ours or around
         if doing is not None:
             return getattr(doing, "in_words", str(doing)), False, None
         return known or outside, False, None
@@ -438,21 +441,28 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
     return _reading(frame)[0]
 
 
-def _reading(frame: FrameType | None) -> tuple[bool, list[str], str]:
+def _known(names: list[str]) -> str | None:
+    return next((_OPERATIONS[name] for name in names if name in _OPERATIONS), None)
+
+
+def _reading(frame: FrameType | None) -> tuple[bool, list[str], str, int]:
     """Read a stack: return whether its innermost call waits for other ranks; the names of its functions, from the
-    inside; and where the first function stands that belongs to neither torch, DeepSpeed nor this package."""
+    inside; where the first function stands that belongs to neither torch, DeepSpeed nor this package; and how many
+    of the names are of functions that it calls."""
     names: list[str] = []
     waits: bool | None = None
-    outside = ""
+    outside, num_inner = "", None
     while frame is not None:
         file = frame.f_code.co_filename
         if waits is None and not file.endswith(("threading.py", "contextlib.py")):
             waits = any(part in file for part in _WAITS_IN)
-        names.append(frame.f_code.co_name)
         if not outside and not any(part in file for part in _NOT_THE_USERS):
+            num_inner = len(names)
             outside = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        names.append(frame.f_code.co_name)
         frame = frame.f_back
-    return bool(waits), names or [""], outside or "the main thread"
+    names = names or [""]
+    return bool(waits), names, outside or "the main thread", len(names) if num_inner is None else num_inner
 
 
 def _connection() -> Any:

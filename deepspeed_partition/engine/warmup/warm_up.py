@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_partition.engine.pipeline.batch_attempt import Attempt, StepGivenUp
+from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns, tell_of_second_runs
 from deepspeed_partition.engine.pipeline.replaced_instructions import shown_as
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
@@ -65,6 +66,8 @@ class WarmUp:
         self.ran_at: Allocation | None = None
         """The allocation on which a step was trained to its end, in this run or in that of a checkpoint."""
         self._originals: tuple[list[Any], Any] | None = None
+        self._watched: set[int] = set()
+        """The layers whose two runs for a micro-batch have been compared."""
 
     @property
     def clock(self) -> InPlaceClock:
@@ -198,6 +201,18 @@ class WarmUp:
         finally:
             module.forward_funcs[:] = stand_ins
 
+    def _recomputed(self, layer: int, function: Any, timed: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what runs a layer, and again in the backward; what the first two runs change is said once."""
+        tell_of_second_runs()
+        if layer in self._watched:
+            return recomputed(timed)
+
+        def watched(inputs: Any) -> Any:
+            runs = TwoRuns([function], layer, when_over=lambda: self._watched.add(layer))
+            return recomputed(runs.of(timed))(inputs)
+
+        return watched
+
     @contextmanager
     def _stand_ins(self, measuring: Measuring | None) -> Iterator[None]:
         engine, module = self._engine, self._engine.module
@@ -208,7 +223,7 @@ class WarmUp:
         for place, function in enumerate(originals):
             timed = function if measuring is None else measuring.layer(module._local_start + place, function)
             if self._recomputes and can_recompute(function):
-                timed = recomputed(timed)
+                timed = self._recomputed(module._local_start + place, function, timed)
             functions[place] = function if timed is function else stand_in(function, timed)
         try:
             with ExitStack() as shown:

@@ -1,4 +1,4 @@
-"""The names that the code of a program's steps reads: of its file, of functions around it, of its class."""
+"""The names that a program's code reads: of its file, of functions around it, of its class."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import inspect
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from lightning_madpipe.steps.step_side_effects import LIBRARIES
+from torch import nn
 
+LIBRARIES = (
+    "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
+    "torch",
+)  # fmt: skip
+"""Whose objects change while a program's code runs without its doing: an allocation counter, a loop."""
+MOST_FUNCTIONS = 200
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 
 
@@ -121,6 +127,52 @@ def function_in(value: Any) -> FunctionType | None:
     """The function that decorators are around."""
     function = inspect.unwrap(value) if callable(value) else None
     return function if isinstance(function, FunctionType) else None
+
+
+class CodeSearch:
+    """Finds the names in code of a program and in what it calls.
+
+    Args:
+        is_of_program: Whether a file, by the name of its module, is the program's.
+    """
+
+    def __init__(self, is_of_program: Callable[[str | None], bool]) -> None:
+        self.found: dict[tuple[str, str], Name] = {}
+        """The names that stand for data, by whom they belong to and their own."""
+        self.written = set[str]()
+        """All names in the code."""
+        self._is_of_program, self._seen = is_of_program, set[int]()
+
+    def read(self, code: Any, kind: type | None) -> None:
+        """Find what a function reads, and the functions of the program that it calls."""
+        function = function_of(code)
+        known = function is None or id(function) in self._seen or len(self._seen) >= MOST_FUNCTIONS
+        if function is None or known or not self._is_of_program(function.__module__):
+            return
+        self._seen.add(id(function))
+        self.written.update(names_in(function.__code__))
+        for name in names_read(function, kind):
+            value = name.value
+            if function_of(value) is not None:
+                self.read(value, kind if name.is_member else None)
+            elif (
+                isinstance(value, type)
+                and self._is_of_program(value.__module__)
+                and not issubclass(value, nn.Module)
+            ):
+                for member in vars(value).values():
+                    if isinstance(member, FunctionType):
+                        self.read(member, value)
+            elif name.is_member or name.owner not in sys.modules or self._is_of_program(name.owner):
+                self._keep(name)
+
+    def _keep(self, name: Name) -> None:
+        """Keep a name under its owner; two functions that one around them has made have variables of their own."""
+        owner, number = name.owner, 1
+        while (owner, name.key) in self.found and not self.found[owner, name.key].is_at(name):
+            number += 1
+            owner = f"{name.owner} {number}"
+        self.found[owner, name.key] = name
 
 
 class _Cells(MutableMapping[str, Any]):

@@ -1,0 +1,300 @@
+"""What layers name beside their weights and outputs: globals, variables around them, objects that several have.
+
+A layer can leave something there for another one: a skip in a dictionary, a list, a global. Where the two run in
+stages of their own, perhaps on other ranks, nothing carries it. The layer that wants it then meets an error of its
+own, which is told here in a sentence with both layers, or it does without in silence, which the first forward of
+each stage tells: what its layers change that layers of other stages have, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import IOBase
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from deepspeed_partition.code_names import CodeSearch, Name, is_installed, is_librarys
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.generators import GENERATORS, members_of
+from deepspeed_partition.profiling.attributes import attributes_of
+
+DEPTH = 3
+"""Depth, in containers and objects, to which a value is looked at."""
+MOST_MEMBERS = 1000
+"""Most members of a list, dict or set whose values are looked at: of longer ones the length is. Of tensors with
+more numbers sums are compared."""
+MOST_NUMBERS = 2**28
+"""Most numbers of a tensor or an array that are summed."""
+MISSED = (LookupError, AttributeError, TypeError)
+"""What a layer raises that does not find what another one should have left."""
+HAND_IT_ON = (
+    "make one layer of both and of all between them, such as an nn.Sequential, or let the layers hand it on: "
+    "`return x, skip`"
+)
+
+
+class HandedOverError(RuntimeError):
+    """A layer wants something that a layer of another stage leaves beside its output."""
+
+
+class Thing(NamedTuple):
+    """Something that a layer's code can reach beside its weights."""
+
+    written: str
+    """How the layer calls it."""
+    value: Callable[[], Any]
+    """Gives what it is now."""
+
+
+# What layers can reach
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """The module of a layer, also of a tied one that a function runs."""
+    parts = function.args if isinstance(function, functools.partial) else (function,)
+    return [part for part in parts if isinstance(part, nn.Module)][:1]
+
+
+def names_beside(function: Any) -> list[Name]:
+    """The names of data that the code of a layer reads: globals, attributes of classes, variables around it.
+
+    Args:
+        function: A layer: a module, a function, or a ``LayerSpec``, which need not be built.
+    """
+    kind = _kind_of(function)
+    own = "" if kind is None or is_librarys(kind) else (kind.__module__ or "").partition(".")[0]
+
+    def is_of_program(module: str | None) -> bool:
+        return (module or "").partition(".")[0] == own or not is_installed(module)
+
+    search = CodeSearch(is_of_program)
+    if isinstance(function, LayerSpec):
+        search.read(getattr(kind, "forward", None), kind)
+    for module in modules_of(function):
+        for part in module.modules():
+            search.read(type(part).forward, type(part))
+            for value in attributes_of(part).values():
+                if isinstance(value, FunctionType):
+                    search.read(value, None)
+    parts = (function.func, *function.args) if isinstance(function, functools.partial) else (function,)
+    for each in parts:
+        if not isinstance(each, nn.Module | LayerSpec):
+            search.read(each, None)
+    return [name for name in search.found.values() if _is_data(name.value)]
+
+
+def _kind_of(function: Any) -> Any:
+    if isinstance(function, LayerSpec):
+        return function.typename if isinstance(function.typename, type) else None
+    return next((module.__class__ for module in modules_of(function)), None)
+
+
+def _is_data(value: Any) -> bool:
+    return not isinstance(value, (nn.Module, type, FunctionType, *GENERATORS)) and not callable(value)
+
+
+def things_of(function: Any) -> dict[object, Thing]:
+    """What a layer can reach that others may have, too, by what is the same for all that have it."""
+    found: dict[object, Thing] = {}
+    for name in names_beside(function):
+        table, key = name.table, name.key
+        found[name.owner, key] = Thing(name.written, functools.partial(table.get, key))
+        _add_containers(name.value, name.written, DEPTH, found)
+    if isinstance(function, LayerSpec):
+        arguments = {**dict(enumerate(function.module_args)), **function.module_kwargs}
+        for key, value in arguments.items():
+            _add_containers(value, f"its argument {key}", DEPTH, found)
+    for module in modules_of(function):
+        for path, part in module.named_modules():
+            for key, value in attributes_of(part).items():
+                _add_containers(value, f"its {path}.{key}".replace(" .", " "), DEPTH, found)
+    return found
+
+
+def _add_containers(value: Any, written: str, depth: int, found: dict[object, Thing]) -> None:
+    if isinstance(value, nn.Parameter | nn.Module | LayerSpec) or id(value) in found:
+        return
+    members: Mapping[Any, Any] = {}
+    if isinstance(value, dict):
+        members = value
+    elif isinstance(value, list | tuple | deque):
+        members = dict(enumerate(value))
+    elif not isinstance(value, torch.Tensor | np.ndarray | set):
+        table = members_of(value)
+        if table is None:
+            return
+        members = table
+    if not isinstance(value, tuple):
+        found[id(value)] = Thing(written, lambda: value)
+    if depth and len(members) <= MOST_MEMBERS:
+        for key, member in list(members.items()):
+            _add_containers(member, f"{written}[{key!r}]", depth - 1, found)
+
+
+# What values are
+
+
+def leaves(value: Any, depth: int = DEPTH) -> Iterator[Any]:
+    """The numbers, lengths and strings in a value, and of large tensors sums; what can be compared later."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_meta and value.numel() <= MOST_NUMBERS:
+            yield from _numbers_of(value.detach())
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biufc" and value.size <= MOST_NUMBERS:
+            yield from _numbers_of(value)
+    elif value is None:
+        yield "None"
+    elif isinstance(value, numbers.Number | str):
+        yield value
+    elif isinstance(value, list | tuple | set | frozenset | deque | dict):
+        yield len(value)
+        if depth and len(value) <= MOST_MEMBERS and not isinstance(value, set | frozenset):
+            for member in list(value.values()) if isinstance(value, dict) else list(value):
+                yield from leaves(member, depth - 1)
+    elif isinstance(value, IOBase):
+        with suppress(OSError, ValueError):  # a pipe, or closed
+            yield value.tell() if value.writable() else 0
+    elif depth:
+        for member in list((members_of(value) or {}).values()):
+            yield from leaves(member, depth - 1)
+
+
+def _numbers_of(values: Any) -> list[Any]:
+    size = values.numel() if isinstance(values, torch.Tensor) else values.size
+    if size <= MOST_MEMBERS:
+        found = values.flatten().tolist()
+        return found if isinstance(found, list) else [found]
+    if isinstance(values, torch.Tensor):
+        wide = torch.view_as_real(values) if values.is_complex() else values
+        return [size, float(wide.sum(dtype=torch.float64)), float(wide.abs().sum(dtype=torch.float64))]
+    return [size, float(np.sum(np.real(values), dtype=float)), float(np.sum(np.abs(values), dtype=float))]
+
+
+def are_same(values: Sequence[Any], others: Sequence[Any] | None) -> bool:
+    """Whether two values, of which :func:`leaves` has told, are the same but for the last digits of numbers."""
+    return others is not None and len(values) == len(others) and all(map(_is_same, values, others))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float):
+        # A recomputed number may differ in its last digits.
+        return math.isclose(value, other, rel_tol=1e-5) or (math.isnan(value) and math.isnan(other))
+    return bool(value == other)
+
+
+# What layers of several stages have
+
+
+class SharedThings:
+    """What layers of different stages can reach beside their outputs.
+
+    Args:
+        layers: All layers of the model, those of other ranks perhaps not built.
+        stage_of: The stage of each.
+    """
+
+    def __init__(self, layers: Sequence[Any], stage_of: Sequence[int]) -> None:
+        self._layers, self._stage_of = layers, stage_of
+        holders: dict[object, dict[int, Thing]] = {}
+        for place, layer in enumerate(layers):
+            for key, thing in things_of(layer).items():
+                holders.setdefault(key, {})[place] = thing
+        self._shared = [each for each in holders.values() if len({stage_of[place] for place in each}) > 1]
+
+    @contextmanager
+    def told(self, stage: int) -> Iterator[None]:
+        """Say once what the layers of a stage change meanwhile that layers of other stages have, too."""
+        here = [each for each in self._shared if any(self._stage_of[place] == stage for place in each)]
+        before = [self._values(each) for each in here]
+        yield
+        for holders, values in zip(here, before, strict=True):
+            if not are_same(self._values(holders), values):
+                self._tell(stage, holders)
+
+    @staticmethod
+    def _values(holders: Mapping[int, Thing]) -> list[Any]:
+        return list(leaves(next(iter(holders.values())).value()))
+
+    def _tell(self, stage: int, holders: Mapping[int, Thing]) -> None:
+        givers = [place for place in holders if self._stage_of[place] == stage]
+        others = [place for place in holders if self._stage_of[place] != stage]
+        written = holders[givers[0]].written
+        warn_once(
+            f"handed over/{self._in_words(givers)}/{self._in_words(others)}",
+            f"{self._in_words(givers)}, in stage {stage}, changes {written} while it runs, which "
+            f"{self._in_words(others)} can reach, too, in other stages: what is left there for them is not there, "
+            f"or is that of another micro-batch. If they compute with it, {HAND_IT_ON}. For a cache, or a counter "
+            "that no output depends on, nothing differs",
+        )
+
+    def explained(self, error: Exception, stage: int) -> HandedOverError | None:
+        """Return a sentence in the place of an error of a layer that misses what another one leaves; or None."""
+        taker = self._raised_by(error, stage)
+        if taker is None:
+            return None
+        givers: dict[int, Thing] = {}
+        for holders in self._shared:
+            if taker in holders and _may_be_missed(error, holders[taker].value()):
+                others = {p: thing for p, thing in holders.items() if self._stage_of[p] != stage}
+                givers = givers or dict.fromkeys(others, holders[taker])
+        if not givers:
+            return None
+        before = [place for place in givers if place < taker] or list(givers)
+        return HandedOverError(
+            f"{self._in_words([taker])} raises {type(error).__name__}: {error}. It runs in stage {stage} and can "
+            f"reach {givers[before[0]].written} beside its input, as {self._in_words(before)} of another stage "
+            "can, and nothing goes from stage to stage but what layers return. If the one leaves there what the "
+            f"other takes, such as a skip, {HAND_IT_ON}"
+        )
+
+    def _raised_by(self, error: Exception, stage: int) -> int | None:
+        """The layer of a stage in which an error was raised."""
+        own = [place for place, of in enumerate(self._stage_of) if of == stage]
+        parts = {id(part): place for place in own for m in modules_of(self._layers[place]) for part in m.modules()}
+        codes = {getattr(self._layers[place], "__code__", None): place for place in own}
+        trace = error.__traceback__
+        while trace is not None:
+            frame = trace.tb_frame
+            found = parts.get(id(frame.f_locals.get("self")), codes.get(frame.f_code))
+            if found is not None:
+                return found
+            trace = trace.tb_next
+        return None
+
+    def _in_words(self, places: Sequence[int]) -> str:
+        named = [f"layer {place} ({name_of(self._layers[place])})" for place in places[:3]]
+        return " and ".join(named) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+
+
+def name_of(layer: Any) -> str:
+    """The name of a layer's class, or of its function."""
+    kind = _kind_of(layer)
+    return str(getattr(layer if kind is None else kind, "__name__", type(layer).__name__))
+
+
+def _may_be_missed(error: Exception, value: Any) -> bool:
+    """Whether an error can come from what is not in a value."""
+    if isinstance(error, KeyError):
+        return isinstance(value, dict) and not (error.args and _has(value, error.args[0]))
+    if isinstance(error, IndexError):
+        return isinstance(value, list | deque)
+    if isinstance(error, AttributeError):
+        return getattr(error, "obj", value) is value or value is None
+    return isinstance(value, dict | list | deque) or value is None
+
+
+def _has(value: dict[Any, Any], key: Any) -> bool:
+    try:
+        return key in value
+    except TypeError:
+        return False
