@@ -167,7 +167,7 @@ def layers_on_parts(
                 break
             modules = _modules_of(layer)
             name, shown = _in_words(place, layer, names)
-            look = _Look(name, shown, function, modules, found, needed, names)
+            look = _Look(name, shown, function, modules, found, needed, names, _number_of(samples))
             try:
                 with stand_ins(modules, device, dtype=dtype, trains=False):
                     behind, parts_behind = look.at(passed, parts)
@@ -317,8 +317,7 @@ class _Chain:
         dims = samples.dims
         if dims is None or len(own) != len(dims):
             return _Chain(None)
-        lengths = [tensor.shape[dim] for tensor, dim in zip(own, dims, strict=True) if dim is not None]
-        size = math.gcd(*lengths)
+        size = _number_of(FewSamples(own, dims))
         if size < 4 or size % 2:
             return _Chain(None)
         three: list[Tensors] = []
@@ -353,6 +352,7 @@ class _Look:
     Args:
         needed: Whether training needs the gradient of each input.
         names: How the user writes each module.
+        num_samples: The number of samples that the first layer is given.
     """
 
     def __init__(
@@ -364,8 +364,9 @@ class _Look:
         found: OnParts,
         needed: tuple[bool, ...],
         names: Mapping[nn.Module, str],
+        num_samples: int,
     ) -> None:
-        self._names = names
+        self._names, self._num_samples = names, num_samples
         self._name, self.shown, self._function = name, shown, function
         self._modules, self._found, self._needed = modules, found, needed
         self.needed_behind: tuple[bool, ...] = ()
@@ -395,7 +396,7 @@ class _Look:
         following = _Parts(other_first, other_second, alone)
         mixes = any(_depends_on_both(*each) for each in three)
         if not mixes and not draws:
-            mixes = alone is not None and not _are_together(whole, *alone)
+            mixes = alone is not None and not _are_together(whole, *alone, self._num_samples)
         if mixes and not is_named:
             self._found.mixing.append(self.shown)
         elif not mixes:
@@ -437,9 +438,11 @@ class _Look:
         each = list(zip(*three, strict=True))
         if any(not own.shape == first.shape == second.shape for own, first, second in each):
             return None
-        if any(_depends_on_both(*tensors) for tensors in each if all(t.isfinite().all() for t in tensors)):
-            if not is_named and self.shown not in self._found.mixing:
-                self._found.mixing.append(self.shown)
+        named = self.shown in self._found.mixing
+        mixes = any(_depends_on_both(*tensors) for tensors in each if all(t.isfinite().all() for t in tensors))
+        if mixes and not is_named and not named:
+            self._found.mixing.append(self.shown)
+        if mixes or named:  # which may only put samples into the places of others
             return None if dims is None else _in_halves(three, dims)
         return three
 
@@ -664,15 +667,38 @@ def _depends_on_both(own: Tensor, other_first: Tensor, other_second: Tensor) -> 
     return bool((_changes(own, other_first) & _changes(own, other_second)).any())
 
 
-def _are_together(whole: Tensors, first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """Whether what a layer gives for either half is, in any order, what it gives for all samples."""
-    for own, *halves in zip(whole, first, second, strict=True):
-        if own.numel() != sum(half.numel() for half in halves) or own.numel() <= 1 or own.is_complex():
+def _number_of(samples: FewSamples) -> int:
+    """The number of samples, as far as the lengths of the dimensions that count them tell."""
+    pairs = zip(samples.inputs, samples.dims or (), strict=False)
+    return math.gcd(*(tensor.shape[dim] for tensor, dim in pairs if dim is not None))
+
+
+def _are_together(whole: Tensors, first: Tensors, second: Tensors, num_samples: int) -> bool:
+    """Whether what a layer gives for either half is what it gives for all samples, each at its place."""
+    for own, one, other in zip(whole, first, second, strict=True):
+        if own.numel() != one.numel() + other.numel() or own.numel() <= 1 or own.is_complex():
             continue  # the same for all samples, such as a mask
-        together = torch.cat([half.reshape(-1) for half in halves])
-        if _differ_by_more(own.reshape(-1).sort().values, together.sort().values):
+        dim = grown_dim(own, one)
+        if dim is None or dim < 0 or own.shape[dim] != 2 * one.shape[dim]:
+            together = torch.cat([one.reshape(-1), other.reshape(-1)])
+            if _differ_by_more(own.reshape(-1).sort().values, together.sort().values):
+                return False
+        elif all(_differ_by_more(own, each) for each in _joined(one, other, dim, num_samples)):
             return False
     return True
+
+
+def _joined(first: Tensor, second: Tensor, dim: int, num_samples: int) -> Iterator[Tensor]:
+    """What two halves make together: one behind the other, or in turns, as where a sequence comes before samples.
+
+    Each sample has the same number of rows, and a turn has at least one row of each sample.
+    """
+    length = first.shape[dim]
+    rows_of_sample = max(2 * length // max(num_samples, 1), 1)
+    for turns in range(1, rows_of_sample + 1):
+        if length % turns == 0 and rows_of_sample % turns == 0:
+            halves = [half.unflatten(dim, (turns, length // turns)) for half in (first, second)]
+            yield torch.cat(halves, dim + 1).flatten(dim, dim + 1)
 
 
 def _differ_by_more(own: Tensor, other: Tensor) -> bool:

@@ -193,6 +193,10 @@ APART: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]]]] = {
     ),
     "transposed": (TEXTS, 0, lambda: [lambda x: x.transpose(0, 1), Recurrent(), lambda x: x[-1]]),
     "two views": ((4, WIDTH), 0, lambda: [lambda x: torch.cat([x, x.flip(-1)]), nn.Linear(WIDTH, WIDTH)]),
+    "three views": (
+        TEXTS, 0, lambda: [lambda x: torch.cat([x, -x, 2 * x]), lambda x: x.unflatten(0, (3, -1)).transpose(0, 1),
+                           lambda x: x.flatten(0, 1)],
+    ),
     "experts": ((4, WIDTH), 0, lambda: [Layer(experts)]),
     "checkpoint": ((4, WIDTH), 0, lambda: [
         Layer(lambda m, x: checkpoint(m.linear, x, use_reentrant=False)), nn.Linear(WIDTH, 2)]),
@@ -232,6 +236,10 @@ MIXING: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]], list[int]
     "time first": ((LENGTH, 4, WIDTH), 1, lambda: [Recurrent(batch_first=True), nn.Linear(WIDTH, 2)], [0]),
     "handed on": ((4, WIDTH), 0, lambda: [lambda x: (x, x.mean(0)), lambda p: p[0] - p[1]], [0]),
     "a number handed on": ((4, WIDTH), 0, lambda: [lambda x: (x, x.std()), lambda p: p[0] / p[1]], [1]),
+    "reversed": ((4, WIDTH), 0, lambda: [nn.Linear(WIDTH, WIDTH), lambda x: x.flip(0), nn.Tanh()], [1]),
+    "in turn": ((4, WIDTH), 0, lambda: [lambda x: torch.cat([x[::2], x[1::2]]), nn.Linear(WIDTH, 2)], [0]),
+    "two views of others": ((4, WIDTH), 0, lambda: [lambda x: torch.cat([x, x.roll(1, 0)]), nn.Tanh()], [0]),
+    "others beside": (TEXTS, 0, lambda: [nn.Tanh(), lambda x: (x, x.roll(1, 0)), lambda p: p[0] * p[1]], [1]),
     "similarities": ((4, WIDTH), 0, lambda: [lambda x: x @ x.t(), nn.ReLU()], [0]),
     "pair": ((2, WIDTH), 0, lambda: [lambda x: x - x.mean(0)], [0]),
 }  # fmt: skip
