@@ -267,6 +267,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._batch_numbers = count(1)
         self._is_first_batch = False
         self._number_of_batch: int | None = None
+        self._left_out_in: int | None = None
+        """The number of a batch whose closure has run and whose optimizer's step was not asked for."""
+        self._is_asked_to_step = False
         self._all_are_here = False
         self._spread_before: SpreadModel | None = None
 
@@ -614,7 +617,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` with those of its optimizer step; return its loss, and other results if they are read."""
-        number = self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        trainer = self._module.trainer
+        number = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if number == self._number_of_batch:
             raise self._lightning.refusal(
                 "optimizer_step evaluates its closure a second time for a batch, and in a pipeline the closure "
@@ -622,8 +626,12 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 "cannot run in a pipeline"
             )
         self._number_of_batch = number
+        self._refuse_step_that_was_left_out()
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
-            return self._batches.train(batch, arguments)
+            trained = self._batches.train(batch, arguments)
+        if not (self._is_asked_to_step or trainer.fit_loop._should_accumulate()):
+            self._left_out_in = number
+        return trained
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` through the pipeline; return the step's results if a hook reads them, else its loss."""
@@ -645,7 +653,26 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._optimizer_hooks.run_before_closure()
         call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
-        return closure()
+        self._refuse_step_that_was_left_out(but_in=trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        self._left_out_in, self._is_asked_to_step = None, True
+        try:
+            return closure()
+        finally:
+            self._is_asked_to_step = False
+
+    def _refuse_step_that_was_left_out(self, but_in: int | None = None) -> None:
+        """Refuse an overridden ``optimizer_step`` that has run its closure and not the optimizer's step.
+
+        Args:
+            but_in: The number of a batch whose optimizer's step comes after its closure.
+        """
+        if self._left_out_in not in (None, but_in):
+            raise self._lightning.refusal(
+                f"optimizer_step of {type(self._module).__name__} has called its closure without "
+                "optimizer.step(closure=...), to leave the optimizer's step out; in a pipeline the closure makes "
+                "that step, as it has for the batch before. Let it call optimizer.step(closure=optimizer_closure) "
+                "for each batch; Trainer(accumulate_grad_batches=n) steps once for n batches"
+            )
 
     def _refuse_what_changed(self, trainer: Any) -> None:
         """Refuse what the engine took when it began, and a hook has set anew since."""
@@ -673,6 +700,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
 
     def on_train_start(self) -> None:
+        self._left_out_in, self._is_asked_to_step = None, False
         self._is_first_batch = True
         if self.options.plan is None:
             self._spread.refuse_copies_that_stay()
@@ -698,6 +726,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         )
 
     def on_train_end(self) -> None:
+        self._refuse_step_that_was_left_out()
         if self._warm_up is not None and self.deepspeed_engine.is_warming_up:
             self._warm_up.say_that_no_plan_was_made()
 

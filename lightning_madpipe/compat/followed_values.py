@@ -101,6 +101,8 @@ class FollowedValues(TorchFunctionMode):
             self._has_met_one = any(map(self._is_of_parameters, _tensors((*arguments, *keywords.values()))))
         if name in ("numel", "nelement"):
             self._note_count(*_tensors(arguments[:1]))
+        elif name == "requires_grad_":
+            self._note_draws(frozenset[str]().union(*map(self._sources_of, _tensors(arguments[:1]))) - {NOISE})
         elif name not in FORMS:
             if name == "__deepcopy__":  # whose second argument holds all that was copied before
                 self._follow(name, arguments[:1], result)

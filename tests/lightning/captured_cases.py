@@ -484,6 +484,29 @@ def recurrent(host: cases.Host) -> dict[str, Any]:
     return trained(host, Recurrent, sentences())
 
 
+class Repeating(Sgd):
+    """Runs one module three times, whose weights then lie in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.embed(x))
+        for _ in range(3):
+            x = torch.relu(self.block(x)) + x
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def copies_that_leave(host: cases.Host) -> dict[str, Any]:
+    """When layers moved a rank lost its copy, and the run was refused for a weight of the shape (0,)."""
+    data = cases.loader(NUM_SAMPLES)
+    return {str(cut): trained(host, Repeating, data, {"algorithm": [0, cut, 5]}) for cut in (1, 4)}
+
+
 class Routed(nn.Module):
     """Each sample goes to the expert that a router chooses for it; an expert that nobody chooses does not run."""
 
@@ -1081,6 +1104,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         stateful,
         in_place,
         rate_in_step,
+        copies_that_leave,
     ],
     4: [],
 }

@@ -552,6 +552,78 @@ class OwnOptimizer(Module):
         return GlobalNorm(self.parameters(), lr=0.1)
 
 
+class RarelyClipped(torch.optim.SGD):
+    """Clips by a norm that gradients of ordinary size never have."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 1e4)
+        return super().step()
+
+
+class StepsClippedRarely(Module):
+    def configure_optimizers(self) -> Any:
+        return RarelyClipped(self.parameters(), lr=0.1)
+
+
+class HeadAlone(Module):
+    """Its optimizer has not all that trains, and Lightning clips what that has."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.blocks[-1].parameters(), *self.head.parameters()], lr=0.5)
+
+
+class StepLeftOut(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+class StepBehindClosure(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class FrozenAtRandom(Module):
+    def on_train_epoch_start(self) -> None:
+        for weight in self.parameters():
+            weight.requires_grad_(random.random() < 0.9)
+
+
+class ScalesItsBatch(Module):
+    """The loader gives the same tensors again, which the step changes before and after it calls the layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batch[0].mul_(0.8)
+        loss = F.cross_entropy(self(batch[0] * 1.0), batch[1].clone())
+        batch[1].add_(1).remainder_(cases.NUM_CLASSES)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(batch[0].abs().sum() + batch[1].sum())
+
+
+def as_in_one_process(host: Host) -> dict[str, Any]:
+    record = {}
+    for build, arguments in (
+        (HeadAlone, {"gradient_clip_val": LARGEST}),
+        (StepBehindClosure, {}),
+        (ScalesItsBatch, {"data": "kept"}),
+    ):
+        module, recorder = seeded(build), cases.Recorder()
+        if arguments.get("data"):
+            kept = [[part.clone() for part in batch] for batch in cases.loader(32)]
+            arguments = {"data": DataLoader(kept, batch_size=None)}
+        trained(host, module, recorder, **arguments)
+        record[build.__name__] = {"rows": recorder.rows, "norms": module.norms}
+    return record
+
+
 class Ratio(torch.optim.Optimizer):
     """As LAMB: the step of a matrix has its norm."""
 
@@ -997,6 +1069,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
         WithSAM, EvaluatedTwice, WithLBFGS, LearnedWeights,
+        StepsClippedRarely, StepLeftOut, FrozenAtRandom,
         NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, StatesAsked, GroupAdded,
         RateOfWorld, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
@@ -1029,6 +1102,7 @@ def logged_features(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         norms_over_ranks,
+        as_in_one_process,
         each_by_itself,
         by_places,
         logged_features,

@@ -187,6 +187,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
     "case",
     [
         "norms_over_ranks",
+        "as_in_one_process",
         "each_by_itself",
         "by_places",
         "logged_features",
@@ -238,6 +239,7 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         ("CountedPlacesOfOptimizer", "takes the optimizer's parameters by their places"),
         # A rate for the number of processes is another one than in one process.
         ("RateOfWorld", "trainer.world_size is asked for at hook_cases.py:"),
+        ("FrozenAtRandom", "on_train_epoch_start of FrozenAtRandom draws random numbers for parameters ("),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
         # Code that the optimizer or the schedule ran saw a part of the parameters, and nothing was said.
@@ -332,6 +334,8 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
             "rank 1 has left the loop over the batches of epoch 0 after 1 of them, and rank 0",
         ),
         ("GroupAdded", "the optimizer had 1 parameter groups when fit began and has 2 now (add_param_group)"),
+        ("StepsClippedRarely", "returns RarelyClipped, whose step of a parameter depends on the others"),
+        ("StepLeftOut", "optimizer_step of StepLeftOut has called its closure without optimizer.step(closure="),
         ("OptimizerReplaced", "trainer.optimizers has another optimizer (Adam) than when fit began"),
         ("ClippingReplaced", "trainer.gradient_clip_val was None when fit began and is 0.05 now"),
         ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),

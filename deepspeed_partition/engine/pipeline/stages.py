@@ -448,8 +448,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         for key, comm in self.tied_comms.items():
             tied = (isinstance(spec, TiedLayerSpec) and spec.key == key for spec in self._layer_specs)
             source = self._grid.stage_to_global(stage_id=self.stage_owner(list(tied).index(True)))
-            for name in comm["weight_attr"]:
-                dist.broadcast(self._recursive_getattr(comm["module"], name), src=source, group=comm["group"])
+            with torch.no_grad():
+                for name in comm["weight_attr"]:
+                    weight = self._recursive_getattr(comm["module"], name)
+                    dist.broadcast(weight, src=source, group=comm["group"])
         with torch.no_grad():
             for main, *others in several_of_a_key(self):
                 for other in others:
