@@ -60,7 +60,8 @@ class WeightsWithoutData:
         """Let the model's modules have tensors without data, in the places of parameters and buffers."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         attributes = [dict(vars(module)) for module in self._model.modules()]
-        for prefix, module in self._model.named_modules():
+        # A module that stands at two places has its tensors under both names.
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:

@@ -33,7 +33,11 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.pipeline.optimizers_in_parts import StepOfUser, refuse_what_needs_all
+from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
+    StepOfUser,
+    refuse_ranks_without_parameters,
+    refuse_what_needs_all,
+)
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
@@ -113,6 +117,10 @@ class MadPipeEngine(ResumingEngine):
         of_types = why_types_are_not_carried(kwargs["model"], kwargs["config_class"], kwargs.get("optimizer"))
         if of_types and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_types)
+        if kwargs.get("model_parameters") is not None:
+            given = kwargs["model_parameters"] = list(kwargs["model_parameters"])
+            optimizer = kwargs.get("optimizer")
+            refuse_ranks_without_parameters(kwargs["model"], given, optimizer, kwargs["config_class"])
         super().__init__(**kwargs)
         remember_attributes(self.module._layer_specs)
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))

@@ -617,3 +617,13 @@ def test_statistics_in_layers_that_share_weights_are_refused() -> None:
     ):
         layers_from(capture(TwoViews(nn.BatchNorm1d), views))
     assert len(layers_from(capture(TwoViews(nn.LayerNorm), views))) > 1
+
+
+def test_a_module_at_two_places_of_a_sequential_is_one_layer_for_both():
+    """A KeyError of the second place's name stood in the sentence, and the model had fewer layers than it has."""
+    block = nn.Linear(6, 6)
+    model = nn.Sequential(nn.Linear(4, 6), block, nn.Tanh(), block, nn.ReLU(), nn.Linear(6, 2))
+    outer = nn.Sequential(model)
+    layers = captured_layers(outer, torch.randn(3, 4))
+    assert not any("ElementLayer" in type(layer).__name__ for layer in layers)
+    assert_same(outer, layers, [one(torch.randn(5, 4))])

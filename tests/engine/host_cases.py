@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 
 import deepspeed_partition
 from deepspeed_partition import Plan
-from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
 from deepspeed_partition.planner.errors import PlanMismatchError
 from tests.engine import pipelines, plans
 from tests.engine.pipelines import (
@@ -31,10 +32,12 @@ from tests.engine.pipelines import (
     two_groups,
 )
 from tests.engine.running import (
+    ADAM,
     NUM_MICRO_BATCHES,
     adam,
     all_tensors,
     batches,
+    configuration,
     planned,
     raised,
     same,
@@ -178,6 +181,15 @@ def a_refused_cut_changes_nothing(_: Path) -> None:
     with raised(ValueError, "without trainable parameters"):
         engine.recut(looped((0, 1, 0), [0, 1, 2, 8]))
     same([*losses, *train(engine, data[1:])], expected)
+
+
+def an_optimizer_without_parameters_of_a_rank(_: Path) -> None:
+    """Rank 0 alone raised torch's words, and the other one waited."""
+    module = PipelineModule(layers=mlp(), num_stages=2, loss_fn=loss_fn, partition_method=[0, 1, 8])
+    given = (each for name, each in module.named_parameters() if not name.startswith("0."))
+    config = configuration(optimizer=copy.deepcopy(ADAM))
+    with raised(ValueError, "none of the parameters of stage 0, layers 0 to 1", "'lr': 0.0"):
+        initialize(model=module, config=config, model_parameters=given)
 
 
 def a_layer_that_was_changed_after_it_was_built(_: Path) -> None:
@@ -388,7 +400,7 @@ CASES = {
         *OF_MAPS, the_groups_of_an_old_map_are_ended, plans_from_everywhere, ranks_without_data_are_told,
         initialized_again,
         timers_and_profiler_of_deepspeed, installed_plans, layers_that_share_a_buffer,
-        a_refused_cut_changes_nothing,
+        a_refused_cut_changes_nothing, an_optimizer_without_parameters_of_a_rank,
         a_layer_that_was_changed_after_it_was_built,
     ],
     3: OF_MAPS,

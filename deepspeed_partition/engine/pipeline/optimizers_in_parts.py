@@ -9,7 +9,7 @@ ranks, where a cut of MadPipe's runs in fp32 without ZeRO.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -45,6 +45,33 @@ SCHEDULE_OF_A_PART = (
 )
 NUM_WATCHED = 3
 """Steps of a schedule that are watched."""
+
+
+def refuse_ranks_without_parameters(module: Any, given: Sequence[Any], optimizer: Any, config: Any) -> None:
+    """Refuse ``model_parameters`` that have none of a rank, on which an optimizer could not start. Collective.
+
+    Args:
+        module: The pipeline module.
+        given: The parameters, or groups of them, that the script gives on this rank.
+        optimizer: What it gives as its optimizer.
+        config: DeepSpeed's, as it is read.
+
+    Raises:
+        ValueError: there is such a rank, and another one has some; on every rank.
+    """
+    is_made = callable(optimizer) or (optimizer is None and config.optimizer_name is not None)
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in given]
+    number = sum(len(list(group)) for group in groups)
+    ranks = module._grid.get_pipe_parallel_group()
+    numbers = gather_objects((number, module._local_start, module._local_stop), ranks) if is_made else []
+    for rank, (count, first, last) in enumerate(numbers):
+        if not count and any(other for other, *_ in numbers):
+            raise ValueError(
+                f"model_parameters has none of the parameters of stage {rank}, layers {first} to {last}, and an "
+                "optimizer cannot start without: give it those of every stage, in a group with a rate of 0 where "
+                "they shall stay (`{'params': [...], 'lr': 0.0}`), or freeze them before the pipeline module is "
+                "built, which then cuts otherwise"
+            )
 
 
 def refuse_what_needs_all(engine: Any) -> None:
