@@ -46,6 +46,8 @@ class BatchRun:
     micro_batches: list[MicroBatch]
     whole: MicroBatch
     """The whole batch as one micro-batch."""
+    tensors: Tensors = ()
+    """The tensors of the batch, in order, also those that a step takes out of it."""
     call: Any = None
     """What captured layers run for it."""
     runs_once: bool = False

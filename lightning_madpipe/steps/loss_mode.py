@@ -260,7 +260,7 @@ class LossOfBatches:
         """
         if len(run.micro_batches) == 1 or any(each in reason for each in FOR_MEMORY):
             return
-        same, whole = self.again(run, False), BatchRun([replace(run.whole)], run.whole)
+        same, whole = self.again(run, False), BatchRun([replace(run.whole)], run.whole, run.tensors)
         for other in (same, whole):
             other.runs_once, other.asks = True, lambda *_: None
         if self.forward(same) is None:

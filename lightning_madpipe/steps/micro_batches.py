@@ -51,8 +51,9 @@ class MicroBatch:
     """What the step returned, unscaled; None where it returned no loss."""
     returned: Any = None
     """What the step returned, where somebody reads it."""
-    changed: dict[int, Tensor] = field(default_factory=dict)
-    """The tensors that the step has changed in place, by their places among those of ``data``, as it left them."""
+    changed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """The tensors of ``data`` that the step has changed in place, in a copy or itself, by their places, each with
+    what the step has left."""
     log_calls: list[LogCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     """The calls of loggers and of ``self.print`` that the step made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.collectives import broadcast_object, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
-from lightning_madpipe.steps.batches import tensors_of
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.own_generators import States
@@ -118,7 +117,8 @@ class Outcomes:
                 outcome = unpacked(pickle.loads(parcel), self._device)
                 make_changes(self._module, outcome.changes, self._steps.beside)
                 for run, changed in zip(window, outcome.batches, strict=False):
-                    _write(run.whole.data, changed)
+                    for place, left in changed.items():
+                        _write(run.tensors[place], left)
         assert outcome is not None, "the last stage has it and sends it"
         self._steps.draws.put(outcome.draws)
         if step == "training_step":
@@ -240,14 +240,12 @@ def _written_back(run: BatchRun) -> dict[int, Tensor]:
     A loader may give the same tensors again, and hooks see the batch after its step.
     """
     for micro_batch in run.done:
-        _write(micro_batch.data, micro_batch.changed)
-    tensors = list(tensors_of(run.whole.data))
-    return {place: tensors[place] for micro_batch in run.done for place in micro_batch.changed}
+        for own, left in micro_batch.changed.values():
+            _write(own, left)
+    return {place: run.tensors[place] for micro_batch in run.done for place in micro_batch.changed}
 
 
-def _write(data: Any, changed: Mapping[int, Tensor]) -> None:
-    tensors = list(tensors_of(data)) if changed else []
-    with torch.no_grad():
-        for place, tensor in changed.items():
-            if tensors[place] is not tensor:
-                tensors[place].copy_(tensor)
+def _write(tensor: Tensor, left: Tensor) -> None:
+    if tensor.data_ptr() != left.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(left)

@@ -18,7 +18,7 @@ from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
-from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch
+from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch, tensors_of
 from lightning_madpipe.steps.call_state import OtherStateError
 from lightning_madpipe.steps.followed_calls import follow_step, key_of
 from lightning_madpipe.steps.layer_comparison import LayerComparison
@@ -400,7 +400,8 @@ class BatchRunner:
             )
             for place, piece in enumerate(pieces)
         ]
-        return BatchRun(micro_batches, MicroBatch(data=batch, size=batch_size_of(batch), seed=seed, **known))
+        whole = MicroBatch(data=batch, size=batch_size_of(batch), seed=seed, **known)
+        return BatchRun(micro_batches, whole, tuple(tensors_of(batch)))
 
     def _again(self, run: BatchRun, uneven: bool) -> BatchRun:
         whole = run.whole

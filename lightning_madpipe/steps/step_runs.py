@@ -96,6 +96,7 @@ class StepRuns:
                 what the step itself has set.
         """
         data = _cloned(micro_batch.data) if again else micro_batch.data
+        own = list(tensors_of(micro_batch.data))  # which a step may take out of a list or a dict
         versions = [(tensor, tensor._version) for tensor in tensors_of(data)]
 
         def show(*values: Any, **keywords: Any) -> None:
@@ -128,7 +129,7 @@ class StepRuns:
             try:
                 returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
                 micro_batch.changed = {
-                    place: tensor.detach()
+                    place: (own[place], tensor.detach())
                     for place, (tensor, version) in enumerate(versions)
                     if tensor._version != version
                 }

@@ -31,6 +31,10 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
         ("OtherOrder", "runs its modules in another order in evaluation, near "),
         ("ChangingCall", "training_step calls self() with scale=2.0, and its layers were found for scale=1.0"),
+        (
+            "ChangingCall",
+            "Where this chooses a part of the model, such as the head of a task, let forward run all",
+        ),
         ("Branching", "captured_cases.py:"),
         ("Branching", "Nor can it be cut between its elements: the model's code uses what an element returned"),
         ("BranchingInside", "has 1 pipeline layers for 2 stages (net (Bounded) stays whole: its code decides by"),

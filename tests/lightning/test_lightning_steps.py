@@ -21,7 +21,8 @@ from torchmetrics import Metric
 from deepspeed_partition.profiling import LiveBytes
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
-from lightning_madpipe.steps.batches import join_pieces, map_children, split_batch
+from lightning_madpipe.steps.batch_runs import dims_of_outputs
+from lightning_madpipe.steps.batches import UncutBatchError, join_pieces, map_children, split_batch
 from lightning_madpipe.steps.metrics import metrics_of
 from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
@@ -279,6 +280,18 @@ def test_joined_pieces_are_the_whole(size: int, num_pieces: int) -> None:
     joined = join_pieces(returned, [len(piece["x"]) for piece in pieces], "it")
     assert torch.equal(joined["x"], x) and joined["names"] == whole["names"] and joined["fixed"] == "text"
     assert torch.equal(joined["twice"][0], 2 * x) and (joined["twice"][1]["array"] == x.numpy()).all()
+
+
+def test_sets_of_several_sizes_are_refused_with_the_way_out() -> None:
+    batch = [torch.ones(rows, 2) for rows in (3, 4, 5)]
+    with pytest.raises(UncutBatchError, match=r"they have 3, 4, 5 rows, .*\(torch.nn.utils.rnn.pad_sequence\)"):
+        split_batch(batch, 2)
+
+
+def test_a_loss_of_a_module_is_refused_with_the_way_out() -> None:
+    outputs = [(torch.tensor(number),) for number in (1.0, 2.0)]
+    with pytest.raises(ValueError, match=r"such as a center loss, let it return one value for each sample"):
+        dims_of_outputs(outputs, [2, 2], None)
 
 
 def test_means_are_joined_by_samples_where_they_are_means() -> None:

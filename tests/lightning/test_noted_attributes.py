@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from lightning_madpipe.steps.call_state import LayerAttributes
+from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.serialization import pickled
 
 
@@ -91,3 +93,14 @@ def test_torchs_classes_stay_as_they_are_while_a_step_is_noted() -> None:
     before = dict(vars(nn.Module))
     with LayerAttributes({nn.Linear(1, 1): "layer"}).noted():
         assert dict(vars(nn.Module)) == before
+
+
+def test_layers_are_looked_at_anew_when_an_epoch_begins() -> None:
+    """A hook between two epochs may have given a layer another container, whose changes would go unseen."""
+    runner: Any = object.__new__(BatchRunner)
+    looks: list[int] = []
+    runner._reading = SimpleNamespace(begins=False)
+    runner.steps = SimpleNamespace(call_states=SimpleNamespace(look_again=lambda: looks.append(1)))
+    runner.begin_training_epoch()
+    runner.begin_epoch()
+    assert len(looks) == 2 and runner._reading.begins

@@ -92,6 +92,18 @@ def test_neighbours_on_one_device_copy_nothing():
     assert [times.clock.seconds(each) for each in times.ticks_beside_layers([0, 1, 2, 3], [0, 0, 1])] == [0, 1, 1]
 
 
+@pytest.mark.parametrize(("number", "operation_seconds"), [(1, 0.5), (2, 3.0), (3, 1.0)])
+def test_no_plan_is_faster_than_the_bound_of_a_step_with_costs(number, operation_seconds):
+    """Every cut of the layers, with its own order, takes as long as the bound says at the least."""
+    made, platform = random_instance(number, most_layers=4, most_devices=2)
+    platform = replace(platform, operation_seconds=operation_seconds, memory_bytes=100 * platform.memory_bytes)
+    bound = make_plan(made, platform, num_micro_batches=3, time_limit_seconds=1).step.lower_bound_seconds
+    layers = len(made.layers)
+    cuts = [[0, layers], *([0, cut, layers] for cut in range(1, layers) if platform.num_devices > 1)]
+    steps = [make_plan(made, platform, cut, num_micro_batches=3).step_seconds for cut in cuts]
+    assert bound <= min(steps) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("cost", [{"operation_seconds": 0.5}, {"copy_bandwidth": 10.0}])
 def test_what_operations_cost_makes_stages_fewer(cost):
     made = chain([1] * 8, [2] * 8, outputs=[4] * 7 + [0])
