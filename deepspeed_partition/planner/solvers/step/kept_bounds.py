@@ -57,7 +57,9 @@ def ticks_of_stages(bounds: StepBounds) -> NDArray[np.int64] | int:
         needs = held + price * work - gain * (1 + ROUNDING)
         total = room + price
         np.maximum(least, np.divide(needs, total, out=np.zeros_like(needs), where=total > 0), out=least)
-    result: NDArray[np.int64] = np.floor(bounds.m * least * (1 - ROUNDING)).astype(np.int64)
+    floor = np.floor(bounds.m * least * (1 - ROUNDING))
+    known = np.isfinite(floor) & (floor < 2**62)  # bytes times ticks may be more than a float holds
+    result: NDArray[np.int64] = np.where(known, floor, 0).astype(np.int64)
     return np.maximum(result, 0)
 
 
