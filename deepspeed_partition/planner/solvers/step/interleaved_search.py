@@ -45,6 +45,8 @@ SHARE_OF_MORE = 0.5
 """Simulations for more orders, as a share of those for all allocations."""
 NUM_BALANCED, LEAST_SCREENED = 200, 32
 """Number of allocations whose devices are balanced, and fewest micro-batches with which all are compared."""
+SHORT_SECONDS = 2.0
+"""Time of a search in which others may leave none for interleaved allocations."""
 SHARE_OF_LOOKS = 0.25
 """Most time for a first look at all allocations, as a share of that for the whole search."""
 MOST_OPERATIONS_LOOKED_AT = 4_000_000
@@ -62,16 +64,17 @@ class InterleavedSearch:
         self.m = search.simulated
 
     def begin(self) -> None:
-        """Try the most promising allocations, before anything else is searched.
+        """Where not all allocations may be simulated: try the most promising, before anything else is searched.
 
-        Not all may be simulated before the time is up. A step that is short already leaves little to look at among
-        other allocations.
+        A step that is short already leaves little to look at among other allocations.
         """
         search, deadline = self.search, self.search.deadline
         search.must_find = False
         search.start_again()
         search.deadline = deadline.part(SHARE_OF_LOOKS)
-        least = self._least(list(interleaved(self.problem, search.out_of_time)))
+        every = list(interleaved(self.problem, search.out_of_time))
+        ends_soon = deadline.remaining_seconds() < SHORT_SECONDS
+        least = self._least(every) if ends_soon or self._are_many(every) else {}
         search.deadline = deadline
         for placement in sorted(least, key=least.__getitem__)[:NUM_BEGUN]:
             if not search.ended():
