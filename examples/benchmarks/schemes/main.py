@@ -1,8 +1,16 @@
-"""Schemes of parallel training. ``table``: the closed forms of the source beside the simulation."""
+"""Schemes of parallel training.
+
+``table``: the closed forms of the source beside the simulation. ``published``: models of 7 to 70 billion
+parameters on 8 to 64 devices, every scheme, saved in ``results``. ``report``: what is saved, as a table.
+``levels``: the gain of planning for links and devices as they are.
+"""
 
 from __future__ import annotations
 
 import argparse
+
+import levels
+import published
 
 from deepspeed_partition.planner.schemes.scheme_table import scheme_table
 
@@ -29,7 +37,23 @@ def main() -> None:
     table.add_argument("--micro-batches", type=int, default=8)
     table.add_argument("--groups", type=int, default=2)
     table.add_argument("--group-size", type=int, default=2)
+    models = commands.add_parser("published", help="rank the schemes of published models")
+    models.add_argument("--models", nargs="+", default=["llama2-7b", "llama2-13b", "llama2-70b"])
+    models.add_argument("--numbers", nargs="+", type=int, default=[8, 16, 32, 64])
+    models.add_argument("--time-limit", type=float, default=12, help="seconds of the processor for each ranking")
+    commands.add_parser("report", help="print what is saved")
+    gains = commands.add_parser("levels", help="what links in levels and unlike devices gain")
+    gains.add_argument("--time-limit", type=float, default=4, help="seconds of the processor for each plan")
     arguments = parser.parse_args()
+    if arguments.command == "levels":
+        levels.print_gains(arguments.time_limit)
+        return
+    if arguments.command == "published":
+        published.rank_published(arguments.models, arguments.numbers, arguments.time_limit)
+        return
+    if arguments.command == "report":
+        print(published.table(published.saved()))
+        return
     print_table(arguments.stages, arguments.micro_batches, arguments.groups, arguments.group_size)
 
 
