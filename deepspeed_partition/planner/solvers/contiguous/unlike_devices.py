@@ -28,9 +28,10 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.recomputation import Recomputation
 from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, trace
 from deepspeed_partition.planner.solvers.contiguous.partition_search import Option, PartitionSearch, narrow
-from deepspeed_partition.planner.solvers.contiguous.recomputing import Way, least_bytes, recomputing_search, useful
+from deepspeed_partition.planner.solvers.contiguous.recomputing import Way, recomputing_search, useful
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 
 MOST_DEVICES, MOST_ORDERS = 8, 200
 """Most devices, and most orders of them, where all orders are tried."""
@@ -352,7 +353,10 @@ class UnlikeDevices:
     def smallest_memory(self) -> int:
         """Return the bytes that each device must have at the least, if all have as many."""
         problem = self.problem
-        needs = least_bytes(problem, 1)
+        needs = problem.table.needs(1)
+        if problem.recomputation is not None:  # all ways of all stages would take long, and gain little more
+            for uniform in uniform_choices(problem):
+                needs = np.minimum(needs, uniform.problem.table.needs(1))
         stages = self.platform.num_devices
         best = np.full(self.num_layers + 1, NOTHING_FITS, dtype=np.int64)
         best[0] = 0
