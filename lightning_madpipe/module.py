@@ -86,6 +86,15 @@ def pipeline_of(module: Any) -> Any:
     return None if holder is None else holder.pipeline
 
 
+OUTSIDE_A_STEP = (
+    "let a step make what it gives, such as validation_step or predict_step from self(batch), or call it when fit "
+    "has returned, or load the whole model from a file of trainer.save_checkpoint(path, weights_only=True). Where "
+    "the model makes its own data while it trains, as in reinforcement learning, use a strategy with the whole "
+    "model on each device, such as ddp"
+)
+"""What to do instead of running layers in hooks and in data."""
+
+
 def refuse_other_calls(
     module: nn.Module, attribute: str, refusal: Callable[[str], Exception]
 ) -> Callable[[], None]:
@@ -98,9 +107,8 @@ def refuse_other_calls(
     def refuse(*_: Any, **__: Any) -> None:
         raise refusal(
             f"self.{attribute}() is called outside a step, and this rank has its own stage of the layers only: "
-            "use trainer.predict(), or load the whole model from a file of "
-            "trainer.save_checkpoint(path, weights_only=True). It may be a copy that a hook has made of it: make "
-            "frozen copies, which a step may call, before fit, in __init__"
+            f"{OUTSIDE_A_STEP}. It may be a copy that a hook has made of it: make frozen copies, which a step may "
+            "call, before fit, in __init__"
         )
 
     target = module if attribute == "forward" else module.get_submodule(attribute)

@@ -532,8 +532,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
 
     def _start_engine(self, trainer: Any) -> None:
-        self._stop_engine()
         fitting = trainer.state.fn == "fit"
+        self._lost_optimizer = not fitting and (self._lost_optimizer or bool(self.optimizers))
+        self._stop_engine()
         config = dict(self.config)
         optimizer, scheduler = None, None
         if fitting:

@@ -89,6 +89,8 @@ class SavedModel:
     """What Lightning and its hooks put into the checkpoint."""
     files: dict[str, int]
     """The bytes of every other file in the folder."""
+    has_optimizer: bool = True
+    """Whether an optimizer's states are there, which a Trainer has until it validates, tests or predicts."""
 
     def one_device_names(self) -> OneDeviceNames:
         return OneDeviceNames(

@@ -42,6 +42,8 @@ class Checkpointing(DeepSpeedStrategy):
     _start_runner: Callable[[Any], None]
     _batches: Any
     _checkpoint_io: Any
+    _lost_optimizer = False
+    """Whether the states of the optimizer that fit had are gone, because the Trainer has evaluated since."""
     _dumps_weights = True
     """Whether state dicts have the whole model's weights: False while Lightning collects a full checkpoint, whose
     weights DeepSpeed writes."""
@@ -125,7 +127,18 @@ class Checkpointing(DeepSpeedStrategy):
                 raise ValueError(
                     "storage_options are for a checkpoint of weights only: DeepSpeed writes the full one itself"
                 )
+            elif self.deepspeed_engine.is_destroyed:
+                raise ValueError(
+                    "another Trainer has run this module since, and the states of this one's optimizer went then: "
+                    "save before that, or give weights_only=True, for the weights are here"
+                )
             else:
+                if self._lost_optimizer:
+                    self._lightning.warn(
+                        f"{path} has no states of the optimizer, which went when "
+                        f"{self._module.trainer.state.fn.value} began: a fit that goes on from it begins with new "
+                        "ones. Save before validate, test and predict to keep them"
+                    )
                 with self.pipeline.layers_of_user.lent():
                     self._save_folder(checkpoint, Path(path))
         except (OSError, ValueError) as error:
@@ -164,6 +177,7 @@ class Checkpointing(DeepSpeedStrategy):
             "shapes": shapes,
             "ties": {str(layer): spec.key for layer, spec in specs if isinstance(spec, TiedLayerSpec)},
             "keys": sorted(state.keys() - {COPIES}),
+            "has_optimizer": bool(self.optimizers),
         }
         from_rank_0(lambda: _finish(path, model))
         if self.local_rank == 0 and unfinished.exists():  # a node with a disk of its own
@@ -204,6 +218,11 @@ class Checkpointing(DeepSpeedStrategy):
             return saved
 
         saved = from_rank_0(check)
+        if fitting and not saved.has_optimizer:
+            self._lightning.warn(
+                f"{path} has no states of an optimizer, because it was saved after validate, test or predict: "
+                "this fit begins with new ones, and goes on otherwise than in one process"
+            )
         if fitting and (saved.global_step or not engine.global_steps):
             _, checkpoint = engine.load_checkpoint(
                 str(path),

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_madpipe.compat.by_place import goes_by_place
-from lightning_madpipe.compat.elsewhere import ElsewhereError, HiddenTensors, Listing, StandIn
+from lightning_madpipe.compat.elsewhere import TABLES, ElsewhereError, HiddenTensors, Listing, StandIn
 from lightning_madpipe.compat.followed_values import RANDOM_OF_TENSORS
 from lightning_madpipe.compat.running_code import OTHERS, asks_for_its_rank, is_logged
+from lightning_madpipe.module import OUTSIDE_A_STEP
 
 NEEDED_HERE = (
     "a hook that goes by the places of all parameters uses a value that another rank has, where this rank needs "
@@ -85,10 +86,28 @@ class Absent(StandIn):
             return given[0]
         if is_logged(sys._getframe()):
             raise ElsewhereError(refusal)
+        layer = _layer_that_runs(sys._getframe())
+        if layer is not None:
+            raise ElsewhereError(
+                f"a hook runs a layer that another rank has ({type(layer).__name__}), and this rank has its own "
+                f"stage of the layers only: {OUTSIDE_A_STEP}"
+            )
         try:
             return super().__torch_function__(function, types, arguments, keywords)
         except ElsewhereError:
             return _by_form(function, arguments, keywords, refusal)
+
+
+def _layer_that_runs(frame: FrameType | None) -> nn.Module | None:
+    """The module whose tensors are on another rank and whose ``forward`` is being called; None if there is none.
+
+    A module that reads the tensors of layers in its own ``forward``, such as an average of weights, is not one.
+    """
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    module = None if frame is None else frame.f_locals.get("self")
+    is_elsewhere = module is not None and any(isinstance(vars(module)[table], HiddenTensors) for table in TABLES)
+    return module if is_elsewhere else None
 
 
 @contextmanager

@@ -66,7 +66,8 @@ class FollowedValues(TorchFunctionMode):
         sources: What values that live on after a hook come from, by tensor.
         tell: Called with a kind of sentence and the names of parameters.
         states: Gives numbers that tell whether generators of Python's and NumPy's were drawn from.
-        tell_of_write: Called with the names of the parameters that are written, and of those by which they are.
+        tell_of_write: Called with the names of what is written, and of the parameters by which it is.
+        buffers: Gives the name of each buffer beside the layers, by its ``id``.
     """
 
     def __init__(
@@ -76,8 +77,11 @@ class FollowedValues(TorchFunctionMode):
         tell: Callable[[str, Iterable[str]], None],
         states: Callable[[], list[int]],
         tell_of_write: Callable[[frozenset[str], frozenset[str]], None] = lambda written, by: None,
+        buffers: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         super().__init__()
+        self._read_buffers = buffers
+        self._buffers: Mapping[int, str] | None = None
         self._tell_of_write = tell_of_write
         self._read_states = states
         self._written: dict[str, list[int]] = {}
@@ -126,9 +130,11 @@ class FollowedValues(TorchFunctionMode):
             self._tell(RANDOM, weights)
         written = name.endswith("_") and not name.endswith("__")
         written = written or name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__index__")
-        if written and given and len(weights) > 1:
-            target = self._sources_of(given[0]) - {NOISE}
-            self._tell_of_write(target, weights - target)
+        if written and given and weights:
+            own = self._own_name(given[0])
+            target = (self._sources_of(given[0]) if own is None else own) - {NOISE}
+            if target and not weights <= target:
+                self._tell_of_write(target, weights - target)
         if len(weights) > 1 or (weights and self._is_all_of_a_rank(weights) and _is_one_of_many(given, result)):
             self._tell(SEVERAL, weights)
         if name in NUMBERS:
@@ -176,6 +182,13 @@ class FollowedValues(TorchFunctionMode):
 
     def _is_of_parameters(self, tensor: Tensor) -> bool:
         return isinstance(tensor, StandIn) or bool(self._sources_of(tensor) - {NOISE})
+
+    def _own_name(self, tensor: Tensor) -> frozenset[str] | None:
+        """The name of a buffer that is written; None for another tensor."""
+        if self._buffers is None:
+            self._buffers = self._read_buffers()
+        name = self._buffers.get(id(tensor))
+        return None if name is None else frozenset((name,))
 
     def _sources_of(self, tensor: Tensor) -> frozenset[str]:
         found = self._sources.get(tensor)

@@ -34,7 +34,7 @@ from lightning_madpipe.compat.hook_sentences import (
 from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
 from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, goes_by_names, is_of_the_user
 from lightning_madpipe.compat.written_weights import written_into_masters
-from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.module import outside_pipeline, pipeline_of
 
 WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 """Hooks in which the gradients of a step are there."""
@@ -133,6 +133,7 @@ class HookWatch:
                 lambda *found: self._tell(owner, hook, *found),
                 lambda: self._states_of(action, hook)(),
                 lambda *found: self._refuse_write(f"{hook} of {owner}", *found),
+                self._buffers_beside,
             )
             norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
@@ -154,6 +155,7 @@ class HookWatch:
             lambda *found: self._tell(owner, name, *found),
             list,
             lambda *found: self._refuse_write(f"{name} of {owner}", *found),
+            self._buffers_beside,
         )
         told = self._instead(mode, lambda *found: self._tell_of_count(owner, name, *found))
         masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
@@ -215,6 +217,15 @@ class HookWatch:
                     names.setdefault(id(weight), f"{FLAT}{place}")
         return names
 
+    def _buffers_beside(self) -> dict[int, str]:
+        """The names of the buffers that are in no layer, by ``id``."""
+        return {
+            id(buffer): f"{path}.{name}" if path else name
+            for path, part in outside_pipeline(self._module)
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        }
+
     def _tell(self, owner: str, hook: str, found: str, names: Iterable[str]) -> None:
         kind: str | None = found
         if found in (SEVERAL, NUMBERS_OF_SEVERAL, ELEMENTS_OF_SEVERAL, WHOLE_STATE):
@@ -243,7 +254,8 @@ class HookWatch:
             return
         of_layers = {id(weight) for weight in pipeline.parameters()}
         named = dict(self._module.named_parameters())
-        target = sorted(name for name in written if name in named and id(named[name]) not in of_layers)
+        beside = {name for name, weight in named.items() if id(weight) not in of_layers}
+        target = sorted(written & (beside | set(self._buffers_beside().values())))
         source = sorted(name for name in by if name in named and id(named[name]) in of_layers)
         if target and source:
             raise self._refusal(COPY_OF_A_PART.format(place=place, target=target[0], source=source[0]))

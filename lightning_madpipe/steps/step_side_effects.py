@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
+from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import outside_pipeline
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
@@ -125,6 +126,7 @@ class Leftovers:
             place: look(value, undoable, memo, copied=undoable or may_be_undone or place.kind == "buffer")
             for place, value in self._places()
         }
+        self._hidden = set(self._hidden_places())
         self._opaque: list[tuple[Any, list[Any]]] = []
         self._note_opaque(memo, lambda _: True)
         if beside is not None:
@@ -157,10 +159,12 @@ class Leftovers:
         Args:
             is_looked_at: Which places to compare, given with their values; left out: all.
         """
-        now = dict(self._places())
+        # Layers may have moved meanwhile: a buffer that they use comes to a rank and goes from it by that.
+        hidden = self._hidden.union(self._hidden_places())
+        now = {place: value for place, value in self._places() if place not in hidden}
         if self._beside is not None:
             now.update(self._beside.places())
-        gone = [Change(place, "delete") for place in self._before if place not in now]
+        gone = [Change(place, "delete") for place in self._before if place not in now and place not in hidden]
         if is_looked_at is not None:
             gone = [change for change in gone if is_looked_at(change.place, None)]
             now = {place: value for place, value in now.items() if is_looked_at(place, value)}
@@ -212,6 +216,12 @@ class Leftovers:
                     yield Place(path, "attribute", name), value
             for name, buffer in owner._buffers.items():
                 yield Place(path, "buffer", name), buffer
+
+    def _hidden_places(self) -> Iterator[Place]:
+        """The buffers beside layers that layers of another rank use, and that cannot be read here."""
+        for path, owner in outside_pipeline(self._module):
+            if isinstance(owner._buffers, HiddenTensors):
+                yield from (Place(path, "buffer", name) for name in owner._buffers.hidden)
 
 
 def make_changes(module: nn.Module, changes: list[Change], beside: Beside | None = None) -> None:

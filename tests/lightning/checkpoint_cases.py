@@ -5,11 +5,13 @@ Written like ``callback_cases.py``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import shutil
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -367,6 +369,38 @@ def failed_saves(host: cases.Host) -> dict[str, Any]:
     return record
 
 
+def saved_after_an_evaluation(host: cases.Host) -> dict[str, Any]:
+    """What a checkpoint lacks when its Trainer, or another one, has evaluated since the module was fitted."""
+    folder, data = host.folder / "evaluated", cases.loader(21, seed=3)
+    module = seeded()
+    trainer = trained(host, module, max_epochs=1)
+    trainer.save_checkpoint(folder / "before.ckpt")
+    said: dict[str, list[str]] = {}
+    for what in ("validate", "test"):
+        getattr(trainer, what)(module, data, verbose=False)
+        said[what] = _warned(trainer, lambda: trainer.save_checkpoint(folder / "after.ckpt"))
+    for name in ("before", "after"):
+        path = folder / f"{name}.ckpt"
+        go_on = functools.partial(trained, host, seeded(seed=9), max_epochs=2, ckpt_path=path)
+        said[name] = _warned(trainer, go_on)
+    module = seeded()
+    trainer = trained(host, module, max_epochs=1)
+    host.trainer().validate(module, data, verbose=False)
+    by_another = refused(lambda: trainer.save_checkpoint(folder / "other.ckpt"))
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    trainer.strategy.barrier()
+    weights = torch.load(folder / "weights.ckpt", weights_only=False)["state_dict"]
+    return {**said, "by another": by_another, "weights": _equal(weights, module.state_dict())}
+
+
+def _warned(trainer: Any, work: Callable[[], Any]) -> list[str]:
+    """What rank 0 says of an optimizer's states meanwhile."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        work()
+    return trainer.strategy.broadcast([str(one.message) for one in warned if "states of" in str(one.message)])
+
+
 def _files(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
@@ -550,6 +584,13 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     4: [whole_model_files],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [draws_go_on, failed_saves, wrong_checkpoints, flipped_bits, foreign_checkpoints],
+    2: [
+        draws_go_on,
+        failed_saves,
+        saved_after_an_evaluation,
+        wrong_checkpoints,
+        flipped_bits,
+        foreign_checkpoints,
+    ],
     4: [],
 }

@@ -516,6 +516,34 @@ class Averaged(Module):
             average.mul_(0.9).add_(weight, alpha=0.1)
 
 
+class AveragedInBuffers(Module):
+    """Averages in buffers of a module of its own, whose names have no dots, as latent diffusion does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Module()
+        for name, weight in self.blocks.named_parameters():
+            self.average.register_buffer(name.replace(".", ""), weight.detach().clone())
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        buffers = dict(self.average.named_buffers())
+        for name, weight in dict(self.blocks.named_parameters()).items():
+            average = buffers[name.replace(".", "")]
+            average.sub_(0.1 * (average - weight))
+
+
+class RunsBlocks(Module):
+    """Draws samples by layers of its own choice, of which one is on another rank."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        x = torch.ones(1, self.head.in_features)
+        for block in self.blocks:
+            x = block(x)
+        self.head(x)
+
+
 class ListsOfOne(Module):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for weight in self.parameters():
@@ -1062,7 +1090,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, ScaledAtRandom, DrawnOnce, NormsLogged, NormsOfLightning,
-        ZeroingGradients, Averaged, ListsOfOne, OnRankZero,
+        ZeroingGradients, Averaged, AveragedInBuffers, RunsBlocks, ListsOfOne, OnRankZero,
         ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,

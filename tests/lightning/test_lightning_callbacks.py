@@ -207,6 +207,20 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
     assert "storage_options are for a checkpoint of weights only" in record["options"]
 
 
+def test_a_checkpoint_after_an_evaluation_says_that_the_optimizer_is_gone(two: Records) -> None:
+    # With `fit(); test(); save_checkpoint()` a run went on with an optimizer of its own without a word, and after
+    # the evaluation of another Trainer the checkpoint could not be loaded.
+    record = two.of("saved_after_an_evaluation")
+    for what in ("validate", "test"):
+        [line] = record[what]
+        assert "has no states of the optimizer, which went when" in line and "Save before validate" in line
+    [line] = record["after"]
+    assert "has no states of an optimizer, because it was saved after validate, test or predict" in line
+    assert record["before"] == []
+    assert "another Trainer has run this module since" in record["by another"]
+    assert "give weights_only=True" in record["by another"] and record["weights"]
+
+
 @pytest.mark.parametrize(
     "reason, sentence",
     [

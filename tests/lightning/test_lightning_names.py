@@ -294,6 +294,8 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ),
         ("Averaged", "on_train_batch_end of Averaged changes teacher.0."),
         ("Averaged", "Average by hand in a dict by the names of self.named_parameters()"),
+        # Each rank averaged the layers that it had, and nobody was told.
+        ("AveragedInBuffers", "on_train_batch_end of AveragedInBuffers changes average."),
         ("ClippedInClosure", "optimizer_step of ClippedInClosure looks at gradients after the closure"),
         (
             "OwnOptimizer",
@@ -356,6 +358,14 @@ def test_a_hook_that_needs_a_tensor_of_another_rank_is_told_what_it_may_do(two: 
     end = two.ranks[0]["told_of_hooks"][case]["end"]
     assert end.startswith("ElsewhereError: blocks.4.heat is asked for on a rank that does not run its layer"), end
     assert "A hook that every rank runs may change it in place, or set a buffer" in end
+
+
+def test_a_hook_that_runs_layers_is_told_where_they_run(two: Records) -> None:
+    # One rank went on with what stands for the layers of the other, and was told of names and buffers.
+    for rank in two.ranks:
+        end = rank["told_of_hooks"]["RunsBlocks"]["end"]
+        assert end.startswith("ElsewhereError: a hook runs a layer that another rank has (Linear)"), end
+        assert "let a step make what it gives" in end
 
 
 # What steps change beside their module

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.steps.call_state import LayerAttributes
 from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.serialization import pickled
+from lightning_madpipe.steps.step_side_effects import Leftovers
 
 
 class Layer(nn.Module):
@@ -104,3 +107,21 @@ def test_layers_are_looked_at_anew_when_an_epoch_begins() -> None:
     runner.begin_training_epoch()
     runner.begin_epoch()
     assert len(looks) == 2 and runner._reading.begins
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_buffers_of_layers_that_move_are_not_taken_for_what_a_step_does(comes: bool) -> None:
+    # A batch that was given up after layers had moved lost the buffers that came with them, and the module's state
+    # after fit lacked them on one rank.
+    module = nn.Linear(2, 2)
+    module.register_buffer("scale", torch.ones(2))
+    module.register_buffer("own", torch.ones(2))
+    shown = module._buffers
+    hidden = HiddenTensors(shown, {"scale": "another rank has it"})
+    module._buffers = hidden if comes else shown
+    before = Leftovers(module, vars(nn.Module()), undoable=False, may_be_undone=True)
+    module._buffers = shown if comes else hidden
+    module.own = torch.zeros(2)
+    assert [(change.place.name, change.kind) for change in before.changes()] == [("own", "bind")]
+    before.undo()
+    assert list(shown) == ["scale", "own"] and module.own.tolist() == [1.0, 1.0]
