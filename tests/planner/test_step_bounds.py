@@ -228,3 +228,11 @@ def test_what_has_no_room_may_be_faster_than_the_bound() -> None:
     platform = replace(platform, num_devices=2, bandwidth=FREE)
     with pytest.raises(InfeasibleError):
         make_plan(made, platform, num_micro_batches=2, flushes=(2,), recompute="never")
+
+
+def test_a_bound_where_nothing_fits():
+    """A comparison of such a chain ended in a traceback: no step was long enough, however long."""
+    made = chain([1] * 12, [2] * 12, weights=[100] * 12)
+    problem = problem_of(made, Platform(num_devices=4, memory_bytes=90, bandwidth=1.0))
+    problem = replace(problem, num_micro_batches=4)
+    assert step_lower_bound(problem, contiguous=False) >= 4 * 12 * 3 / 4

@@ -213,7 +213,9 @@ def compare(
             split_backward=split_backward,
         )
         contenders[name] = _contender(name, make)
+    # Where nothing fits, no step is long enough to be bounded.
     of_step = num_micro_batches is not None and data_parallel is None
+    of_step = of_step and any(each.plan is not None for each in contenders.values())
     if platform.is_alike:
         bound = problem.times.clock.seconds(lower_bound(problem))
         bound_of = split_lower_bound if split_backward else step_lower_bound

@@ -68,6 +68,9 @@ class WindowBound:
         if decisions < FEWEST:
             return at_least
         bound = at_least
+        longest = FAR // (2 * self.num_devices)
+        if at_least >= longest or self._reached(longest) is None:
+            return at_least  # some layer fits in no stage: no step is long enough
         if self._reached(bound) is None:
             bound = least_from(bound, lambda T: self._reached(T) is not None, decisions)
         if self.num_devices > 2:
