@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.unsupported import HOOKS
 from lightning_madpipe.module import pipeline_of
@@ -210,6 +211,8 @@ class CallStates:
         self._module, self._error, self._beside = module, error, beside
         self.runs_within = True
         """Whether the engine can run layers within a step, as its own schedules do."""
+        self.rounds_apart = True
+        """Whether a batch has several micro-batches, whose gradients are rounded one by one."""
         self.steps: set[str] = set()
         """The names of these steps: each rank runs them up to their call, and its layers there."""
         self._attributes: LayerAttributes | None = None
@@ -294,7 +297,20 @@ class CallStates:
             )
         if not alike:
             raise OtherStateError(f"{step} {self._in_words()} before it calls the layers")
+        self.run_within(step, self._in_words())
+
+    def run_within(self, step: str, change: str) -> None:
+        """Let the layers run within ``step`` from now on, and say what is rounded otherwise there.
+
+        Args:
+            change: what it changes before it calls them, in words.
+        """
         self.steps.add(step)
+        if self.rounds_apart and "torch.autocast" in change:
+            announce(
+                f"{step} calls its layers under torch.autocast: each micro-batch rounds its own gradients to half "
+                "precision, so that losses differ from those of one process, by about 0.1 % in bfloat16"
+            )
 
     def refuse(self, step: str, called: str) -> None:
         """Refuse a step of several calls that makes one of them in another state than it began with.

@@ -219,7 +219,7 @@ class BatchRunner:
         if not is_raised_by_all(error) or self.steps.call_states is None:
             raise error
         self._outcomes.undo()
-        self.steps.call_states.steps.add(step)
+        self.steps.call_states.run_within(step, str(error))
 
     def _layers_within(self, step: str, labels: Sequence[MicroBatch | Piece]) -> AbstractContextManager[None]:
         """Let the layers of a micro-batch run within its step, where this calls them in a state of its own."""
@@ -337,6 +337,7 @@ class BatchRunner:
             self._random_numbers.share(self.steps.draws)
             if self.steps.call_states is not None:
                 self.steps.call_states.runs_within = self._engine.runs_lists
+                self.steps.call_states.rounds_apart = self._engine.micro_batches > 1
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
             with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -208,5 +209,15 @@ def refused_states(host: Host) -> dict[str, Any]:
     return {"parts": refused(lambda: trained(host, seeded(CallsParts), strategy={"algorithm": "madpipe"}))}
 
 
+def told_of_rounding(host: Host) -> dict[str, Any]:
+    """What is said of a step under autocast, by its number of micro-batches."""
+    found = {}
+    for number in (1, 4):
+        with patch("lightning_madpipe.steps.call_state.announce") as said:
+            trained(host, seeded(CastsItself), max_epochs=1, strategy={"num_micro_batches": number})
+        found[str(number)] = [call.args[0] for call in said.call_args_list]
+    return found
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [in_another_state], 4: []}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [refused_states], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [refused_states, told_of_rounding], 4: []}
