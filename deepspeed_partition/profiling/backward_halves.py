@@ -256,7 +256,8 @@ class Halves:
             return run(*tensors)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(tensor)
+        # A node that saves its own output would otherwise hold itself: for ever, where no backward comes to it.
+        saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
         self._all.add(saved)
         return saved
 

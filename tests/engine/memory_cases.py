@@ -85,7 +85,8 @@ def measured_chain() -> Chain:
     """Its bytes are measured; its times are given, so that all ranks make the same plan."""
     layers = [spec.build() for spec in specs()]
     chain = profile_chain(
-        layers, micro_batch(0), loss_fn=loss_fn, device="cpu", repeats=1, warm_up=1, progress=False
+        layers, micro_batch(0), loss_fn=loss_fn, device="cpu", repeats=1, warm_up=1, progress=False,
+        halves=False,
     )  # fmt: skip
     times = {"forward_seconds": 1.0, "backward_seconds": 2.0}
     unknown = {"forward_spread_seconds": None, "backward_spread_seconds": None}

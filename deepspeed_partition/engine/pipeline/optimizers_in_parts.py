@@ -63,9 +63,11 @@ def refuse_ranks_without_parameters(module: Any, given: Sequence[Any], optimizer
     groups = [each["params"] if isinstance(each, dict) else [each] for each in given]
     number = sum(len(list(group)) for group in groups)
     ranks = module._grid.get_pipe_parallel_group()
-    numbers = gather_objects((number, module._local_start, module._local_stop), ranks) if is_made else []
-    for rank, (count, first, last) in enumerate(numbers):
-        if not count and any(other for other, *_ in numbers):
+    trains = any(weight.requires_grad for weight in module.parameters())  # else the cut is refused, in other words
+    mine = number, trains, module._local_start, module._local_stop
+    of_ranks = gather_objects(mine, ranks) if is_made else []
+    for rank, (count, wanted, first, last) in enumerate(of_ranks):
+        if wanted and not count and any(other for other, *_ in of_ranks):
             raise ValueError(
                 f"model_parameters has none of the parameters of stage {rank}, layers {first} to {last}, and an "
                 "optimizer cannot start without: give it those of every stage, in a group with a rate of 0 where "
