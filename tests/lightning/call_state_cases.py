@@ -214,7 +214,8 @@ def told_of_rounding(host: Host) -> dict[str, Any]:
     found = {}
     for number in (1, 4):
         with patch("lightning_madpipe.steps.call_state.announce") as said:
-            trained(host, seeded(CastsItself), max_epochs=1, strategy={"num_micro_batches": number})
+            strategy = {"algorithm": [0, 3, 7], "num_micro_batches": number}
+            trained(host, seeded(CastsItself), max_epochs=1, strategy=strategy)
         found[str(number)] = [call.args[0] for call in said.call_args_list]
     return found
 
