@@ -611,7 +611,8 @@ def halves_are_planned(_: Path) -> None:
     data = batches(WARM_UP + AFTER)
     expected = train_alone(mlp(), data, two_groups)
     with heard() as said:
-        config = planned("madpipe", warmup_steps=WARM_UP, split_backward=True, time_limit_seconds=2)
+        # The last stage stays where it was: a rank that reads data no more has peeked at a micro-batch.
+        config = planned("contiguous", warmup_steps=WARM_UP, split_backward=True, time_limit_seconds=2)
         engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups)
         same(train(engine, data), expected)
     assert any("to measure the halves of their backwards" in line for line in said)
