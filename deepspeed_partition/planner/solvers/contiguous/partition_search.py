@@ -103,6 +103,30 @@ def lower_bound_ticks(times: TimedChain, max_stages: int) -> int:
     return max(-(-int(times.compute[-1]) // max_stages), longest)
 
 
+def with_one_stage_more(
+    delay: NDArray[np.int64], stops: NDArray[np.intp], options: list[Option], period: int
+) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Put one more stage in front: return where it best ends, for each layer it may begin at, and the least delay.
+
+    Args:
+        delay: of the stages behind each layer, as one integer: group * (period + 1) + fill, with one entry more
+            than there are layers; ``NOTHING_FITS`` where there is no way.
+        stops, options: ends of stages and what they may take (``PartitionSearch.short_stages``).
+    """
+    base, below = period + 1, delay[stops]
+    group, fill = np.divmod(delay, base)
+    key = np.full(stops.shape, NOTHING_FITS, dtype=np.int64)
+    for loads, room in options:
+        total = fill[stops] + loads
+        opens = total > period
+        group_here = group[stops] + opens
+        fits = (group_here <= room) & (below < NOTHING_FITS)
+        key = np.where(fits, np.minimum(key, group_here * base + np.where(opens, loads, total)), key)
+    place = key.argmin(axis=1)[:, None]
+    choice = np.append(np.take_along_axis(stops, place, axis=1)[:, 0], len(delay) - 1)
+    return choice, np.append(np.take_along_axis(key, place, axis=1)[:, 0], NOTHING_FITS)
+
+
 class PartitionSearch:
     """Decisions whether some contiguous partition fits at a period, and the best one found by them."""
 
@@ -167,18 +191,8 @@ class PartitionSearch:
         choices: list[NDArray[np.intp]] = []
         for count in range(1, max(counts, default=0) + 1):
             self.deadline.check()
-            below = delay[stops]
-            group, fill = np.divmod(delay, base)
-            key = np.full(stops.shape, NOTHING_FITS, dtype=np.int64)
-            for loads, room in options:
-                total = fill[stops] + loads
-                opens = total > period
-                group_here = group[stops] + opens
-                fits = (group_here <= room) & (below < NOTHING_FITS)
-                key = np.where(fits, np.minimum(key, group_here * base + np.where(opens, loads, total)), key)
-            place = key.argmin(axis=1)[:, None]
-            choices.append(np.append(np.take_along_axis(stops, place, axis=1)[:, 0], num_layers))
-            best = np.append(np.take_along_axis(key, place, axis=1)[:, 0], NOTHING_FITS)
+            choice, best = with_one_stage_more(delay, stops, options, period)
+            choices.append(choice)
             delay = self._above_boundaries(best, period)
             if count in counts and delay[0] < NOTHING_FITS:
                 return trace(choices, num_layers)

@@ -27,7 +27,12 @@ from deepspeed_partition.planner.deadline import DeadlinePassed
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.recomputation import Recomputation
 from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, trace
-from deepspeed_partition.planner.solvers.contiguous.partition_search import Option, PartitionSearch, narrow
+from deepspeed_partition.planner.solvers.contiguous.partition_search import (
+    Option,
+    PartitionSearch,
+    narrow,
+    with_one_stage_more,
+)
 from deepspeed_partition.planner.solvers.contiguous.recomputing import Way, recomputing_search, useful
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
@@ -223,18 +228,8 @@ class UnlikeDevices:
             if following is not None:
                 delay = _above(delay, 2 * self.transfer(device, following), period)
             stops, options = self._stages(self.kinds[device], period)
-            below = delay[stops]
-            group, fill = np.divmod(delay, base)
-            key = np.full(stops.shape, NOTHING_FITS, dtype=np.int64)
-            for loads, room in options:
-                total = fill[stops] + loads
-                opens = total > period
-                group_here = group[stops] + opens
-                fits = (group_here <= room) & (below < NOTHING_FITS)
-                key = np.where(fits, np.minimum(key, group_here * base + np.where(opens, loads, total)), key)
-            place = key.argmin(axis=1)[:, None]
-            choices.append(np.append(np.take_along_axis(stops, place, axis=1)[:, 0], self.num_layers))
-            delay = np.append(np.take_along_axis(key, place, axis=1)[:, 0], NOTHING_FITS)
+            choice, delay = with_one_stage_more(delay, stops, options, period)
+            choices.append(choice)
             if count in counts and delay[0] < NOTHING_FITS:
                 return trace(choices, self.num_layers)
             following = device
