@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_madpipe.finding.step_call import LIBRARIES, replaced
+from lightning_madpipe.finding.step_call import LIBRARIES
 
 NAME = "_rank_not_in_group"
 """The function of ``distributed_c10d`` (torch 2.4 to 2.13) that each collective asks first, by whatever name a
@@ -62,8 +62,11 @@ def collectives_refused(
                 refuse(caller.f_code.co_name, _line_of(caller), ", ".join(map(str, members)))
         return bool(is_outside(group))
 
-    with replaced(distributed_c10d, NAME, watched):
+    try:
+        setattr(distributed_c10d, NAME, watched)
         yield
+    finally:
+        setattr(distributed_c10d, NAME, is_outside)
 
 
 def _communicates(function: str) -> bool:

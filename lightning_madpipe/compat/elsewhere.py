@@ -339,8 +339,8 @@ class Elsewhere:
     @contextmanager
     def everything_hidden(self) -> Iterator[None]:
         """Hide meanwhile what this rank runs, too, so that whoever uses a layer is told so on every rank."""
-        self._hide_but({})
         try:
+            self._hide_but({})
             yield
         finally:
             self.hide()
@@ -385,9 +385,9 @@ class Elsewhere:
         if self._is_lifted:
             yield
             return
-        self.show()
-        self._is_lifted = True
         try:
+            self.show()
+            self._is_lifted = True
             yield
         finally:
             self._is_lifted = False

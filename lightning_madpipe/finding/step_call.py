@@ -154,12 +154,13 @@ def do_nothing(*_: Any, **__: Any) -> None:
 def replaced(part: Any, name: str, value: Any) -> Iterator[None]:
     """Put ``value`` in the instance dictionary, where it is found before methods and child modules."""
     missing = object()
-    before = vars(part).get(name, missing)
-    object.__setattr__(part, name, value)
+    table = vars(part)
+    before = table.get(name, missing)
     try:
+        table[name] = value
         yield
-    finally:
+    finally:  # without a call before it is put back: a signal handler may raise behind each
         if before is missing:
-            object.__delattr__(part, name)
+            table.pop(name, None)
         else:
-            object.__setattr__(part, name, before)
+            table[name] = before

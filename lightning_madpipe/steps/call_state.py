@@ -28,6 +28,7 @@ from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.unsupported import HOOKS
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.beside_module import BesideModule, CodeSearch
+from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, Place, look, restore
 
 MOST_NUMBERS = 1000
@@ -87,8 +88,8 @@ class LayerAttributes:
                 noted.handles.append(handle)
 
         torch_handle: Any = RemovableHandle
-        torch_handle.__init__ = making
         try:
+            torch_handle.__init__ = making
             yield noted
         finally:
             torch_handle.__init__ = make_handle
@@ -238,9 +239,14 @@ class CallStates:
         """Let a step begin here; ``before`` is the module as it is now, None where that is not compared."""
         attributes = self._attributes or self._look_at_layers()
         self._found = []
-        with attributes.noted() as noted:
-            self._now = _State(before, noted, self._names, self._held)
-            yield
+        contexts = EndingContexts()
+        try:
+            with contexts:
+                noted = contexts.enter_context(attributes.noted())
+                self._now = _State(before, noted, self._names, self._held)
+                yield
+        finally:
+            contexts.end()
 
     @contextmanager
     def undone(self) -> Iterator[None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,15 @@ from lightning_madpipe.compat.unsupported import (
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import some_of
 from lightning_madpipe.steps.captured_check import CapturedCheck
+from lightning_madpipe.steps.ending_contexts import run_within
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.layer_settings import LayerSettings
 from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
+
+T = TypeVar("T")
 
 UNCHECKED = (
     "check_layers=False: nobody compares the layers with forward(), nor names layers that mix samples, keep "
@@ -208,16 +212,15 @@ class LayerComparison:
         if not self._is_wanted or (call.attribute != "forward" and call.captured is None):
             return Verdict()  # one nn.Sequential is called as it is
         check = LayerCheck if call.captured is None else CapturedCheck
-        with self._pipeline.elsewhere.lifted(), self._alone():
+        traces = functools.partial(self._steps.leftovers, undoable=True)
+
+        def verdict() -> Verdict:
+            device, context = engine.device, self._context
             return check(
-                self._module,
-                call,
-                arguments,
-                device=engine.device,
-                dtype=half,
-                context=self._context,
-                traces=lambda: self._steps.leftovers(undoable=True),
+                self._module, call, arguments, device=device, dtype=half, context=context, traces=traces
             ).verdict()
+
+        return self._alone(verdict)
 
     def _few_of(self, run: BatchRun, inputs: tuple[Any, ...]) -> FewSamples | None:
         """What the step gives ``forward`` for a few samples; None where nothing is to be looked at."""
@@ -242,19 +245,17 @@ class LayerComparison:
             return OnParts()
         engine = self._engine
         half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        with self._pipeline.elsewhere.lifted(), self._alone():
-            return layers_on_parts(
-                self._module,
-                self._pipeline.call_of_module,
-                few,
-                device=engine.device,
-                dtype=half,
-                is_cut=self._pipeline.num_stages > 1,
-            )
+        call, is_cut = self._pipeline.call_of_module, self._pipeline.num_stages > 1
+        return self._alone(
+            lambda: layers_on_parts(self._module, call, few, device=engine.device, dtype=half, is_cut=is_cut)
+        )
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse collectives of layers, which one rank runs here, also where a layer catches the error."""
+    def _alone(self, look: Callable[[], T]) -> T:
+        """What ``look`` finds, on this rank alone, with all layers.
+
+        Raises:
+            Exception: the host's, for a collective of a layer, also where the layer catches what that raises.
+        """
         found: list[str] = []
 
         def refuse(name: str, line: str, ranks: str) -> None:
@@ -262,8 +263,8 @@ class LayerComparison:
             raise RuntimeError(found[-1])
 
         try:
-            with collectives_refused(refuse, lambda: [dist.get_rank()]):
-                yield
+            alone = collectives_refused(refuse, lambda: [dist.get_rank()])
+            return run_within([self._pipeline.elsewhere.lifted(), alone], look)
         finally:
             if found:
                 raise self._lightning.refusal(found[0]) from None

@@ -15,12 +15,13 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.compat.collective_calls import IN_A_STEP, collectives_refused
 from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batches import map_children, tensors_of
+from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.left_untouched import left_untouched
@@ -104,46 +105,50 @@ class StepRuns:
 
         what = "layers" if within is not None else "inputs" if only_inputs else "all"
         ends: Callable[[Any, Any], None] | None = self._note_end if rehearsing else None
-        with ExitStack() as stack:
-            enter = stack.enter_context
-            enter(self._context())
-            enter(_seeded(micro_batch))
-            if what == "all" and not rehearsing and micro_batch.step not in self.told_of_draws:
-                ends = functools.partial(self._tell_draws, micro_batch.step, _places_of_torch())
-            enter(self._draws.of_step(what, micro_batch.batch_seed, ends))
-            enter(self._call.within(micro_batch.step, data))
-            enter(
-                _all_replaced(
-                    *self._call.stand_ins(answer), (self._module, "log", log), (self._module, "print", show)
-                )
-            )
-            enter(_recorded(self._module, record))
-            if self._traces is not None:
-                enter(self._traces.hidden(micro_batch.step, is_behind=is_behind))
-            if self._is_cut:
-                enter(self._on_a_stage(micro_batch.step, rehearsing))
-            if within is not None:
-                within.append(stack)
-            if begins is not None:
-                enter(begins())
-            try:
-                returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
-                micro_batch.changed = {
-                    place: (own[place], tensor.detach())
-                    for place, (tensor, version) in enumerate(versions)
-                    if tensor._version != version
-                }
-                refuse_in_loss(returned)
-                return returned
-            except StopIteration as error:  # by which Lightning would end the epoch
-                raise self._error(
-                    f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning would "
-                    "end the epoch on some ranks alone: catch it there; -1 from on_train_batch_start ends an epoch"
-                ) from error
+        stack = EndingContexts()
+        try:
+            with stack:
+                enter = stack.enter_context
+                enter(self._context())
+                enter(_seeded(micro_batch))
+                if what == "all" and not rehearsing and micro_batch.step not in self.told_of_draws:
+                    ends = functools.partial(self._tell_draws, micro_batch.step, _places_of_torch())
+                enter(self._draws.of_step(what, micro_batch.batch_seed, ends))
+                enter(self._call.within(micro_batch.step, data))
+                for stand_in in self._call.stand_ins(answer):
+                    enter(replaced(*stand_in))
+                enter(replaced(self._module, "log", log))
+                enter(replaced(self._module, "print", show))
+                enter(_recorded(self._module, record))
+                if self._traces is not None:
+                    enter(self._traces.hidden(micro_batch.step, is_behind=is_behind))
+                if self._is_cut:
+                    for context in self._on_a_stage(micro_batch.step, rehearsing):
+                        enter(context)
+                if within is not None:
+                    within.append(stack)
+                if begins is not None:
+                    enter(begins())
+                try:
+                    returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
+                    micro_batch.changed = {
+                        place: (own[place], tensor.detach())
+                        for place, (tensor, version) in enumerate(versions)
+                        if tensor._version != version
+                    }
+                    refuse_in_loss(returned)
+                    return returned
+                except StopIteration as error:  # by which Lightning would end the epoch
+                    raise self._error(
+                        f"{micro_batch.step} raises StopIteration at {line_of_users(error)}, by which Lightning "
+                        "would end the epoch on some ranks alone: catch it there; -1 from on_train_batch_start "
+                        "ends an epoch"
+                    ) from error
+        finally:
+            stack.end()
         raise AssertionError("no context here takes an exception")
 
-    @contextmanager
-    def _on_a_stage(self, step: str, rehearsing: bool) -> Iterator[None]:
+    def _on_a_stage(self, step: str, rehearsing: bool) -> Iterator[AbstractContextManager[None]]:
         """What a step may not touch, or what is said of it, where other ranks have some of the layers."""
 
         def tell_of_count(kind: str, number: int) -> None:
@@ -160,14 +165,11 @@ class StepRuns:
                 return [dist.get_rank()]
             return dist.get_process_group_ranks(pipeline_of(self._module).mpu().get_data_parallel_group())
 
-        with (
-            collectives_refused(refuse, peers),
-            counts_told(self._module.trainer.optimizers, tell_of_count),
-            left_untouched(self._module, step, self._error),
-            pipeline_of(self._module).elsewhere.listed(),
-            writing_told(step, _say_of_files),
-        ):
-            yield
+        yield collectives_refused(refuse, peers)
+        yield counts_told(self._module.trainer.optimizers, tell_of_count)
+        yield left_untouched(self._module, step, self._error)
+        yield pipeline_of(self._module).elsewhere.listed()
+        yield writing_told(step, _say_of_files)
 
     def _tell_draws(
         self, step: str, begun: Mapping[int, bytes], ended: Mapping[str, int], common: Collection[str]
@@ -219,19 +221,11 @@ def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
         yield
         return
     loggers = trainer.loggers
-    trainer.loggers = recorded_loggers(loggers, record)
     try:
+        trainer.loggers = recorded_loggers(loggers, record)
         yield
     finally:
         trainer.loggers = loggers
-
-
-@contextmanager
-def _all_replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, value in values:
-            stack.enter_context(replaced(owner, name, value))
-        yield
 
 
 @contextmanager
@@ -244,10 +238,13 @@ def _seeded(micro_batch: MicroBatch) -> Iterator[None]:
     """
     batch_seed = micro_batch.batch_seed
     seed = batch_seed if micro_batch.draws_alike else micro_batch.seed
-    with preserved_random_state():
+    restore = random_state()
+    try:
         random.seed(batch_seed)
         numpy.random.seed(batch_seed % 2**32)
         torch.random.default_generator.manual_seed(seed)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().manual_seed(seed)
         yield
+    finally:
+        restore()

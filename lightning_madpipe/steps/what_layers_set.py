@@ -12,7 +12,7 @@ import dis
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from deepspeed_partition.code_names import LIBRARIES
 from lightning_madpipe.module import PipelineCall
+from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.forward_reads import of_class, subclass_of
 from lightning_madpipe.steps.hook_values import NOT_HERE, HookValue
 from lightning_madpipe.steps.hooks_that_collect import Collected
@@ -132,10 +133,14 @@ class LayerTraces:
             is_behind: Whether the step runs right behind the last stage, on the same micro-batch.
         """
         self._is_behind = is_behind
-        with ExitStack() as stack:
-            for owner in self._hidden:
-                stack.enter_context(of_class(owner, self._refusing_class(owner, step)))
-            yield
+        stack = EndingContexts()
+        try:
+            with stack:
+                for owner in self._hidden:
+                    stack.enter_context(of_class(owner, self._refusing_class(owner, step)))
+                yield
+        finally:
+            stack.end()
 
     def _refusing_class(self, owner: Any, step: str) -> type:
         kind = self._kinds.get((owner, step))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_madpipe.finding.step_call import replaced
-
 
 @contextmanager
 def writing_told(step: str, say: Callable[[str], None]) -> Iterator[None]:
@@ -25,5 +23,9 @@ def writing_told(step: str, say: Callable[[str], None]) -> Iterator[None]:
             )
         return opened(file, mode, *arguments, **keywords)
 
-    with replaced(builtins, "open", watched), replaced(io, "open", watched):
+    of_io = io.open
+    try:
+        builtins.open = io.open = watched
         yield
+    finally:
+        builtins.open, io.open = opened, of_io
