@@ -10,6 +10,8 @@ from deepspeed_partition.planner.planning import solver_of
 from deepspeed_partition.planner.problem import DUPLEX
 from deepspeed_partition.planner.recomputation import checked_mode
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown
+from deepspeed_partition.planner.weight_versions import FLUSH
+from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
 
 PATIENCE_SECONDS = 20.0
 
@@ -61,6 +63,10 @@ class Options:
     split_backward: bool = False
     """True: a plan that the run makes may have backwards in two halves: the gradient of the input, sent on at
     once, and those of the weights later. To measure them, layers then run one by one before it is made."""
+    weight_versions: str = FLUSH
+    """What becomes of the weights: ``"flush"``, the pipeline drains before each update. Otherwise it never drains,
+    and a stage keeps versions of its weights: ``"stashing"`` for each micro-batch that needs one, ``"2bw"`` two,
+    ``"vertical-sync"`` one for each micro-batch along the whole pipeline."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
@@ -101,10 +107,11 @@ class Options:
             value = getattr(self, key)
             if not isinstance(value, bool) and not (is_optional and value is None):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
-        try:
-            checked_mode(self.recompute)
-        except ValueError as error:
-            raise ValueError(f"madpipe option 'recompute': {error}") from None
+        for key, check in (("recompute", checked_mode), ("weight_versions", checked_weight_versions)):
+            try:
+                check(getattr(self, key))
+            except ValueError as error:
+                raise ValueError(f"madpipe option {key!r}: {error}") from None
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")

@@ -120,6 +120,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             within memory, or ``"micro-batch"``, which decides for each micro-batch besides. None: ``"auto"``.
         split_backward: Whether a plan that the run makes may have backwards in two halves, the gradient of the
             input, sent on at once, and those of the weights later; left out, no.
+        weight_versions: What becomes of the weights: ``"flush"``, the pipeline drains before each optimizer step.
+            Otherwise it never drains, and micro-batches use older versions of the weights: ``"stashing"``, the
+            newest that their stage has when they come; ``"2bw"``, those before the last step; ``"vertical-sync"``,
+            on all stages what the first one used. None: ``"flush"``.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
         checkpoint_checksums: Whether a checkpoint gets a checksum of each file, and whether those are verified
@@ -183,6 +187,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         save_plan: str | Path | None = None,
         recompute: str | None = None,
         split_backward: bool | None = None,
+        weight_versions: str | None = None,
         time_limit_seconds: float | None = None,
         save_timeline: str | Path | None = None,
         checkpoint_checksums: bool | None = None,
@@ -237,6 +242,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "save_plan": None if save_plan is None else str(save_plan),
             "recompute": recompute,
             "split_backward": split_backward,
+            "weight_versions": weight_versions,
             "time_limit_seconds": time_limit_seconds,
             "save_timeline": None if save_timeline is None else str(save_timeline),
             "checkpoint_checksums": checkpoint_checksums,

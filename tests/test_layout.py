@@ -18,7 +18,7 @@ ROOMS = [
     f"{PLANNER}.warm_up_report", f"{PLANNER}.mcap_profile", f"{PLANNER}.machines",
     f"{PLANNER}.problem", f"{PLANNER}.graphs",
     f"{PLANNER}.allocation", f"{PLANNER}.schedule", f"{PLANNER}.clock", f"{PLANNER}.step",
-    f"{PLANNER}.schemes", f"{PLANNER}.plan",
+    f"{PLANNER}.schemes", f"{PLANNER}.weight_versions", f"{PLANNER}.plan",
     f"{PLANNER}.renumbering", f"{PLANNER}.training_bytes", f"{PLANNER}.memory", f"{PLANNER}.recomputation",
     f"{PLANNER}.data_parallel", SOLVERS, f"{SOLVERS}.pattern",
     f"{SOLVERS}.contiguous", f"{SOLVERS}.non_contiguous", f"{SOLVERS}.step", f"{PLANNER}.simulate",

@@ -130,6 +130,7 @@ ADDED = {
     "MadPipeStrategy/port_bandwidth",
     "MadPipeStrategy/recompute",
     "MadPipeStrategy/split_backward",
+    "MadPipeStrategy/weight_versions",
     "MadPipeStrategy/unpickle",
     "MadPipeStrategy/whole_model",
     "commands/compare/--devices-per-port",
@@ -188,6 +189,7 @@ ADDED = {
     "options/port_bandwidth",
     "options/recompute",
     "options/split_backward",
+    "options/weight_versions",
     "options/unpickle",
     "schemas/chain.schema.json/$defs/warm_up/properties/step_seconds/$ref",
     "schemas/chain.schema.json/$defs/differences/items/maximum",
@@ -250,6 +252,12 @@ ADDED = {
     "schemas/plan.schema.json/properties/step_proved/type",
     "schemas/plan.schema.json/properties/zero_stage/enum/0",
     "schemas/plan.schema.json/properties/zero_stage/enum/1",
+    "schemas/plan.schema.json/properties/weight_versions/enum/0",
+    "schemas/plan.schema.json/properties/weight_versions/enum/1",
+    "schemas/plan.schema.json/properties/weight_versions/enum/2",
+    "schemas/plan.schema.json/properties/weight_versions/enum/3",
+    "schemas/plan.schema.json/properties/update_seconds/$ref",
+    "schemas/plan.schema.json/properties/flush_step_seconds/$ref",
 }
 """What came since, by its place in the document; whoever adds something public adds it here."""
 WIDENED = {

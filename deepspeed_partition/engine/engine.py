@@ -65,6 +65,7 @@ from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import counted
+from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
 
@@ -124,6 +125,7 @@ class MadPipeEngine(ResumingEngine):
         super().__init__(**kwargs)
         remember_attributes(self.module._layer_specs)
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
+        _check_weight_versions(self.options.weight_versions, "madpipe option 'weight_versions'")
         watch.start(self.options.patience_seconds)
         self._cut_as_configured()
         if (of_fp16 or of_types) and self.owns_cut:
@@ -306,6 +308,7 @@ class MadPipeEngine(ResumingEngine):
             )
 
     def _check(self, plan: Plan) -> None:
+        _check_weight_versions(plan.weight_versions, "weight_versions of the plan")
         reason = self.reason_for_deepspeeds_schedule()
         check_plan(plan, self.module._num_layers, self.num_stages, one_stage_each=reason)
         if reason is None:
@@ -563,3 +566,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         The engine, its optimizer, data loader and learning-rate scheduler.
     """
     return initialize_with(MadPipeEngine, *args, **kwargs)
+
+
+def _check_weight_versions(mode: str, what: str) -> None:
+    """Refuse a mode of asynchronous training, which this engine does not run.
+
+    Raises:
+        ValueError: the mode is not ``"flush"``.
+    """
+    if mode != FLUSH:
+        raise ValueError(
+            f"{what} is {mode!r}, and the engine drains the pipeline at every step: leave it out, or plan with "
+            f"--weight-versions {FLUSH}"
+        )

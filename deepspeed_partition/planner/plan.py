@@ -12,6 +12,7 @@ from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchErro
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schedule import Order, PeriodicSchedule, PlacedOperation, is_plain_name
+from deepspeed_partition.planner.weight_versions import FLUSH, WeightVersions, checked_mode
 
 PLAN_FORMAT = "madpipe-plan/1"
 STEP_BOUNDS = ("step_lower_bound_seconds", "step_gap", "step_proved")
@@ -147,6 +148,50 @@ class Plan:
     them."""
     planning_seconds: float = 0.0
     """Seconds that planning took, on the clock on the wall."""
+    weight_versions: str = FLUSH
+    """What becomes of the weights: ``"flush"``, the pipeline drains before each update; or it never drains, and a
+    stage keeps ``"stashing"`` a version for each micro-batch that needs one, ``"2bw"`` two versions, or
+    ``"vertical-sync"`` one for each micro-batch along the whole pipeline (``weight_versions.py``)."""
+    micro_batches_per_update: int = 1
+    """Number of micro-batches whose gradients make one update, where the pipeline never drains;
+    ``num_micro_batches`` of the file."""
+    flush_step_seconds: float | None = None
+    """Seconds of a synchronous step of as many micro-batches, of the same allocation in the same memory, with
+    which an update of a pipeline that never drains is compared. None: there is none, or nobody asked."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether the pipeline never drains, so that micro-batches use older versions of the weights."""
+        return self.weight_versions != FLUSH
+
+    @property
+    def update_seconds(self) -> float | None:
+        """Seconds from one update to the next of a pipeline that never drains; None where it does."""
+        if not self.is_asynchronous:
+            return None
+        return max((self.micro_batches_per_update * self.period_seconds, *self.allreduce_seconds))
+
+    @property
+    def versions(self) -> WeightVersions | None:
+        """Versions of the weights that the pattern uses; None where the pipeline drains before each update.
+
+        Raises:
+            PlanMismatchError: the pattern does not treat all micro-batches alike.
+        """
+        if not self.is_asynchronous:
+            return None
+        self.check_treats_all_alike(f"a pipeline with weight_versions {self.weight_versions!r}")
+        places = {
+            each.operation: (each.shift, each.start_seconds, each.duration_seconds) for each in self.operations
+        }
+        numbers = range(len(self.stages))
+        return WeightVersions.of(
+            self.weight_versions,
+            self.micro_batches_per_update,
+            [stage.device for stage in self.stages],
+            [places[f"F{number}"] for number in numbers],
+            [places[f"B{number}"] for number in numbers],
+        )
 
     @property
     def allocation(self) -> Allocation:
@@ -204,7 +249,9 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches of the planned step; None without a step."""
+        """Micro-batches of the planned step, or of an update where the pipeline never drains; else None."""
+        if self.is_asynchronous:
+            return self.micro_batches_per_update
         return self.step.num_micro_batches if self.step else None
 
     @property
@@ -298,6 +345,12 @@ class Plan:
             data["allreduce_seconds"] = list(self.allreduce_seconds)
             if self.zero_stage is not None:
                 data["zero_stage"] = self.zero_stage
+        if self.is_asynchronous:
+            data["weight_versions"] = self.weight_versions
+            data["num_micro_batches"] = self.micro_batches_per_update
+            data["update_seconds"] = self.update_seconds
+            if self.flush_step_seconds is not None:
+                data["flush_step_seconds"] = self.flush_step_seconds
         if self.step is not None:
             data["num_micro_batches"] = self.step.num_micro_batches
             data["step_seconds"] = self.step.step_seconds
@@ -344,6 +397,7 @@ class Plan:
                 zero_stage=_optional_int(mapping.get("zero_stage")),
                 allreduce_seconds=tuple(float(seconds) for seconds in mapping.get("allreduce_seconds", ())),
                 planning_seconds=float(mapping.get("planning_seconds", 0.0)),
+                **_versions_from_dict(mapping),
             )
         except PlanFormatError:
             raise
@@ -351,6 +405,12 @@ class Plan:
             raise PlanFormatError(f"{where}: {error}") from None
 
     def __post_init__(self) -> None:
+        checked_mode(self.weight_versions)
+        if self.is_asynchronous and self.step is not None:
+            raise ValueError(
+                f"weight_versions is {self.weight_versions!r}, a pipeline that never drains, and there is an "
+                "order of a step, after which it drains: leave one of them out"
+            )
         boundaries = self.allocation.boundaries  # raises where the stages do not follow one another
         if boundaries[-1] != self.chain.num_layers:
             raise ValueError(f"the stages end at layer {boundaries[-1]} of {self.chain.num_layers}")
@@ -441,9 +501,22 @@ def _stage_from_dict(data: Mapping[str, Any]) -> PlannedStage:
     )
 
 
+def _versions_from_dict(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    mode = mapping.get("weight_versions", FLUSH)
+    if mode == FLUSH:
+        return {}
+    return {
+        "weight_versions": mode,
+        "micro_batches_per_update": int(mapping.get("num_micro_batches", 1)),
+        "flush_step_seconds": _optional_float(mapping.get("flush_step_seconds")),
+    }
+
+
 def _step_from_dict(mapping: Mapping[str, Any], where: str) -> StepPlan | None:
     if "num_micro_batches" not in mapping:
         return None
+    if mapping.get("weight_versions", FLUSH) != FLUSH and "order" not in mapping:
+        return None  # they are those of an update
     for key in ("step_seconds", "order"):
         if key not in mapping:
             raise PlanFormatError(f"{where}: {key} is missing, which num_micro_batches needs")
