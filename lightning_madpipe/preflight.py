@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,8 @@ from lightning_madpipe.settings import fewer_stages
 from lightning_madpipe.spread_model import layers_of
 
 
-def refuse_programs_without_file(lightning: Lightning, num_processes: int, *, is_notebook: bool) -> None:
-    """Refuse to start the other processes of a program that has no file, such as that of a notebook.
+def refuse_programs_without_file(lightning: Lightning, num_processes: int) -> None:
+    """Refuse to start the other processes of a program that has no file.
 
     Lightning starts each with the command of the first one: they would end at once, or begin another program.
 
@@ -36,11 +37,6 @@ def refuse_programs_without_file(lightning: Lightning, num_processes: int, *, is
     """
     if num_processes < 2:
         return
-    if is_notebook:
-        raise lightning.refusal(
-            "a notebook cannot start the other processes of a pipeline, for each of them runs a program from its "
-            "beginning: write the cell to a file (%%writefile train.py) and run it (!python train.py)"
-        )
     of_module = getattr(sys.modules["__main__"], "__spec__", None) is not None  # python -m
     if not of_module and not Path(sys.argv[0]).is_file():
         raise lightning.refusal(
@@ -48,6 +44,21 @@ def refuse_programs_without_file(lightning: Lightning, num_processes: int, *, is
             f"of a pipeline are started with it: write it to a file, or start it with torchrun --nproc_per_node="
             f"{num_processes}"
         )
+
+
+def refuse_notebooks(lightning: Lightning, num_nodes: int) -> None:
+    """Refuse a notebook whose ranks cannot be forked from it.
+
+    Raises:
+        MisconfigurationException: the system forks no processes, or there are several machines.
+    """
+    if "fork" in multiprocessing.get_all_start_methods() and num_nodes == 1:
+        return
+    why = "on several machines" if num_nodes > 1 else "where no processes can be forked"
+    raise lightning.refusal(
+        f"a notebook cannot start the other processes of a pipeline {why}: write the cell to a file (%%writefile "
+        "train.py) and run it (!python train.py)"
+    )
 
 
 def refuse_callbacks(trainer: Any, module: Any, lightning: Lightning) -> None:

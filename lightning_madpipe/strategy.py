@@ -51,12 +51,14 @@ from lightning_madpipe.compat.optimizers import configured_optimizer, tell_of_ze
 from lightning_madpipe.compat.signals import end_together_on_sigterm
 from lightning_madpipe.compat.unsupported import clips_by_value
 from lightning_madpipe.compat.watched_hooks import HookWatch
+from lightning_madpipe.forked_ranks import ForkedRanks, launcher_class, refuse_initialized_process
 from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.planning import WarmUpOfFit, folder_of_logs, note_on_resuming
 from lightning_madpipe.preflight import (
     notes_on_fit,
     refuse_callbacks,
+    refuse_notebooks,
     refuse_programs_without_file,
     refuse_what_cannot_run,
 )
@@ -278,6 +280,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._is_asked_to_step = False
         self._all_are_here = False
         self._spread_before: SpreadModel | None = None
+        self.plan_of_ranks: Plan | None = None
+        """The plan of a fit whose ranks were forked from this process, and have ended."""
 
     # What is there after setup
 
@@ -290,7 +294,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     @property
     def plan(self) -> Plan | None:
         """The plan that is run; None before it is made, and where the cut has another origin."""
-        return None if self._engine is None else self._engine.plan
+        return self.plan_of_ranks if self._engine is None else self._engine.plan
 
     @property
     def pipeline(self) -> PipelineModule:
@@ -343,9 +347,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def setup_environment(self) -> None:
         watch.begin_anew()
-        environment = self.cluster_environment
-        launched = environment is not None and not environment.creates_processes_externally
-        watch_joining(os.getppid() if launched and self.local_rank > 0 else None)
+        if not isinstance(self.launcher, ForkedRanks):  # whose parent looks after them
+            watch_joining(os.getppid() if self.starts_ranks and self.local_rank > 0 else None)
         kind = self.root_device.type
         if kind not in ("cpu", "cuda"):
             raise self._lightning.refusal(f"the madpipe strategy runs on CPUs and CUDA devices, not on {kind}")
@@ -363,10 +366,23 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         connector = self._lightning.module("trainer.connectors.accelerator_connector")
-        if self.launcher is not None:
-            refuse_programs_without_file(
-                self._lightning, self.num_processes, is_notebook=bool(getattr(connector, "_IS_INTERACTIVE", False))
-            )
+        is_several = self.num_processes * self.num_nodes > 1
+        is_notebook = bool(getattr(connector, "_IS_INTERACTIVE", False))
+        if is_notebook and is_several and _is_alone():
+            refuse_initialized_process(self._lightning)
+        if is_notebook and is_several and self.starts_ranks:
+            refuse_notebooks(self._lightning, self.num_nodes)
+            self._launcher = launcher_class(self.namespace)(self)
+        elif is_notebook and not is_several:
+            self._launcher = None  # one process is this one
+        elif self.launcher is not None:
+            refuse_programs_without_file(self._lightning, self.num_processes)
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the Trainer starts the other processes itself; torchrun and its kin have started them."""
+        environment = self.cluster_environment
+        return environment is not None and not environment.creates_processes_externally
 
     def setup_distributed(self) -> None:
         quiet = logging.getLogger(f"{self._lightning.name}.strategies.deepspeed")
@@ -481,6 +497,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks hear of an exception that this one has met alone."""
         super().on_exception(exception)
+        if self._engine is None and isinstance(self.launcher, ForkedRanks):
+            return  # in the notebook, whose ranks have ended
         if not is_raised_by_all(exception):
             what = self._module.trainer.state.fn.value
             watch.tell_that_this_rank_leaves(f"left {what}() with {in_words(exception)}")
@@ -530,6 +548,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         Raises:
             MisconfigurationException: there is not enough memory for it, on every rank.
         """
+        if isinstance(self.launcher, ForkedRanks) and pipeline_of(self._module) is None:
+            return  # a notebook gets it whole
         if not self._spread.is_whole_everywhere():
             self._spread.gather("every_rank", is_rank_zero=self.is_global_zero)
         if not self.pipeline.is_whole:
@@ -811,6 +831,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call._call_lightning_module_hook(trainer, hook, *arguments)
         if trainer.gradient_clip_val and clips_by_value(trainer):
             torch.nn.utils.clip_grad_value_(self.pipeline.parameters(), trainer.gradient_clip_val)
+
+
+def _is_alone() -> bool:
+    return dist.is_initialized() and dist.get_world_size() == 1
 
 
 @cache

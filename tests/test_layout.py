@@ -39,7 +39,7 @@ ROOMS = [
     f"{LIGHTNING}.finding", f"{LIGHTNING}.module",
     f"{LIGHTNING}.compat", f"{LIGHTNING}.steps", f"{LIGHTNING}.checkpoint", f"{LIGHTNING}.groups",
     f"{LIGHTNING}.captured_layers", f"{LIGHTNING}.planning", f"{LIGHTNING}.spread_model",
-    f"{LIGHTNING}.preflight", f"{LIGHTNING}.strategy", LIGHTNING,
+    f"{LIGHTNING}.preflight", f"{LIGHTNING}.forked_ranks", f"{LIGHTNING}.strategy", LIGHTNING,
 ]  # fmt: skip
 """In the order in which they may be imported; a module belongs to the longest name that it begins with."""
 WITHOUT_TORCH = ("deepspeed_partition.planner", "deepspeed_partition.schedule", "deepspeed_partition.options")

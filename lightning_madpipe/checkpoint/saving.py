@@ -61,7 +61,16 @@ class Checkpointing(DeepSpeedStrategy):
 
         Collective. Where the optimizer keeps fp32 master weights, these. While Lightning collects a full
         checkpoint, whose weights DeepSpeed writes, it is this rank's part, by the same names.
+
+        Raises:
+            MisconfigurationException: the ranks were forked from this process, and have ended.
         """
+        if self.pipeline is None:
+            raise self._lightning.refusal(
+                "no pipeline is here: the ranks that were forked from this process end with each run, and with "
+                "them the optimizer; torch.save(model.state_dict(), path) saves the trained weights, and a "
+                "ModelCheckpoint in fit, or trainer.save_checkpoint in a hook, all of it"
+            )
         collect = checkpoint_folders.consolidated_state if self._dumps_weights else checkpoint_folders.local_state
         with self.pipeline.layers_of_user.lent():
             return collect(self._module, self.pipeline, self._names)

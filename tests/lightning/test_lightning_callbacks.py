@@ -406,12 +406,6 @@ WRONG_STARTS: dict[str, tuple[str, str]] = {
         "Trainer(strategy='madpipe', **ONE).fit(torch.compile(Classifier(), backend='eager'), loader(16))",
         "Using a compiled model is incompatible with the current strategy: `MadPipeStrategy`",
     ),
-    "notebook": (
-        "import sys, lightning_fabric.utilities.imports as i; i._IS_INTERACTIVE = True\n"
-        "import pytorch_lightning.trainer.connectors.accelerator_connector as c; c._IS_INTERACTIVE = True\n"
-        "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",
-        "a notebook cannot start the other processes of a pipeline",
-    ),
     "no file": (
         "import sys; sys.argv[0] = '-c'\n"
         "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",

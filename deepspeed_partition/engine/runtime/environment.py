@@ -115,11 +115,11 @@ def prepare_cpu() -> None:
     """
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        atexit.unregister(_leave_together)
-        atexit.register(_leave_together)
+        atexit.unregister(leave_together)
+        atexit.register(leave_together)
 
 
-def _leave_together() -> None:
+def leave_together() -> None:
     """End the process groups at exit, no rank before the others.
 
     A rank that ends while another still holds its connection now and then aborts in gloo, after correct

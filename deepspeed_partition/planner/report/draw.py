@@ -60,6 +60,7 @@ def as_text(renderables: Iterable[object], width: int = WIDTH, *, colour: bool =
     buffer = io.StringIO()
     # Names are printed as they are: brackets and colons in them are no markup.
     console = Console(
+        force_jupyter=False,  # where it would show what it is asked to write
         file=buffer, width=width, no_color=not colour, force_terminal=colour, markup=False, emoji=False,
         highlight=False, color_system="standard" if colour else None, legacy_windows=False,
     )  # fmt: skip
