@@ -160,6 +160,16 @@ def test_first_stages_of_four_devices_cannot_be_small() -> None:
     assert 231.4 < bound <= plan_of(made, platform, 8, algorithm="contiguous").step_seconds  # 226 by pairs alone
 
 
+def test_the_last_micro_batch_goes_over_all_boundaries() -> None:
+    """Its way, and the other micro-batch before it in the stage of layers 1 and 2: its link alone is not all."""
+    made = chain([3, 1, 3, 3, 2], [6, 2, 6, 6, 4], outputs=[1, 3, 1, 2, 1], stash=[0] * 5)
+    platform = Platform(num_devices=4, memory_bytes=1000, bandwidth=1)
+    plan = plan_of(made, platform, 2)
+    assert plan.boundaries == [0, 1, 3, 4, 5]
+    way = 36 + 2 * (1 + 1 + 2)
+    assert bound_of(problem_of(made, platform), 2) == plan.step_seconds == way + 8
+
+
 def test_two_micro_batches_without_room_for_both() -> None:
     """Each holds 60 bytes at the end of the chain, and both devices have 70: one waits for the other."""
     made = chain([1] * 6, [2] * 6, stash=[10] * 6)

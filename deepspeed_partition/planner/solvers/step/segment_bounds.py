@@ -5,7 +5,7 @@ ticks of a tensor one way over all boundaries up to ``x(j)``, nothing is done fr
 ``F + S`` and the last ``B + S`` ticks of the step, in all ``C(x(j)) + 2 S(j)``, its *idle time*. In a step of T
 ticks:
 
-- each stage needs at most T: ``2 S(j) + X`` (``StepBounds.needed``);
+- each stage needs at most T: ``2 S(j) + X`` (``stage_needs.py``);
 - the j-th device to be reached begins at ``x(j)`` or behind it. All devices have ``q T`` ticks, so the idle time
   of ``x(j)`` is lost q - j times at least: it is at most ``(q T - m (U + R)) / (q - j)``, for U ticks of all
   layers, and R ticks that must run twice for lack of memory (Little's law);
@@ -27,7 +27,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.solvers.step.stage_needs import FAR
+
 if TYPE_CHECKING:
+    from deepspeed_partition.planner.solvers.step.stage_needs import StageNeeds
     from deepspeed_partition.planner.solvers.step.step_bounds import StepBounds
 
 MOST_WORK = 3 * 10**8
@@ -36,7 +39,6 @@ FEWEST, MOST = 12, 55
 """Fewest decisions with which a bisection is worth beginning, and the most that it takes."""
 ROUNDING = 1e-9
 """Relative error that sums of bytes times ticks may have."""
-FAR = np.iinfo(np.int64).max // 4
 Integers = NDArray[np.int64]
 
 
@@ -73,11 +75,11 @@ class SegmentBound:
 
     Args:
         bounds: times and bytes of the problem.
-        needed: X, the ticks of a step for the stage of layers k to l, without transfers before k; [k, l].
+        needs: what each stage asks of a step.
     """
 
-    def __init__(self, bounds: StepBounds, needed: Integers) -> None:
-        self.m, self.size, self.needed = bounds.m, bounds.size, needed
+    def __init__(self, bounds: StepBounds, needs: StageNeeds) -> None:
+        self.m, self.size, self.needs = bounds.m, bounds.size, needs
         self.decisions = num_decisions(bounds)
         self.C = bounds.C
         self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
@@ -100,9 +102,10 @@ class SegmentBound:
 
     def may_take(self, T: int) -> bool:
         """Return whether some number of devices may do a step in T ticks."""
-        return any(self._may_take(T, count) for count in range(self.num_devices, 0, -1))
+        needed = self.needs.within(T)
+        return any(self._may_take(T, count, needed) for count in range(self.num_devices, 0, -1))
 
-    def _may_take(self, T: int, count: int) -> bool:
+    def _may_take(self, T: int, count: int, needed: Integers) -> bool:
         spare = count * T - self.m * int(self.C[-1])
         if spare < 0:
             return False
@@ -110,8 +113,7 @@ class SegmentBound:
         if again is None or spare < self.m * again:
             return False
         spare -= int(self.m * again)
-        within = self.needed <= T
-        return any(self._has_boundaries(T, count, number, spare, within) for number in range(count, 2 * count))
+        return any(self._has_boundaries(T, count, number, spare, needed) for number in range(count, 2 * count))
 
     def _again(self, T: int, count: int) -> float | None:
         """Return the ticks that must run twice for each micro-batch; None where there is no room even so."""
@@ -122,7 +124,7 @@ class SegmentBound:
             return None
         return float(np.interp(float(lacks), self.saved, self.twice)) * (1 - ROUNDING)
 
-    def _has_boundaries(self, T: int, count: int, number: int, spare: int, within: NDArray[np.bool_]) -> bool:
+    def _has_boundaries(self, T: int, count: int, number: int, spare: int, needed: Integers) -> bool:
         """Return whether ``number`` stages may do; the largest number that is asked for stands for all beyond."""
         least = np.full(self.size + 1, FAR, dtype=np.int64)
         least[0] = 0
@@ -130,33 +132,33 @@ class SegmentBound:
             if 0 < index < count:
                 least[(count - index) * (self.C + 2 * np.minimum(least, FAR)) > spare] = FAR
             if index == count and number == 2 * count - 1:
-                least = self._with_more(T, least)
+                least = self._with_more(T, least, needed)
             left = number - index
             if left < count:
                 rooms = np.maximum(T - self.C - 2 * np.minimum(least, FAR), 0)
                 least[self.m * (self.C[-1] - self.C) > left * rooms] = FAR
             if left == 1:
-                return bool((2 * least + self.needed[:, -1] <= T).any())
-            least = self._next(T, least, within)
+                return bool((2 * least + needed[:, -1] <= T).any())
+            least = self._next(T, least, needed)
             if least.min() >= FAR:
                 return False
         return False
 
-    def _next(self, T: int, least: Integers, within: NDArray[np.bool_]) -> Integers:
+    def _next(self, T: int, least: Integers, needed: Integers) -> Integers:
         """Return the least ticks one way up to the end of one more stage."""
         rows = np.flatnonzero(least < FAR)
         so_far = least[rows, None]
-        fits = within[rows] & (2 * so_far + self.needed[rows] <= T)
+        fits = 2 * so_far + needed[rows] <= T
         reached: Integers = np.where(fits, so_far, FAR).min(axis=0, initial=FAR)
         result: Integers = np.minimum(reached + self.send, FAR)
         return result
 
-    def _with_more(self, T: int, least: Integers) -> Integers:
+    def _with_more(self, T: int, least: Integers, needed: Integers) -> Integers:
         """Return the least ticks one way with any number of stages more."""
         least = least.copy()
         for start in np.flatnonzero(self.send >= 0):
             if least[start] < FAR:
-                fits = 2 * least[start] + self.needed[start, start + 1 :] <= T
+                fits = 2 * least[start] + needed[start, start + 1 :] <= T
                 reached = np.where(fits, least[start] + self.send[start + 1 :], FAR)
                 np.minimum(least[start + 1 :], reached, out=least[start + 1 :])
         return least

@@ -44,10 +44,9 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
 from deepspeed_partition.planner.solvers.interface import Problem
-from deepspeed_partition.planner.solvers.step.kept_bounds import ticks_of_stages
 from deepspeed_partition.planner.solvers.step.memory_bounds import MemoryBound
 from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound, least_from, num_decisions
-from deepspeed_partition.planner.solvers.step.stage_depths import stage_depths
+from deepspeed_partition.planner.solvers.step.stage_needs import FAR, StageNeeds
 from deepspeed_partition.planner.solvers.step.window_bounds import WindowBound
 
 MOST_SUMS = 20_000
@@ -178,10 +177,10 @@ class StepBounds:
         bound = max(bound, self._of_all_devices(), MemoryBound(self).least())
         for decision in self._decisions():
             bound = _least(decision, bound, self._longest())
-        needed = self._needed(self.problem.table.is_stage)
+        needs = StageNeeds(self, self.problem.table.is_stage)
         if num_decisions(self):
-            bound = SegmentBound(self, needed).least(bound)
-        return WindowBound(self, needed).least(bound)
+            bound = SegmentBound(self, needs).least(bound)
+        return WindowBound(self, needs).least(bound)
 
     def _longest(self) -> int:
         """Return ticks in which everything may run, one after the other, on one device."""
@@ -340,43 +339,19 @@ class StepBounds:
         decisions = min(55, MOST_WORK // (most * self.size**2 + 1))
         if decisions < 3:
             return at_least
-        needed = self._needed(constraints.allowed(self.problem.table))
+        needs = StageNeeds(self, constraints.allowed(self.problem.table))
         longest = self._longest() + 2 * int(self.send.sum()) * self.m
 
         def may_take(T: int) -> bool:
-            return self._has_partition(needed, T, most)
+            return self._has_partition(needs.within(T), T, most)
 
         if may_take(at_least) or not may_take(longest):
             return at_least
         return least_from(at_least, may_take, decisions)
 
-    def _needed(self, allowed: NDArray[np.bool_]) -> Integers:
-        """Return X: the ticks of a step for the stage of layers k to l, without transfers before k; [k, l].
-
-        Args:
-            allowed: whether layers k to l may be a stage, [k, l].
-        """
-        m = self.m
-        before = self.C[:, None]
-        sends = np.array([*self.send, 0], dtype=np.int64)
-        f, b = self.F[None, :] - self.F[:, None], self.B[None, :] - self.B[:, None]
-        behind = (self.C[-1] - self.C + 2 * sends)[None, :]
-        link = (self.C + self.on_link * sends)[None, :]
-        result: Integers = np.full(f.shape, np.iinfo(np.int64).max // 4, dtype=np.int64)
-        for most, extra in stage_depths(self.problem, self.f):
-            again = b + extra
-            work = m * (f + again) + (behind if self.flushes_once else 0)
-            turn = np.maximum(m * f + again, f + m * again) + behind
-            turns = -(-m // np.maximum(1, most))
-            needs = np.maximum(np.maximum(work, turn), turns * (f + again + behind))
-            np.minimum(result, before + needs, out=result, where=(most >= 1) & allowed)
-        np.maximum(result, link, out=result)
-        np.maximum(result, before + ticks_of_stages(self), out=result)
-        return result
-
     def _has_partition(self, needed: Integers, T: int, most: int) -> bool:
         """Return whether some partition has stages that all need at most T ticks."""
-        size, far = self.size, np.iinfo(np.int64).max // 4
+        size, far = self.size, FAR
         sends = np.array([*self.send, 0], dtype=np.int64)
         least = np.full((most + 1, size + 1), far, dtype=np.int64)
         """Least ticks, one way, over the cuts before and at layer l, by the number of stages; [q, l]."""

@@ -132,14 +132,15 @@ class StepEngine:
         """Return a lower bound on the step, in ticks: no order has a shorter one.
 
         A device, a link or a port cannot begin before the first micro-batch has come to it. It then has all
-        micro-batches to do, and the last one has to go the rest of the path. Likewise a stage that has room for a
-        certain number of micro-batches: each takes at least as long as the path below the stage.
+        micro-batches to do, and the last one has to go the rest of the path. Likewise each operation of the path,
+        and each transfer: one micro-batch after the other. Likewise a stage that has room for a certain number of
+        micro-batches: each takes at least as long as the path below the stage.
         """
         head = [0]
         for ticks, send in zip(self.ticks, self.send, strict=True):
             head.append(head[-1] + ticks + (send or 0))
         size, m = len(self.ticks), num_micro_batches
-        bounds = []
+        bounds = [head[-1] + (m - 1) * max(*self.ticks, *(send or 0 for send in self.send))]
         for place, load in enumerate(self.load):
             first = self.stages_of[place][0]
             bounds.append(head[first] + m * load + self.tail[size - 1 - first])

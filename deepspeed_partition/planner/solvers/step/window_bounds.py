@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.solvers.step.segment_bounds import FAR, least_from
+from deepspeed_partition.planner.solvers.step.segment_bounds import least_from
+from deepspeed_partition.planner.solvers.step.stage_needs import FAR
 
 if TYPE_CHECKING:
+    from deepspeed_partition.planner.solvers.step.stage_needs import StageNeeds
     from deepspeed_partition.planner.solvers.step.step_bounds import StepBounds
 
 MOST_WORK = 2 * 10**8
@@ -51,11 +53,11 @@ class WindowBound:
 
     Args:
         bounds: times of the problem.
-        needed: X, the ticks of a step for the stage of layers k to l, without transfers before k; [k, l].
+        needs: what each stage asks of a step.
     """
 
-    def __init__(self, bounds: StepBounds, needed: Integers) -> None:
-        self.m, self.size, self.needed = bounds.m, bounds.size, needed
+    def __init__(self, bounds: StepBounds, needs: StageNeeds) -> None:
+        self.m, self.size, self.needs = bounds.m, bounds.size, needs
         self.num_devices, self.C = bounds.num_devices, bounds.C
         self.total = int(bounds.C[-1])
         self.send: Integers = np.append(bounds.send, 0)
@@ -82,7 +84,7 @@ class WindowBound:
         least = np.full(self.size + 1, FAR, dtype=np.int64)
         least[0] = 0
         stages = np.zeros((self.size + 1, self.size + 1), dtype=np.bool_)
-        others = self.num_devices - 1
+        others, needed = self.num_devices - 1, self.needs.within(T)
         for start in range(self.size):
             if least[start] >= FAR:
                 continue
@@ -93,7 +95,7 @@ class WindowBound:
             one_way = so_far + self.send[behind]
             idle = self.own[behind] + 2 * one_way
             idle[-1] = T  # no stage is left for the other devices
-            may = (2 * so_far + self.needed[start, behind] <= T) & (others * idle <= left)
+            may = (2 * so_far + needed[start, behind] <= T) & (others * idle <= left)
             stages[start, behind] = may
             np.minimum(least[behind], np.where(may, one_way, FAR), out=least[behind])
         return stages if least[-1] < FAR else None

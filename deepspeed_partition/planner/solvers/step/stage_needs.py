@@ -1,0 +1,81 @@
+"""What a stage asks of a step: ticks for its work, its link, its memory, and the way of its last micro-batch.
+
+Of the stage of layers k to l, with ``S`` the ticks of a tensor one way over all boundaries up to k, and ``A`` over
+the boundary behind l and all further ones, a step takes at least
+
+    2 S + needed(k, l)              its work, its link, its memory, its turn with the boundary behind it alone
+    2 S + turning(k, l) + 2 A       its turn
+
+A turn is the way of the last micro-batch whose forward it runs, or of the first whose backward it runs: to the end
+of the chain and back, besides all forwards, or all backwards, of the stage. A link has a turn, too: one tensor
+after the other goes over it. A is not known while boundaries are chosen from the first layer on, but it is at
+least the least one over those that a step of T ticks may have (``StageNeeds.within``).
+
+Method: own; not in the papers. Cost: O(L^2) for each pair of ``stage_depths.py``, and for each T.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_partition.planner.solvers.step.kept_bounds import ticks_of_stages
+from deepspeed_partition.planner.solvers.step.stage_depths import stage_depths
+
+if TYPE_CHECKING:
+    from deepspeed_partition.planner.solvers.step.step_bounds import StepBounds
+
+FAR = np.iinfo(np.int64).max // 4
+"""Ticks that no step has."""
+Integers = NDArray[np.int64]
+
+
+class StageNeeds:
+    """What each stage asks of a step.
+
+    Args:
+        bounds: times and bytes of the problem.
+        allowed: whether layers k to l may be a stage, [k, l].
+    """
+
+    def __init__(self, bounds: StepBounds, allowed: NDArray[np.bool_]) -> None:
+        m, C = bounds.m, bounds.C
+        self.size = bounds.size
+        self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
+        """Ticks of a tensor over the boundary before each layer, one way; 0 at both ends of the chain."""
+        before, rest = C[:, None], (C[-1] - C)[None, :]
+        f, b = bounds.F[None, :] - bounds.F[:, None], bounds.B[None, :] - bounds.B[:, None]
+        behind = rest + 2 * self.send[None, :]
+        needed: Integers = np.full(f.shape, FAR, dtype=np.int64)
+        turning: Integers = np.full(f.shape, FAR, dtype=np.int64)
+        for most, extra in stage_depths(bounds.problem, bounds.f):
+            again = b + extra
+            work = m * (f + again) + (behind if bounds.flushes_once else 0)
+            turn = np.maximum(m * f + again, f + m * again)
+            turns = -(-m // np.maximum(1, most))
+            needs = np.maximum(np.maximum(work, turn + behind), turns * (f + again + behind))
+            may = (most >= 1) & allowed
+            np.minimum(needed, before + needs, out=needed, where=may)
+            way = np.maximum(turn + rest, turns * (f + again + rest))
+            np.minimum(turning, before + way, out=turning, where=may)
+        np.maximum(needed, (C + bounds.on_link * self.send)[None, :], out=needed)
+        np.maximum(needed, before + ticks_of_stages(bounds), out=needed)
+        link = int(C[-1]) + (m - 1) * self.send
+        np.maximum(turning, np.maximum(link[:, None], link[None, :]), out=turning)
+        self.needed: Integers = needed
+        self.turning: Integers = turning
+
+    def within(self, T: int) -> Integers:
+        """Return the ticks of a step of at most T ticks for each stage, without transfers before it; [k, l]."""
+        after = np.full(self.size + 1, FAR, dtype=np.int64)
+        after[-1] = 0
+        for start in range(self.size - 1, 0, -1):
+            further = after[start + 1 :]
+            asks = np.maximum(self.needed[start, start + 1 :], self.turning[start, start + 1 :] + 2 * further)
+            ways = further[asks + 2 * self.send[start] <= T]
+            if len(ways):
+                after[start] = ways.min() + self.send[start]
+        result: Integers = np.maximum(self.needed, self.turning + 2 * after[None, :])
+        return result
