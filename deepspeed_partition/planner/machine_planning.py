@@ -245,8 +245,11 @@ def _contiguous(problem: Problem, algorithm: str) -> list[Plan]:
 def _made(problem: Problem, algorithm: str, found: DevicePipeline, step: _Step | None) -> list[Plan]:
     """Return the plan of a contiguous allocation, where the replay says that it fits."""
     times = placed_times(problem, found.cuts, found.devices)
-    period = found.period
     extra = _extra(times, found.recomputed)
+    # A step may recompute more than what the period was found for.
+    stages = pairwise(found.cuts)
+    loads = [times.compute_ticks(*stage) + more for stage, more in zip(stages, extra, strict=True)]
+    period = max(found.period, *loads)
     schedule = one_f_one_b.schedule(times, found.cuts, period, extra)
     operations = tuple(
         replace(each, device=found.devices[each.device])

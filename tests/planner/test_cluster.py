@@ -11,7 +11,7 @@ import pytest
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform
 from deepspeed_partition.cli import run
 from deepspeed_partition.planner.cluster.scheme_choice import SchemeRanking, rank_schemes
-from deepspeed_partition.planner.cluster.sharded_steps import sharded_step
+from deepspeed_partition.planner.cluster.sharded_steps import GLOO, sharded_step
 from deepspeed_partition.planner.machines import DeviceGroup, LinkLevel, Machines
 
 
@@ -60,6 +60,10 @@ def test_steps_by_hand() -> None:
     assert sharded_step(chain, fast, 2, 3, recomputes=True).step_seconds == pytest.approx(8, abs=1e-5)
     # ZeRO-3 gathers at 0-5 (F0 5-6), 5-10 (F1 10-11), 10-15 (B1 15-17), 15-20 (B0 20-22); gradients 20-25, 25-30.
     assert sharded_step(chain, platform, 2, 3).step_seconds == 30
+    # Over gloo FSDP waits for each of its 3 + 1 passes of both layers, all 1.07 times as long.
+    over_gloo = sharded_step(chain, platform, 2, 3, collectives=GLOO)
+    assert over_gloo.step_seconds == pytest.approx(6 + 2 * 4 * 5 * 1.07) and over_gloo.bytes_sent == 4 * 200
+    assert sharded_step(chain, platform, 2, 0, collectives=GLOO).step_seconds == pytest.approx(4 + 20 * 1.07)
     with pytest.raises(ValueError, match="2 devices do not share 3 micro-batches evenly"):
         sharded_step(chain, platform, 3, 0)
 
@@ -128,3 +132,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert words in capsys.readouterr().err
     small = ["schemes", chain, "--devices", "2", "--memory", "1kB", "--bandwidth", "1GB/s", "--time-limit", "1"]
     assert run(small) == 3
+
+
+def test_pipelines_whose_weights_alone_are_too_much_are_not_planned() -> None:
+    """70 billion parameters on 16 devices: searches for pipelines that could not fit took minutes."""
+    chain = chain_of(8, 100, 1)  # 800 bytes, 8 copies: 6,400; two pipelines share 6 of 8, which leaves 5: 4,000
+    ranking = rank_schemes(chain, [platform_of(4, 1800, 1e9, weight_copies=8)], 8, time_limit_seconds=2)
+    rows = {row.scheme: row for row in ranking.choices}
+    two = rows["MadPipe 2 x 2, ZeRO-1"]
+    assert not two.fits and two.memory_bytes == 2000
+    assert two.reason == "needs more than 2 kB of 1.8 kB: weights alone"
+    assert rows["MadPipe 1 x 4"].fits

@@ -17,8 +17,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from deepspeed_partition.planner.cluster.sharded_steps import DDP, STAGES, ShardedStep, sharded_step
-from deepspeed_partition.planner.data_parallel import bytes_sent, seconds_of
+from deepspeed_partition.planner.cluster.sharded_steps import (
+    DDP,
+    NCCL,
+    STAGES,
+    Collectives,
+    ShardedStep,
+    sharded_step,
+)
+from deepspeed_partition.planner.data_parallel import bytes_sent, seconds_of, weight_copies_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
@@ -106,7 +113,8 @@ class SchemeRanking:
             mine = [choice for choice in self.choices if choice.family == family]
             fitting = [choice for choice in mine if choice.fits and choice.step_seconds is not None]
             if not fitting:
-                told.append(f"{family} {mine[0].reason}")
+                nearest = min(mine, key=lambda choice: (choice.memory_bytes is None, choice.memory_bytes or 0))
+                told.append(f"{family} {nearest.reason}")
                 continue
             first = min(fitting, key=lambda choice: choice.step_seconds or 0.0)
             assert first.step_seconds is not None
@@ -139,6 +147,7 @@ def rank_schemes(
     recompute: str = "auto",
     time_limit_seconds: float | None = None,
     deadline: Deadline | None = None,
+    collectives: Collectives = NCCL,
 ) -> SchemeRanking:
     """Return every scheme on each of some platforms, the best first.
 
@@ -148,11 +157,12 @@ def rank_schemes(
         recompute: what a plan may recompute, as in ``make_plan``; unless ``"never"``, layers of the others, too.
         time_limit_seconds: seconds of the processor for all plans together; 60 where left out.
         deadline: another end of the searches.
+        collectives: what data parallelism and ZeRO have of their backend.
 
     Raises:
         ValueError: the chain cannot be planned for.
     """
-    overall = Deadline(time_limit(time_limit_seconds), within=deadline)
+    limit_seconds = time_limit(time_limit_seconds)
     for platform in platforms:
         problem_of(chain, platform, num_micro_batches)  # raises where the chain cannot be planned for
     choices: list[SchemeChoice] = []
@@ -160,8 +170,9 @@ def rank_schemes(
         (platform, degree) for platform in platforms for degree in _degrees(chain, platform, num_micro_batches)
     ]
     for platform in platforms:
-        choices += _sharded(chain, platform, num_micro_batches, recompute)
+        choices += _sharded(chain, platform, num_micro_batches, recompute, collectives)
         choices += _looped(chain, platform, num_micro_batches)
+    overall = Deadline(limit_seconds, within=deadline)  # what is above takes a time of its own, at most a minute
     for even in (True, False):
         left = overall.part(EVEN_SHARE) if even else overall
         for number, (platform, degree) in enumerate(asked):
@@ -192,7 +203,9 @@ def _degrees(chain: Chain, platform: Platform, num_micro_batches: int) -> list[i
     ]
 
 
-def _sharded(chain: Chain, platform: Platform, num_micro_batches: int, recompute: str) -> Iterator[SchemeChoice]:
+def _sharded(
+    chain: Chain, platform: Platform, num_micro_batches: int, recompute: str, collectives: Collectives
+) -> Iterator[SchemeChoice]:
     size = platform.num_devices
     for stage in STAGES:
         if size == 1 and stage:
@@ -204,7 +217,9 @@ def _sharded(chain: Chain, platform: Platform, num_micro_batches: int, recompute
                 scheme=name + (", recomputing" if recomputes else ""), family=name, num_devices=size
             )
             try:
-                step = sharded_step(chain, platform, num_micro_batches, stage, recomputes=recomputes)
+                step = sharded_step(
+                    chain, platform, num_micro_batches, stage, recomputes=recomputes, collectives=collectives
+                )
             except ValueError as error:
                 yield replace(row, reason=f"is not possible: {error}")
                 continue
@@ -240,6 +255,11 @@ def _planned(
     )
     name = f"{family} {degree} x {platform.num_devices // degree}" + (", ZeRO-1" if shares else "")
     row = SchemeChoice(scheme=name, family=family, num_devices=platform.num_devices)
+    least = _least_bytes_of_weights(chain, platform, degree, 1 if shares else None)
+    largest = max(platform.memory_of(device) for device in range(platform.num_devices))
+    if least > largest:
+        reason = f"needs more than {format_bytes(least)} of {format_bytes(largest)}: weights alone"
+        return replace(row, memory_bytes=least, reason=reason)
     try:
         plan = make_plan(
             chain,
@@ -254,11 +274,9 @@ def _planned(
         )
     except (InfeasibleError, ValueError) as error:
         needs = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
-        return replace(
-            row,
-            memory_bytes=needs,
-            reason="has no plan that fits" if needs is None else f"needs {format_bytes(needs)} at the least",
-        )
+        if needs is None or needs <= largest:  # which other partitions need
+            return replace(row, reason="has no plan that fits")
+        return replace(row, memory_bytes=needs, reason=f"needs {format_bytes(needs)} at the least")
     step = seconds_of(plan)
     return replace(
         row,
@@ -269,6 +287,18 @@ def _planned(
         busy=_busy(plan, platform, step),
         plan=plan,
     )
+
+
+def _least_bytes_of_weights(chain: Chain, platform: Platform, degree: int, zero_stage: int | None) -> int:
+    """Return what the fullest device of ``degree`` pipelines keeps at the least, whatever the partition.
+
+    That is its even part of all weights, with their copies; 0 where layers say what training keeps of each.
+    """
+    if any(layer.training_bytes is not None for layer in chain.layers):
+        return 0
+    copies = weight_copies_of(platform.weight_copies, degree, zero_stage)
+    total = sum(layer.weight_bytes for layer in chain.layers)
+    return int(total * copies * degree / platform.num_devices) + platform.fixed_bytes
 
 
 def _busy(plan: Plan, platform: Platform, step_seconds: float) -> float:

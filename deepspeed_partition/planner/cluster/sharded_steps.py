@@ -10,6 +10,10 @@ an N-th of the bytes over its slowest link.
 - *ZeRO-3* (FSDP): each device keeps an N-th of the weights, too. A layer's weights are gathered for its forward
   and again for its backward, one layer ahead, in every micro-batch.
 
+``Collectives`` says how a backend does that. NCCL does as above. gloo, on CPUs, has no reduction to shards that
+sends less than an all-reduce (``reduce_passes``), and FSDP over it waits for each collective (``overlaps``); DDP
+and ZeRO-1 overlap there, too. Measured in ``examples/benchmarks/schemes_measured``.
+
 Source: S. Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020, for
 what each stage keeps and sends; the overlap is what DeepSpeed and FSDP do by default. The optimizer's own time is
 left out everywhere.
@@ -33,6 +37,22 @@ STAGES = (DDP, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """What the collectives of a backend cost, in passes of a ring: N - 1 messages of an N-th of the bytes each."""
+
+    reduce_passes: int = 1
+    """Passes in which gradients are reduced to shards; an all-reduce takes 2."""
+    overlaps: bool = True
+    """Whether gathers and reductions of weights that are sharded run beside computation."""
+    ring_slowdown: float = 1.0
+    """How many times as long a message of a ring takes as one that travels alone."""
+
+
+NCCL, GLOO = Collectives(), Collectives(reduce_passes=2, overlaps=False, ring_slowdown=1.07)
+BACKENDS = {"nccl": NCCL, "gloo": GLOO}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedStep:
     """Step of one ZeRO stage on all devices of a platform."""
 
@@ -49,7 +69,13 @@ class ShardedStep:
 
 
 def sharded_step(
-    chain: Chain, platform: Platform, num_micro_batches: int, zero_stage: int, *, recomputes: bool = False
+    chain: Chain,
+    platform: Platform,
+    num_micro_batches: int,
+    zero_stage: int,
+    *,
+    recomputes: bool = False,
+    collectives: Collectives = NCCL,
 ) -> ShardedStep:
     """Return the step of a ZeRO stage in which all devices share ``num_micro_batches``.
 
@@ -71,15 +97,19 @@ def sharded_step(
     if recomputes:
         backward = [down + up for down, up in zip(forward, backward, strict=True)]
     sizes = [layer.weight_bytes for layer in chain.layers]
-    rounds = [_pass_seconds(platform, size) for size in sizes]
-    if zero_stage == 3:
-        seconds = _gathered(forward, backward, rounds, count)
+    rounds = [collectives.ring_slowdown * _pass_seconds(platform, size) for size in sizes]
+    reduce = collectives.reduce_passes
+    if zero_stage == 3 and not collectives.overlaps:
+        seconds = count * (sum(forward) + sum(backward) + (2 + reduce) * sum(rounds))
+    elif zero_stage == 3:
+        seconds = _gathered(forward, backward, rounds, count, reduce)
     else:
-        seconds = _reduced(forward, backward, rounds, count, zero_stage)
+        every = zero_stage == 2
+        seconds = _reduced(forward, backward, rounds, count, 2 if zero_stage == DDP else reduce, every=every)
         if zero_stage:
             seconds += sum(rounds)
     total = sum(sizes)
-    passes = {DDP: 2, 1: 2, 2: count + 1, 3: 3 * count}[zero_stage]
+    passes = {DDP: 2, 1: reduce + 1, 2: reduce * count + 1, 3: (2 + reduce) * count}[zero_stage]
     return ShardedStep(
         zero_stage=zero_stage,
         recomputes=recomputes,
@@ -103,21 +133,28 @@ def _pass_seconds(platform: Platform, num_bytes: int) -> float:
 
 
 def _reduced(
-    forward: Sequence[float], backward: Sequence[float], rounds: Sequence[float], count: int, zero_stage: int
+    forward: Sequence[float],
+    backward: Sequence[float],
+    rounds: Sequence[float],
+    count: int,
+    passes: int,
+    *,
+    every: bool,
 ) -> float:
-    """Return the end of the last backward and of what reduces the gradients beside it."""
-    passes = 2 if zero_stage == DDP else 1
+    """Return the end of the last backward and of what reduces the gradients beside it, or beside every one."""
     now = free = 0.0
     for number in range(count):
         now += sum(forward)
         for up, one in zip(reversed(backward), reversed(rounds), strict=True):
             now += up
-            if zero_stage == 2 or number == count - 1:
+            if every or number == count - 1:
                 free = max(free, now) + passes * one
     return max(now, free)
 
 
-def _gathered(forward: Sequence[float], backward: Sequence[float], rounds: Sequence[float], count: int) -> float:
+def _gathered(
+    forward: Sequence[float], backward: Sequence[float], rounds: Sequence[float], count: int, reduce_passes: int
+) -> float:
     """Return the end of a step in which weights are gathered, one layer ahead, and gradients reduced."""
     layers = range(len(forward))
     runs = [(layer, forward[layer], False) for layer in layers]
@@ -132,7 +169,7 @@ def _gathered(forward: Sequence[float], backward: Sequence[float], rounds: Seque
             before = max(now, gathered)
             now = before + seconds
             if is_backward:
-                waiting = now, rounds[layer]
+                waiting = now, reduce_passes * rounds[layer]
     return max(now, free if waiting is None else max(free, waiting[0]) + waiting[1])
 
 

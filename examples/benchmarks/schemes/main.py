@@ -39,7 +39,7 @@ def main() -> None:
     table.add_argument("--group-size", type=int, default=2)
     models = commands.add_parser("published", help="rank the schemes of published models")
     models.add_argument("--models", nargs="+", default=["llama2-7b", "llama2-13b", "llama2-70b"])
-    models.add_argument("--numbers", nargs="+", type=int, default=[8, 16, 32, 64])
+    models.add_argument("--numbers", nargs="+", type=int, default=[4, 8, 16, 32, 64])
     models.add_argument("--time-limit", type=float, default=12, help="seconds of the processor for each ranking")
     commands.add_parser("report", help="print what is saved")
     gains = commands.add_parser("levels", help="what links in levels and unlike devices gain")

@@ -22,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "profiles" / "transformers"))
 import llama2
 
 RESULTS = Path(__file__).parent / "results"
-MICRO_BATCHES, WEIGHT_COPIES = 128, 8
+MICRO_BATCHES, WEIGHT_COPIES, TOKENS = 128, 8, 4096
+PRICE_PER_DEVICE_HOUR = 3.5
+"""Price that stands for one of a rented A100; other prices scale the column."""
 MACHINES = Machines(
     devices=(DeviceGroup(count=64, name="A100-80GB", memory_bytes=80 * 10**9),),
     links=(
@@ -52,15 +54,16 @@ def rank_published(models: Sequence[str], numbers: Sequence[int], time_limit_sec
 def table(ranking_files: Sequence[Path]) -> str:
     """Return a row for each saved ranking: the fastest that runs, and the best of the other families."""
     lines = [
-        "| model | GPUs | fastest that runs | step | the best MadPipe | the best ZeRO or DDP |",
-        "|---|---|---|---|---|---|",
+        "| model | GPUs | fastest that runs | step | tokens/s | memory | per 1e6 tokens | the best MadPipe "
+        "| the best ZeRO or DDP |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in ranking_files:
         data = json.loads(path.read_text())
         rows = [row for row in data["schemes"] if row["runs"]]
         model, number = path.stem.split("_")[:2]
         if not rows:
-            lines.append(f"| {model} | {number} | nothing fits | - | - | - |")
+            lines.append(f"| {model} | {number} | nothing fits | - | - | - | - | - | - |")
             continue
         best = rows[0]
 
@@ -72,7 +75,12 @@ def table(ranking_files: Sequence[Path]) -> str:
                 else f"{row['scheme']}: {row['step_seconds'] / best['step_seconds']:.2f}"
             )
 
-        cells = [best["scheme"], f"{best['step_seconds']:.2f} s", first(("MadPipe",)), first(("ZeRO", "DDP"))]
+        rate = MICRO_BATCHES * TOKENS / best["step_seconds"]
+        price = int(number) * PRICE_PER_DEVICE_HOUR / 3600 / rate * 1e6
+        cells = [
+            best["scheme"], f"{best['step_seconds']:.2f} s", f"{rate:,.0f}",
+            f"{best['memory_bytes'] / 1e9:.0f} GB", f"{price:.2f}", first(("MadPipe",)), first(("ZeRO", "DDP")),
+        ]  # fmt: skip
         lines.append(f"| {model} | {number} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

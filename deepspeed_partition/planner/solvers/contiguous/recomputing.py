@@ -97,11 +97,19 @@ def _with_more_ways(problem: Problem, best: BestPartition) -> BestPartition:
 
 
 def _in_least_memory(problem: Problem) -> BestPartition | None:
-    """Return the partition that needs least memory, if it fits: it is found in a moment."""
-    found = min_max_partitions(problem, lambda from_end: least_bytes(problem, 1))
-    cuts, smallest = min(found, key=lambda each: each[1], default=((), NOTHING_FITS))
-    choice = choice_for(problem, cuts) if smallest <= problem.platform.memory_bytes else None
-    return None if choice is None else BestPartition(cuts, choice[1], False)
+    """Return the partition that needs least memory, if it fits.
+
+    By the uniform choices first, which takes a moment; the ways to recompute every stage take seconds in long
+    chains, and are made only where nothing fits with those.
+    """
+    for bytes_of in (uniform_bytes, least_bytes):
+        table = bytes_of(problem, 1)
+        found = min_max_partitions(problem, lambda from_end, table=table: table)  # type: ignore[misc]
+        cuts, smallest = min(found, key=lambda each: each[1], default=((), NOTHING_FITS))
+        choice = choice_for(problem, cuts) if smallest <= problem.platform.memory_bytes else None
+        if choice is not None:
+            return BestPartition(cuts, choice[1], False)
+    return None
 
 
 def _snapped(problem: Problem, found: BestPartition) -> BestPartition:
@@ -251,12 +259,10 @@ def least_bytes(problem: Problem, in_flight: int) -> NDArray[np.int64]:
     With recomputation, where that is allowed, by the way that needs least; of long chains, by the uniform choices
     and between the places at which blocks may begin.
     """
-    least = problem.table.needs(in_flight)
+    least = uniform_bytes(problem, in_flight)
     costs, table = problem.recomputation, problem.table
     if costs is None:
         return least
-    for uniform in uniform_choices(problem):
-        least = np.minimum(least, uniform.problem.table.needs(in_flight))
     places: NDArray[np.intp] = np.arange(problem.chain.num_layers + 1)
     if len(places) * (len(places) - 1) // 2 > MOST_STAGES:
         places = np.unique([0, *costs.positions, places[-1]])
@@ -265,6 +271,14 @@ def least_bytes(problem: Problem, in_flight: int) -> NDArray[np.int64]:
         others = int(table.fixed[stage]) - int(table.transient[stage])
         needs = max(others + int((in_flight * ways.stash + ways.transient).min()), int(table.floor[stage]))
         least[stage] = min(int(least[stage]), needs)
+    return least
+
+
+def uniform_bytes(problem: Problem, in_flight: int) -> NDArray[np.int64]:
+    """Return the same where a stage recomputes nothing, or as the uniform choices do."""
+    least = problem.table.needs(in_flight)
+    for uniform in uniform_choices(problem):
+        least = np.minimum(least, uniform.problem.table.needs(in_flight))
     return least
 
 
