@@ -67,6 +67,10 @@ class Options:
     """What becomes of the weights: ``"flush"``, the pipeline drains before each update. Otherwise it never drains,
     and a stage keeps versions of its weights: ``"stashing"`` for each micro-batch that needs one, ``"2bw"`` two,
     ``"vertical-sync"`` one for each micro-batch along the whole pipeline."""
+    shard_weights: bool = False
+    """True: of the stages of a device each of several pipelines stores its share: weights, gradients and states of
+    the optimizer. The other ones are fetched ahead of use and dropped (FSLPP). With a plan that is given, in fp32,
+    without ZeRO, on CPUs."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
@@ -103,7 +107,8 @@ class Options:
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}, not a path")
-        for key, is_optional in (("split_backward", False), ("checkpoint_checksums", False), ("unpickle", True)):
+        yes_or_no = ("split_backward", "shard_weights", "checkpoint_checksums")
+        for key, is_optional in (*((name, False) for name in yes_or_no), ("unpickle", True)):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (is_optional and value is None):
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")

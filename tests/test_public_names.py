@@ -188,6 +188,7 @@ ADDED = {
     "options/patience_seconds",
     "options/port_bandwidth",
     "options/recompute",
+    "options/shard_weights",
     "options/split_backward",
     "options/weight_versions",
     "options/unpickle",

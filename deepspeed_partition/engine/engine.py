@@ -39,6 +39,7 @@ from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     refuse_what_needs_all,
 )
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
+from deepspeed_partition.engine.pipeline.sharded_stages import WAY_OUT, ShardedStages
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
 from deepspeed_partition.engine.repairs import (
@@ -139,6 +140,40 @@ class MadPipeEngine(ResumingEngine):
         tell_how_gradients_are_clipped(self)
         refuse_what_needs_all(self)
         self._step_of_user = StepOfUser(self)
+        if self.options.shard_weights:
+            self._share_out()
+
+    def _share_out(self) -> None:
+        """Leave each rank the weights of its share of its stages."""
+        if self._pending.is_pending:
+            raise ValueError(
+                "shard_weights: layers move when this run has made its plan, and weights that are shared out do "
+                "not: give it the plan of an earlier run (option plan), or boundaries"
+            )
+        if self.options.weight_versions != FLUSH:
+            raise ValueError(
+                f"shard_weights: a rank with weight_versions {self.options.weight_versions!r} keeps versions of "
+                "all its weights: leave one of both out"
+            )
+        self.sharded = ShardedStages(self)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank has all weights of its stages, between two steps. Collective.
+
+        That is to read or to load them where ``shard_weights`` leaves a rank some of them only; what the owner of
+        a stage has at the end stays. Without that option it changes nothing.
+        """
+        return nullcontext() if self.sharded is None else self.sharded.whole()
+
+    def _refuse_if_shared_out(self, what: str, way_out: str) -> None:
+        if self.sharded is not None:
+            raise RuntimeError(f"{what} is not possible while weights are shared out (shard_weights): {way_out}")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_if_shared_out(
+            "load_checkpoint", "with engine.whole_weights(): engine.module.load_state_dict(torch.load(path))"
+        )
+        return super().load_checkpoint(*args, **kwargs)
 
     def _broadcast_model(self) -> None:
         with viewed_as_bytes(self.module):
@@ -354,6 +389,7 @@ class MadPipeEngine(ResumingEngine):
         """Move the layers to where ``cut`` has them, which was checked."""
         if self._in_step:
             raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
+        self._refuse_if_shared_out("recut", f"{WAY_OUT}, and start again without the option, or with another plan")
         self._own_cut()
         if allocation != allocation_of(self.module):
             self.move_to(allocation)
@@ -508,7 +544,7 @@ class MadPipeEngine(ResumingEngine):
         self._global_grad_norm = clip_by_global_norm(
             self._clipped_parameters(),
             self.gradient_clipping(),
-            group=self.mpu.get_model_parallel_group(),
+            group=self.mpu.get_model_parallel_group() if self.sharded is None else None,
             holds_slice=self.grid.get_slice_parallel_rank() == 0,
             device=self.device,
         )
@@ -538,6 +574,7 @@ class MadPipeEngine(ResumingEngine):
     # Checkpoints
 
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
+        self._refuse_if_shared_out("save_checkpoint", f"{WAY_OUT} saves the weights, not the optimizer's states")
         with nullcontext() if self._pending.warm_up is None else self._pending.warm_up.originals():
             return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 

@@ -35,13 +35,14 @@ def clip_by_global_norm(
     parameters: Iterable[torch.nn.Parameter],
     max_norm: float,
     *,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     holds_slice: bool,
     device: torch.device,
 ) -> torch.Tensor:
     """Clip by the norm over the ranks of ``group``, all stages (and slices of layers) of one pipeline; return it.
 
     Args:
+        group: the ranks that have a gradient of each weight once; None: all ranks.
         holds_slice: this rank speaks for the parameters that all tensor-parallel ranks have alike.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]

@@ -29,7 +29,7 @@ from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import boundaries as transfers
-from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans
+from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans, sharded_cases
 from tests.engine.harness import run_cases
 from tests.engine.pipelines import (
     WIDTH,
@@ -887,7 +887,7 @@ OF_MAPS = [
     backwards_in_halves,
     no_more_in_flight_than_planned,
 ]
-CASES = {2: [*CASES_OF_ANY, *device_cases.CASES], 3: OF_MAPS, 4: [two_pipelines]}
+CASES = {2: [*CASES_OF_ANY, *device_cases.CASES], 3: OF_MAPS, 4: [two_pipelines, *sharded_cases.CASES]}
 CASES = {
     num_processes: {case.__name__: case for case in [*cases, *others]}
     for num_processes, cases in CASES.items()

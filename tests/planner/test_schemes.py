@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from math import gcd
 
 import pytest
 
@@ -13,6 +14,7 @@ from deepspeed_partition.planner.schemes.scheme import (
     ddp,
     fsdp,
     fslpp,
+    fslpp_even,
     gpipe,
     lpp,
     oldest_first,
@@ -137,3 +139,17 @@ def test_refuses_what_is_no_worker() -> None:
         simulate(Scheme(lambda s, b, d: -1, lambda s, b: 0), FOUR, 1)
     with pytest.raises(ValueError, match="0 stages and 1 micro-batches"):
         simulate(gpipe(), [], 1)
+
+
+@pytest.mark.parametrize(("num_groups", "group_size"), [(2, 2), (4, 1), (2, 4), (3, 2), (4, 2)])
+def test_even_fslpp_stores_one_stage_on_each_worker(num_groups: int, group_size: int) -> None:
+    """The source's owner, h(s, s), does so only where both have no common divisor."""
+    size = num_groups * group_size
+    stages = [SchemeStage()] * size
+    run = simulate(fslpp_even(num_groups, group_size), stages, 2 * num_groups)
+    assert run.weights_stored == (1,) * size
+    # Each worker computes G stages for 2 micro-batches, both ways, and fetches all but its own.
+    assert run.weights_received == (2 * 2 * (num_groups - 1),) * size
+    theirs = simulate(fslpp(num_groups, group_size), stages, 2 * num_groups)
+    assert theirs.latency_seconds == run.latency_seconds
+    assert (theirs.weights_stored == run.weights_stored) == (gcd(num_groups, group_size) == 1)

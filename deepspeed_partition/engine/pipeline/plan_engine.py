@@ -38,6 +38,7 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
     why_not_lists,
 )
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
+from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
 from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.pipeline.tied_gradients import (
     copies_added_up,
@@ -127,6 +128,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     most_in_flight: int | None = None
     """The most micro-batches that a stage of a cut without a plan has in flight in a step. None: as many as 1F1B
     has."""
+    sharded: ShardedStages | None = None
+    """What this rank stores and fetches, where pipelines share out the weights of their stages."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -197,6 +200,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def destroy(self) -> None:
         super().destroy()
+        if self.sharded is not None:
+            self.sharded.close()
         if "_transfers" in self.__dict__:
             self.__dict__.pop("_transfers").close()
 
@@ -365,6 +370,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self.batch_state.in_halves = program.in_halves(self.stage_id)
             self._batch = Batch(self, self.batch_state, program.num_micro_batches, self._runner())
             self._is_plain = self._passes.begin()
+            if self.sharded is not None:
+                self.sharded.begin(program.lists[self.stage_id], trains=torch.is_grad_enabled())
             with self._recorded() as execute:
                 if execute == self._execute and type(self)._execute is AnyPlanEngine._execute:
                     execute = self._batch.execute
@@ -374,6 +381,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                     execute(instruction)
                 watch.runs(None)
                 self._transfers.finish()
+                if self.sharded is not None:
+                    self.sharded.finish()
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
             if torch.is_grad_enabled():
                 replaced = self._replaced.instructions
@@ -407,6 +416,13 @@ class AnyPlanEngine(AnyBoundaryEngine):
             if weight.requires_grad:
                 dist.all_reduce(self._tied_gradient(weight), group=group)
 
+    def _exec_reduce_grads(self) -> None:
+        """Reduce gradients over the pipelines: to all of them, or to the owners of stages that are shared out."""
+        if self.sharded is None:
+            super()._exec_reduce_grads()
+        else:
+            self.sharded.reduce()
+
     def _tied_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return gradient_so_far(weight, self.optimizer, in_bf16=self.using_bf16_optimizer)
 
@@ -414,6 +430,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     _INSTRUCTION_MAP: ClassVar = {
         **AnyBoundaryEngine._INSTRUCTION_MAP,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.ReduceGrads: _exec_reduce_grads,
     }
 
     def _recorded(self) -> AbstractContextManager[Callable[[Instruction], None]]:
@@ -428,7 +445,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _runner(self) -> Callable[[Instruction], None]:
         """Return what runs an instruction of the batch that begins: under a profiler it has the plan's name."""
-        return self._run_named if torch.autograd._profiler_enabled() else self._run
+        run = self._run_named if torch.autograd._profiler_enabled() else self._run
+        return run if self.sharded is None else self.sharded.around(run)
 
     def _run_named(self, instruction: Instruction) -> None:
         with torch.profiler.record_function(str(instruction)):

@@ -77,3 +77,15 @@ def fslpp(num_groups: int, group_size: int) -> Scheme:
     """Return fully sharded looped pipelines: as ``lpp``, but worker h(s, s) alone stores stage s."""
     h = looped(num_groups, group_size)
     return Scheme(lambda s, b, d: h(s, b), lambda s, b: h(s, s), name=f"FSLPP {num_groups}x{group_size}")
+
+
+def fslpp_even(num_groups: int, group_size: int) -> Scheme:
+    """Return fully sharded looped pipelines with as many stages stored by each worker, whatever G and R are.
+
+    Of the stages of a place in a group, the i-th is stored by group i mod G; the source's h(s, s) meets on fewer
+    workers where G and R have a common divisor. The engine runs this one (``shard_weights``).
+    """
+    h = looped(num_groups, group_size)
+    return Scheme(
+        lambda s, b, d: h(s, b), lambda s, b: h(s, s // group_size), name=f"even FSLPP {num_groups}x{group_size}"
+    )
