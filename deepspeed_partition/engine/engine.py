@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -513,8 +512,9 @@ class MadPipeEngine(ResumingEngine):
     def peek_data(self) -> None:
         """Take the next micro-batch out of the data iterator, which will give it again."""
         if (self.is_first_stage() or self.is_last_stage()) and self.data_iterator is not None:
+            self.batch_data.catch_up()
             micro_batch = next(self.data_iterator)
-            self.data_iterator = itertools.chain((micro_batch,), self.data_iterator)
+            self.data_iterator = self.batch_data.give_again([micro_batch], self.data_iterator)
 
     def peek_micro_batch(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch, on the device; the data iterator will give it again.
@@ -524,8 +524,9 @@ class MadPipeEngine(ResumingEngine):
         if not (self.is_first_stage() or self.is_last_stage()):
             return None, None
         if self.data_iterator is not None:
+            self.batch_data.catch_up()
             micro_batch = next(self.data_iterator)
-            self.data_iterator = itertools.chain((micro_batch, micro_batch), self.data_iterator)
+            self.data_iterator = self.batch_data.give_again([micro_batch, micro_batch], self.data_iterator)
         self._reserve_pipe_buffers(1)
         self._exec_load_micro_batch(0)
         inputs, labels = self.pipe_buffers["inputs"][0], self.pipe_buffers["labels"][0]

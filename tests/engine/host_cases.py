@@ -7,6 +7,7 @@ import itertools
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 import deepspeed_partition
 from deepspeed_partition import Plan
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, initialize
+from deepspeed_partition.engine.warmup import run_plan
 from deepspeed_partition.planner.errors import PlanMismatchError
 from tests.engine import pipelines, plans
 from tests.engine.pipelines import (
@@ -145,6 +147,46 @@ def one_iterator_for_a_run_whose_ends_move(_: Path) -> None:
             engine.recut(cut)
             losses += [float(engine.train_batch(given)) for _ in range(2)]
             engine.eval_batch(Counted(list(data[0])))
+        same(losses, expected)
+
+
+def one_iterator_for_a_run_that_is_measured(_: Path) -> None:
+    """A rank that gives its last stage away has peeked at a micro-batch, and reads again later.
+
+    Between that, all ranks train on another iterator.
+    """
+    data = batches(8)
+    expected = train_alone(mlp(), data, adam)
+    for plan in all_maps():
+        engine, _, _ = start(mlp(), "madpipe", planned("contiguous"))
+        given, other = (Counted([item for batch in part for item in batch]) for part in (data[:5], data[5:]))
+        answer = (plan, plans.chain_of(8))
+        with patch.object(run_plan, "_plan", lambda *_, answer=answer: answer):
+            losses = [float(engine.train_batch(given)) for _ in range(2)]
+        assert engine.module.device_of_stage == [stage.device for stage in plan.stages]
+        engine.recut(contiguous())
+        losses += [float(engine.train_batch(given)) for _ in range(2)]
+        engine.recut(plan)
+        losses.append(float(engine.train_batch(given)))
+        losses += [float(engine.train_batch(other)) for _ in range(3)]
+        same(losses, expected)
+
+
+def two_iterators_in_turn(_: Path) -> None:
+    """A rank that comes to read them takes up both where the others are, also where one was evaluated on."""
+    data = batches(6)
+    shown = batches(7)[6]
+    expected = train_alone(mlp(), data, adam)
+    for plan in all_maps():
+        engine, _, _ = start(mlp(), plan)
+        parts = [shown, *data[::2]], data[1::2]
+        both = [Counted([item for batch in part for item in batch]) for part in parts]
+        engine.eval_batch(both[0])
+        losses = []
+        for step in range(6):
+            if step == 3:
+                engine.recut(contiguous())
+            losses.append(float(engine.train_batch(both[step % 2])))
         same(losses, expected)
 
 
@@ -393,7 +435,7 @@ def installed_plans(_: Path) -> None:
 
 OF_MAPS = [
     moves_between_any_maps, training_after_moves_equals_one_process, planned_onto_several_stages,
-    one_iterator_for_a_run_whose_ends_move,
+    one_iterator_for_a_run_whose_ends_move, one_iterator_for_a_run_that_is_measured, two_iterators_in_turn,
 ]  # fmt: skip
 CASES = {
     2: [

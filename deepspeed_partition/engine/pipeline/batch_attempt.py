@@ -9,15 +9,15 @@ errors in layers, in the loss, in the data. A broken link, or an error of this v
 
 from __future__ import annotations
 
-import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_partition.engine.pipeline.batch_state import Remembering
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDifferError
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
@@ -262,10 +262,10 @@ class Attempt:
 
     def __init__(self, engine: MadPipeEngine) -> None:
         self._engine = engine
-        self._backlog = engine.batch_data.backlog
-        self._data: _Remembering | None = None
+        self._backlogs = engine.batch_data.backlogs
+        self._data: Remembering | None = None
         if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
-            self._data = engine.data_iterator = _Remembering(engine.data_iterator)
+            self._data = engine.data_iterator = Remembering(engine.data_iterator)
 
     def keep(self) -> None:
         """Read the data without notes again: the step is done, or has ended with another error."""
@@ -275,19 +275,7 @@ class Attempt:
     def undo(self) -> None:
         """Give the data back. The rest was put back when the step was given up."""
         engine = self._engine
-        engine.batch_data.backlog = self._backlog
+        engine.batch_data.backlogs = self._backlogs
         if self._data is not None:
-            engine.data_iterator = itertools.chain(self._data.taken, self._data.iterator)
+            engine.data_iterator = engine.batch_data.give_again(self._data.taken, self._data.iterator)
         get_accelerator().empty_cache()
-
-
-class _Remembering(Iterator[Any]):
-    """An iterator that knows what was taken from it."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-        self.taken: list[Any] = []
-
-    def __next__(self) -> Any:
-        self.taken.append(next(self.iterator))
-        return self.taken[-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +55,66 @@ class BatchState:
             kept.clear()
 
 
-class Backlog(NamedTuple):
-    """Micro-batches that a rank which reads no data has not taken from its iterator."""
+class Remembering(Iterator[Any]):
+    """An iterator that knows what was taken from it."""
 
-    iterator: Any
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.taken: list[Any] = []
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self.iterator))
+        return self.taken[-1]
+
+
+class GivenAgain(Iterator[Any]):
+    """An iterator that first gives again what was taken from it: to be measured, or by a step that was given up.
+
+    Args:
+        taken: What was taken, in its order.
+        source: The iterator, which may be one of these.
+    """
+
+    def __init__(self, taken: Iterable[Any], source: Any) -> None:
+        self.left: deque[Any] = deque((*taken, *(source.left if isinstance(source, GivenAgain) else ())))
+        """What comes before the rest of ``source``."""
+        self.source = source_of(source)
+
+    def __next__(self) -> Any:
+        return self.left.popleft() if self.left else next(self.source)
+
+
+def source_of(iterator: Any) -> Any:
+    """The program's own iterator."""
+    if isinstance(iterator, Remembering):
+        iterator = iterator.iterator
+    return iterator.source if isinstance(iterator, GivenAgain) else iterator
+
+
+MOST_ITERATORS = 4
+"""Iterators of a program that trains on several in turn, of which it is known where a rank stands in them."""
+
+
+class Backlog(NamedTuple):
+    """Micro-batches that a rank which reads no data has not taken from an iterator of the program."""
+
+    iterator: Callable[[], Any]
+    """Returns it; None where nobody has it any more."""
     num_micro_batches: int
+
+
+def _reference(iterator: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(iterator)
+    except TypeError:  # such as that of a list
+        return lambda: iterator
 
 
 class BatchData:
     """The micro-batches of a batch, as a rank reads them from its iterator.
 
     Any rank may come to read data when layers move. So a rank that reads nothing counts how far its iterator is
-    behind those of the others.
+    behind those of the others, and keeps what it has taken from it that a step is still to read.
 
     Args:
         read_next: Returns the next micro-batch of the iterator.
@@ -77,7 +127,9 @@ class BatchData:
         """The micro-batches of this batch that were read, or could not be read."""
         self.kept: dict[int, Any] = {}
         """Micro-batches, by their number, that were read and are not loaded yet by all stages that need them."""
-        self.backlog = Backlog(None, 0)
+        self.backlogs: tuple[Backlog, ...] = ()
+        """Of each iterator that is behind those of the other ranks, the last one that was trained on first."""
+        self._given_again: tuple[GivenAgain, ...] = ()
 
     def begin(self) -> None:
         """Begin a batch."""
@@ -86,13 +138,17 @@ class BatchData:
 
     def read(self, number: int) -> Any:
         """Return the micro-batch of this number; those before it are kept until they are asked for."""
-        while self.backlog.num_micro_batches and self._iterator() is self.backlog.iterator:
-            self._read_next()
-            self.backlog = Backlog(self.backlog.iterator, self.backlog.num_micro_batches - 1)
+        self.catch_up()
         while self.num_read <= number:
             self.num_read += 1  # also where it cannot be read
             self.kept[self.num_read - 1] = self._read_next()
         return self.kept[number]
+
+    def catch_up(self) -> None:
+        """Leave behind what the other ranks have taken from this rank's iterator while it did not read."""
+        while behind := self._num_behind:
+            self._read_next()
+            self._note_behind(behind - 1)
 
     def drop(self, number: int) -> None:
         """Forget a micro-batch that all stages of this rank have loaded."""
@@ -104,7 +160,31 @@ class BatchData:
         self.kept[number] = None, labels
 
     def count_unread(self, num_micro_batches: int) -> None:
-        """Count a batch of training of which this rank reads ``num_micro_batches`` too few."""
-        if self._iterator() is not self.backlog.iterator:
-            self.backlog = Backlog(self._iterator(), 0)
-        self.backlog = Backlog(self.backlog.iterator, self.backlog.num_micro_batches + num_micro_batches)
+        """Count a batch of which this rank reads ``num_micro_batches`` too few."""
+        if num_micro_batches:
+            self._note_behind(self._num_behind + num_micro_batches)
+
+    @property
+    def _num_behind(self) -> int:
+        source = source_of(self._iterator())
+        if source is None:
+            return 0
+        return next((each.num_micro_batches for each in self.backlogs if each.iterator() is source), 0)
+
+    def _note_behind(self, num_micro_batches: int) -> None:
+        source = source_of(self._iterator())
+        others = [each for each in self.backlogs if not (each.iterator() is None or each.iterator() is source)]
+        noted = [Backlog(_reference(source), num_micro_batches)] if num_micro_batches else []
+        self.backlogs = (*noted, *others)[:MOST_ITERATORS]
+
+    def give_again(self, taken: Iterable[Any], iterator: Any) -> GivenAgain:
+        """The iterator, which gives first what was taken from it, in whichever step this rank reads it next."""
+        given = GivenAgain(taken, iterator)
+        others = [each for each in self._given_again if each.left and each.source is not given.source]
+        self._given_again = (given, *others)[:MOST_ITERATORS]
+        return given
+
+    def as_left(self, iterator: Any) -> Any:
+        """An iterator that the program gives, with what was taken from it before and not read by a step."""
+        self._given_again = tuple(each for each in self._given_again if each.left)
+        return next((each for each in self._given_again if each.source is iterator), iterator)

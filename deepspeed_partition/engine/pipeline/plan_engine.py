@@ -253,6 +253,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             super().set_dataloader(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
+        iterator = self.batch_data.as_left(iterator)
         if self.runs_lists:
             self.training_dataloader, self.data_iterator = None, iterator
         else:
@@ -363,9 +364,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self._transfers.start(
                 program, trains=torch.is_grad_enabled(), shapes_may_differ=bool(self.dynamic_shape)
             )
-            if torch.is_grad_enabled():
-                reads = self.is_first_stage() or self.is_last_stage()
-                self.batch_data.count_unread(0 if reads else program.num_micro_batches)
+            if not (self.is_first_stage() or self.is_last_stage()):
+                self.batch_data.count_unread(program.num_micro_batches)
             self._reserve_pipe_buffers(program.num_slots(self.stage_id))
             self.batch_state.in_halves = program.in_halves(self.stage_id)
             self._batch = Batch(self, self.batch_state, program.num_micro_batches, self._runner())

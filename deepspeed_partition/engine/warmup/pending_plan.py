@@ -38,7 +38,6 @@ class PendingPlan:
         """Whether the plan is still to be made."""
         self.warm_up: WarmUp | None = None
         """The steps before the plan, in which layers are measured. None: the plan comes before the first step."""
-        self._peeked: Iterator[Any] | None = None
         self._knows_what_moves = False
 
     def wait(self) -> None:
@@ -81,16 +80,13 @@ class PendingPlan:
                 if self.warm_up is not None:
                     engine.check_that_optimizer_can_go_on(after_steps=True)
                 self._knows_what_moves = True
-            if data_iter is not None and data_iter is not self._peeked:
+            if data_iter is not None:
                 engine.set_dataiterator(data_iter)
-                self._peeked = data_iter  # where planning fails and is tried again, nothing of it is lost
             data_iter = None  # the engine's own begins with the micro-batch that was measured
             trained = None if self.warm_up is None else self.warm_up.train(step)
             if trained is not None:
-                self._peeked = None
                 return trained[0]
             self._make()
-        self._peeked = None
         return step(data_iter)
 
     def _make(self) -> None:
