@@ -33,6 +33,7 @@ from lightning_madpipe.steps.layer_settings import LayerSettings
 from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
+from lightning_madpipe.steps.written_inputs import WRITES
 
 T = TypeVar("T")
 
@@ -178,6 +179,7 @@ class LayerComparison:
             deciding = [name for name in untold if name not in self._named]
             self._named.update(mixing, keeping, gradients, deciding)
             notes += notes_on_parts(mixing, keeping, gradients, deciding, sizes, on_parts.ended)
+        notes += [WRITES.format(layer=name) for name in on_parts.writing]
         notes += notes_on_draws(self._drawing(on_parts.drawing))
         for note in notes:
             if note not in self._noted:

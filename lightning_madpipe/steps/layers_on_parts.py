@@ -58,6 +58,7 @@ from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.module_state import fits, modes, silenced
 from lightning_madpipe.steps.tensor_comparison import TOLERANCES
 from lightning_madpipe.steps.what_steps_leave import Numbers, numbers_of
+from lightning_madpipe.steps.written_inputs import GivenTensors
 
 FEW = 4
 MANY = 16
@@ -101,6 +102,8 @@ class OnParts:
     """Other layers whose code asks for numbers that depend on their input, with the line."""
     drawing: list[str] = field(default_factory=list)
     """Layers, or dropout in them, that draw from common generators: torch's, Python's, NumPy's."""
+    writing: list[str] = field(default_factory=list)
+    """Layers that change in place what the step gives ``forward``."""
     handed_over: tuple[HandOver, str] | None = None
     """Two layers of which one takes something beside its input that the other has left, and what to say of it."""
     ended: str | None = None
@@ -156,6 +159,7 @@ def layers_on_parts(
     needed = tuple(tensor.requires_grad for tensor in samples.inputs)
     parts = _Parts.of(samples)
     alike = _Chain.of_alike(samples)
+    given = GivenTensors(len(samples.inputs))
     with (
         silenced([module, *layers]),
         preserved_random_state(),
@@ -167,11 +171,14 @@ def layers_on_parts(
                 break
             modules = _modules_of(layer)
             name, shown = _in_words(place, layer, names)
-            look = _Look(name, shown, function, modules, found, needed, names, _number_of(samples))
+            look = _Look(name, shown, function, modules, found, needed, names, _number_of(samples), given)
             try:
                 with stand_ins(modules, device, dtype=dtype, trains=False):
                     behind, parts_behind = look.at(passed, parts)
                     needed = look.needed_behind
+                    # What is found in a model is written down with what it writes.
+                    if given.layer_writes() and call.captured is None:
+                        found.writing.append(shown)
                     if parts is None or parts_behind is None:
                         alike.three = None
                     else:
@@ -353,6 +360,7 @@ class _Look:
         needed: Whether training needs the gradient of each input.
         names: How the user writes each module.
         num_samples: The number of samples that the first layer is given.
+        given: Is told of each run of the layer.
     """
 
     def __init__(
@@ -365,8 +373,9 @@ class _Look:
         needed: tuple[bool, ...],
         names: Mapping[nn.Module, str],
         num_samples: int,
+        given: GivenTensors,
     ) -> None:
-        self._names, self._num_samples = names, num_samples
+        self._names, self._num_samples, self._given = names, num_samples, given
         self._name, self.shown, self._function = name, shown, function
         self._modules, self._found, self._needed = modules, found, needed
         self.needed_behind: tuple[bool, ...] = ()
@@ -468,6 +477,7 @@ class _Look:
             for tensor, needed in zip(inputs, self._needed, strict=True)
         )
         given = tuple(leaf.clone() for leaf in leaves)  # which a layer may change in place, as no leaf may be
+        versions = [tensor._version for tensor in given]
         try:
             outputs = self._function(given[0] if len(given) == 1 else given)
             outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
@@ -475,6 +485,7 @@ class _Look:
             raise LayerRaisedError from error
         if not all(isinstance(output, Tensor) for output in outputs):
             raise LayerRaisedError("it hands on something else than tensors, which is refused elsewhere")
+        self._given.note(given, versions, outputs)
         return leaves, outputs
 
     def _look_at_gradients(

@@ -581,3 +581,17 @@ def test_a_look_that_fails_is_told_and_forms_do_not_end_it() -> None:
     assert found == OnParts(mixing=["self.net.0 (Layer)"])
     layer.settings = Unreadable()
     assert looked_at((4, WIDTH), 0, [layer]) == OnParts(ended="self.net.0 (Layer) (OSError: no numbers)")
+
+
+def test_layers_that_change_what_the_step_gives_them_in_place_are_named():
+    """In one process the step and the loader see it; in a pipeline the first stage has a copy."""
+
+    def names(*layers: Any) -> list[str]:
+        return looked_at((4, WIDTH), 0, [*layers]).writing
+
+    scaled = Layer(lambda m, x: x.mul_(2))
+    assert names(scaled, nn.Linear(WIDTH, WIDTH)) == ["self.net.0 (Layer)"]
+    assert names(nn.Identity(), nn.Flatten(), nn.ReLU(inplace=True)) == ["self.net.2 (ReLU)"]
+    assert names(Layer(lambda m, x: m.linear(x.t_().t_()))) == ["self.net.0 (Layer)"]
+    assert names(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), scaled) == []
+    assert names(Layer(lambda m, x: x.clone().mul_(2)), nn.Dropout(0.0), scaled) == []
