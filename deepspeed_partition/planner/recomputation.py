@@ -270,6 +270,12 @@ class Recomputation:
         start, stop = stage
         return self._from(start, optimistic).stage(stop)
 
+    def knows(self, stage: tuple[int, int]) -> bool:
+        """Return whether the ways to recompute a stage have been made."""
+        start, stop = stage
+        made = self._sets.get((start, False))
+        return made is not None and stop in made.stages
+
     def _from(self, start: int, optimistic: bool) -> _Extension:
         key = start, optimistic
         if key not in self._sets:

@@ -15,6 +15,10 @@ from deepspeed_partition import Platform, make_plan, replay
 from deepspeed_partition.planner import deadline as module
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
+from deepspeed_partition.planner.errors import InfeasibleError
+from deepspeed_partition.planner.planning import with_recomputation
+from deepspeed_partition.planner.recomputation import _Extension
+from deepspeed_partition.planner.solvers.contiguous.recomputing import best_recomputing_partition
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
 from deepspeed_partition.planner.solvers.non_contiguous.one_special_device import SpecialSearch, best_special
 from deepspeed_partition.planner.solvers.pattern import ilp
@@ -203,3 +207,27 @@ def test_wherever_it_passes_the_answer_comes_soon(most):
     assert plan.period_seconds <= contiguous
     assert plan.proved_class in (None, "contiguous")
     assert replay(plan, made).violations == ()
+
+
+@pytest.mark.parametrize(("num_layers", "is_stopped"), [(80, False), (160, False), (160, True), (500, True)])
+def test_what_needs_least_memory_is_known_soon(monkeypatch, num_layers, is_stopped):
+    """When the time was over and nothing fitted, all ways to recompute all stages were made: 17 s, 80 layers."""
+    clock = [100.0]
+
+    def looked_at() -> float:
+        clock[0] += 0.01
+        return clock[0]
+
+    made, platform = tight(num_layers, 8, 0.002)
+    problem = with_recomputation(problem_of(made, platform), "auto")
+    monkeypatch.setattr(module.time, "thread_time", looked_at)
+    deadline = Deadline(0.001)
+    if is_stopped:
+        deadline.stop()
+    ways, num_made = _Extension._candidates, []
+    monkeypatch.setattr(_Extension, "_candidates", lambda *each: num_made.append(0) or ways(*each))
+    with pytest.raises(InfeasibleError):
+        make_plan(made, platform, "contiguous", deadline=deadline)
+    assert len(num_made) < 700
+    assert best_recomputing_partition(replace(problem, deadline=deadline)) is None
+    assert len(num_made) < 1400, "of about 5,000"

@@ -307,3 +307,15 @@ def test_a_plan_to_start_from_suits_the_model_and_may_need_more_devices_than_the
     other = replace(made, layers=made.layers[:-1])
     with pytest.raises(ValueError, match=f"cuts {made.num_layers} layers and 'test' has {other.num_layers}"):
         make_plan(other, platform, start)
+
+
+@pytest.mark.filterwarnings("error:.*divide")
+def test_devices_without_memory_to_spare():
+    """Layers that keep nothing fit on them: the bound divided by their memory, and left everything out."""
+    made = chain([1, 3, 1, 3, 1], [2, 6, 2, 6, 2], stash=[0] * 5, weights=[0] * 5, outputs=[0] * 5)
+    roomy, full = (
+        Platform(num_devices=2, memory_bytes=100, bandwidth=1e10, fixed_bytes=fixed) for fixed in (0, 100)
+    )
+    plans = [make_plan(made, platform, "madpipe") for platform in (roomy, full)]
+    assert plans[0].period_seconds == plans[1].period_seconds
+    assert plans[0].proved == plans[1].proved

@@ -25,6 +25,7 @@ from deepspeed_partition.planner.solvers.contiguous import deepspeed_step
 from deepspeed_partition.planner.solvers.contiguous.min_max import min_max_partitions
 from deepspeed_partition.planner.solvers.contiguous.partition_search import PartitionSearch, best_partition
 from deepspeed_partition.planner.solvers.contiguous.recomputing import (
+    LEAST_MEMORY_SECONDS,
     best_recomputing_partition,
     least_bytes,
     recomputing_search,
@@ -60,8 +61,10 @@ class Contiguous:
         return Answer((found.cuts,), proved, step_search="contiguous")
 
     def smallest_memory(self, problem: Problem) -> tuple[Cuts, int] | None:
+        deadline = problem.deadline.at_least(LEAST_MEMORY_SECONDS)
+
         def need(from_end: int) -> NDArray[np.int64]:
-            return least_bytes(problem, problem.depth(from_end))
+            return least_bytes(problem, problem.depth(from_end), deadline)
 
         return min(min_max_partitions(problem, need), key=lambda found: found[1], default=None)
 

@@ -44,6 +44,8 @@ from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_ch
 
 MOST_STAGES = 4000
 """Most stages whose ways are made for a search."""
+LEAST_MEMORY_SECONDS = 1.0
+"""Seconds of the processor for the least memory of all stages, when those of the search are over."""
 Way = tuple[int, int, int]
 """A way to recompute a stage: its number, its extra ticks, and the most micro-batches in flight that fit."""
 Choice = list[Way]
@@ -100,7 +102,7 @@ def _in_least_memory(problem: Problem) -> BestPartition | None:
     """Return the partition that needs least memory, if it fits.
 
     By the uniform choices first, which takes a moment; the ways to recompute every stage take seconds in long
-    chains, and are made only where nothing fits with those.
+    chains, and are made only where nothing fits with those, for ``LEAST_MEMORY_SECONDS`` at most.
     """
     for bytes_of in (uniform_bytes, least_bytes):
         table = bytes_of(problem, 1)
@@ -253,11 +255,15 @@ def useful(problem: Problem, stage: tuple[int, int], ways: Ways, most: int) -> l
     return found
 
 
-def least_bytes(problem: Problem, in_flight: int) -> NDArray[np.int64]:
+def least_bytes(problem: Problem, in_flight: int, deadline: Deadline | None = None) -> NDArray[np.int64]:
     """Return the bytes of a device with layers k to l and ``in_flight`` micro-batches in flight, [k, l].
 
     With recomputation, where that is allowed, by the way that needs least; of long chains, by the uniform choices
-    and between the places at which blocks may begin.
+    and between the places at which blocks may begin. Stages whose ways are not known when the deadline has passed,
+    and ``LEAST_MEMORY_SECONDS``, have what they need by the uniform choices.
+
+    Args:
+        deadline: the caller's own, where it asks several times; left out: that of the problem.
     """
     least = uniform_bytes(problem, in_flight)
     costs, table = problem.recomputation, problem.table
@@ -266,8 +272,13 @@ def least_bytes(problem: Problem, in_flight: int) -> NDArray[np.int64]:
     places: NDArray[np.intp] = np.arange(problem.chain.num_layers + 1)
     if len(places) * (len(places) - 1) // 2 > MOST_STAGES:
         places = np.unique([0, *costs.positions, places[-1]])
-    for start, stop in combinations(places.tolist(), 2):
-        ways, stage = costs.ways((start, stop)), (start, stop)
+    deadline = deadline or problem.deadline.at_least(LEAST_MEMORY_SECONDS)
+    usual = problem.chain.num_layers / problem.constraints.max_stages
+    stages = combinations(places.tolist(), 2)
+    for stage in sorted(stages, key=lambda each: abs(each[1] - each[0] - usual)):  # what is likely comes first
+        if not costs.knows(stage) and deadline.passed():
+            continue
+        ways = costs.ways(stage)
         others = int(table.fixed[stage]) - int(table.transient[stage])
         needs = max(others + int((in_flight * ways.stash + ways.transient).min()), int(table.floor[stage]))
         least[stage] = min(int(least[stage]), needs)

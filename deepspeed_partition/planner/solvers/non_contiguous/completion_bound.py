@@ -82,7 +82,8 @@ class Completion:
         counted = group - 1 if search.counts_peak else group
         fits = counted <= search.most_counted.T[:, None]
         kept = search.fixed.T[:, None] + np.where(fits, counted, 0) * search.stash.T[:, None]
-        shares = np.stack([np.broadcast_to(loads / max(period, 1), kept.shape), kept / search.memory], axis=-1)
+        of_memory = kept / max(search.memory, 1)  # none may be left, and nothing be kept
+        shares = np.stack([np.broadcast_to(loads / max(period, 1), kept.shape), of_memory], axis=-1)
         cost = np.where(fits[..., None], shares @ WEIGHTS.T, np.inf)
         for k in range(1, search.num_layers + 1):
             search.problem.deadline.check()
@@ -122,7 +123,7 @@ class Completion:
     ) -> NDArray[np.bool_]:
         """Return, for each label, whether layers 0 to ``first`` may still fit below it."""
         needed = self.table[after_special, self._place(first, delay), self.search.max_normals - used]
-        shares = np.array([load / max(self.period, 1), kept / self.search.memory])
+        shares = np.array([load / max(self.period, 1), kept / max(self.search.memory, 1)])
         found: NDArray[np.bool_] = (WEIGHTS @ shares + needed.T <= ENOUGH).all(axis=0)
         return found
 
