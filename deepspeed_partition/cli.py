@@ -65,6 +65,7 @@ from deepspeed_partition.planner.report.trace import chrome_trace
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
+from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.schedule.other_runtimes import megatron_layout, torch_csv
 from deepspeed_partition.versions import HostError
 
@@ -192,6 +193,7 @@ def plan(
     machine_bandwidth: float | None,
     recompute: str,
     split_backward: bool,
+    weight_versions: str,
     time_limit: float,
     output: str | None,
     as_json: bool,
@@ -212,6 +214,7 @@ def plan(
         no_effect["--machines"] = platform["machines"]
         no_effect["--recompute"] = None if recompute == "auto" else recompute
         no_effect["--split-backward"] = split_backward or None
+        no_effect["--weight-versions"] = None if weight_versions == FLUSH else weight_versions
         no_effect["--duplex"] = None if platform["duplex"] == "half" else platform["duplex"]
         no_effect["--port-bandwidth"] = platform["port_bandwidth"]
         no_effect["--operation-seconds"] = platform["operation_seconds"] or None
@@ -236,6 +239,7 @@ def plan(
         "period_seconds": period,
         "recompute": recompute,
         "split_backward": split_backward,
+        "weight_versions": weight_versions,
     }
     with _watched_search() as deadline:
         try:
@@ -269,6 +273,7 @@ def compare_command(
     zero: str | None,
     recompute: str,
     split_backward: bool,
+    weight_versions: str,
     time_limit: float,
     plot: str | None,
     as_json: bool,
@@ -293,6 +298,7 @@ def compare_command(
             deadline=deadline,
             recompute=recompute,
             split_backward=split_backward,
+            weight_versions=weight_versions,
         )
         if not comparison.fitting and deadline.stopped:
             raise comparison.nothing_fits()  # perhaps only because nothing was found yet
@@ -325,6 +331,7 @@ def schemes_command(
     output: str | None,
     as_json: bool,
     split_backward: bool,
+    weight_versions: str,
     **platform: Any,
 ) -> None:
     """Every scheme of parallel training for CHAIN, the best first.
@@ -335,6 +342,8 @@ def schemes_command(
     """
     output, as_json = _result(output, as_json, chain)
     _refuse({"--split-backward": split_backward or None}, "is for plan and compare: no strategy knows halves")
+    asked = None if weight_versions == FLUSH else weight_versions
+    _refuse({"--weight-versions": asked}, "is for plan, compare and frontier: schemes drain at every step")
     layers, whole = Chain.load(chain), _platform(**platform)
     platforms = [_first_devices(whole, number) for number in sorted(set(numbers or [whole.num_devices]))]
     count = micro_batches or 4 * platforms[-1].num_devices
@@ -370,6 +379,7 @@ def frontier_command(
     micro_batches: int | None,
     recompute: str,
     split_backward: bool,
+    weight_versions: str,
     time_limit: float,
     memory: int | None,
     plot: str | None,
@@ -393,6 +403,7 @@ def frontier_command(
             deadline=deadline,
             recompute=recompute,
             split_backward=split_backward,
+            weight_versions=weight_versions,
         )
     if as_json:
         _print_json(found.to_dict())

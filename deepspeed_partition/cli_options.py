@@ -13,6 +13,8 @@ from deepspeed_partition.planner.data_parallel import AUTO
 from deepspeed_partition.planner.planning import ALGORITHMS
 from deepspeed_partition.planner.problem import DUPLEX
 from deepspeed_partition.planner.recomputation import MODES
+from deepspeed_partition.planner.weight_versions import FLUSH
+from deepspeed_partition.planner.weight_versions import MODES as WEIGHT_VERSIONS
 
 Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -138,11 +140,13 @@ def platform_options(*, memory_is_required: bool, takes_machines: bool = True) -
             click.option("--weight-copies", type=float, default=3, show_default=True,
                          help="Times the parameters: what training keeps of them."),
             click.option("--micro-batches", type=click.IntRange(min=1),
-                         help="Of one synchronous step, after which the pipeline drains."),
+                         help="Of one synchronous step, after which the pipeline drains; or of an update."),
             click.option("--recompute", type=click.Choice(MODES), default="auto", show_default=True,
                          help="May run forward again: nothing, stages, blocks, the fastest; or per micro-batch."),
             click.option("--split-backward", is_flag=True,
                          help="Let backwards be two operations, that of the weights any time later."),
+            click.option("--weight-versions", type=click.Choice(WEIGHT_VERSIONS), default=FLUSH, show_default=True,
+                         help="Drain before updates, or never: versions as needed, two, or in sync."),
             click.option("--time-limit", metavar="TIME", callback=DURATION, default="60", show_default=True,
                          help="Of the processor, for searches that may end without a proof."),
         )):  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.errors import BrokenPlanError
@@ -84,12 +85,13 @@ def assemble(
         data_parallel=problem.num_pipelines,
         zero_stage=problem.zero_stage if problem.num_pipelines else None,
         allreduce_seconds=tuple(problem.allreduce_seconds(cuts)) if problem.num_pipelines else (),
+        **_versions_of(problem),
     )
     is_counted = (
         not isinstance(found, Pattern | CyclicPattern) and step is None and reserves_all_slots(problem.platform)
     )
     # A recomputing backward that takes no time needs its transient bytes when its micro-batch is gone.
-    is_counted = is_counted and not any(stage.blocks for stage in plan.stages)
+    is_counted = is_counted and not any(stage.blocks for stage in plan.stages) and problem.versions is None
     if is_counted:
         replayed = replay(plan, problem.chain)
     else:
@@ -99,6 +101,14 @@ def assemble(
         plan, replayed = replay_and_count(plan, problem.chain)
     _check_replay(plan, replayed)
     return plan, replayed
+
+
+def _versions_of(problem: Problem) -> dict[str, Any]:
+    """Return what a plan says of the versions of the weights, as arguments."""
+    if problem.versions is None:
+        return {}
+    rule = problem.versions
+    return {"weight_versions": rule.mode, "micro_batches_per_update": rule.micro_batches_per_update}
 
 
 @dataclass(frozen=True, slots=True)

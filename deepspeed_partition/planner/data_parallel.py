@@ -104,15 +104,17 @@ def splits_of(
 def seconds_of(plan: Plan, *, in_deepspeed: bool = False) -> float:
     """Return the seconds that the best split minimizes: the step, or the time per micro-batch of all pipelines.
 
-    Without a step, weights are updated after every micro-batch, as in PipeDream, and a stage's all-reduce runs
-    beside its computation: the slower of both sets the pace.
+    Without a step, weights are updated after every micro-batch, as in PipeDream, or where the pipeline never
+    drains after those of an update, and a stage's all-reduce runs beside its computation: the slower of both sets
+    the pace.
 
     Args:
         in_deepspeed: take the step of DeepSpeed's own engine, where it can run the allocation; otherwise that of
             an engine that overlaps transfers. In both, a stage's all-reduce follows its last backward.
     """
     if plan.step is None:
-        return max((plan.period_seconds, *plan.allreduce_seconds)) / (plan.data_parallel or 1)
+        reductions = (seconds / plan.micro_batches_per_update for seconds in plan.allreduce_seconds)
+        return max((plan.period_seconds, *reductions)) / (plan.data_parallel or 1)
     blocking = plan.step.blocking_step_seconds
     return blocking if in_deepspeed and blocking is not None else plan.step.step_seconds
 
@@ -130,7 +132,7 @@ def bytes_sent(plan: Plan, chain: Chain) -> float:
         if before.device != after.device
     )
     if plan.step is None:
-        return over_boundaries + allreduce_bytes(chain, degree) / degree
+        return over_boundaries + allreduce_bytes(chain, degree) / degree / plan.micro_batches_per_update
     return degree * plan.step.num_micro_batches * over_boundaries + allreduce_bytes(chain, degree)
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ from deepspeed_partition.planner.allocation import Blocks
 from deepspeed_partition.planner.plan import MemoryUse
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.training_bytes import MOST_BYTES, TrainingBytes
+from deepspeed_partition.planner.weight_versions import VersionRule
 
 NOTHING = -(2**62)
 """Bytes that are less than any: those of a layer that was not measured."""
@@ -54,6 +56,8 @@ def stage_memory(
     recomputing: tuple[int, int] | None = None,
 ) -> MemoryUse:
     """Return the bytes of layers ``start`` to ``stop`` on a device: M(k, l, g) of the paper, section 4.2.1.
+
+    They are those of a pipeline that drains before each update.
 
     Args:
         recomputing: stash and transient bytes, where some of the layers are recomputed.
@@ -118,9 +122,13 @@ class StageTable:
 
     Of long chains these tables are what planning takes most memory for, so two that are equal are one: nobody
     changes a table in place. Arrays have shape (L + 1, L + 1) and are indexed [k, l], unless said otherwise.
+
+    Args:
+        versions: how the versions of the weights count, where the pipeline never drains. Updates come while
+            micro-batches are in flight then: what they need besides counts as transient, with all of these.
     """
 
-    def __init__(self, chain: Chain, platform: Platform) -> None:
+    def __init__(self, chain: Chain, platform: Platform, versions: VersionRule | None = None) -> None:
         size = chain.num_layers + 1
         stash = _prefix(chain.stash(layer) for layer in chain.layers)
         at_cut = np.array([0, *(layer.cut_stash_bytes for layer in chain.layers[:-1]), 0], dtype=np.int64)
@@ -128,8 +136,15 @@ class StageTable:
         slots = buffer_slots(platform)
         inner = [min(slots * chain.boundary_bytes(boundary), 2**60) for boundary in range(1, chain.num_layers)]
         buffers = np.array([0, *inner, 0], dtype=np.int64)
-        self.training = TrainingBytes(chain, platform)
+        self.versions = versions
+        """How the versions of the weights count; None: the pipeline drains before each update."""
+        self.training = TrainingBytes(chain, platform, None if versions is None else versions.num_versions)
         """Bytes that training keeps for weights, for any set of stages on one device."""
+        self.version_bytes: NDArray[np.int64] | None = None
+        """Bytes of each further version of the weights of layers k to l, [k, l], where stages with more in flight
+        hold more; None: all hold the same number, which ``training`` counts."""
+        if versions is not None and versions.grows:
+            self.version_bytes = self.training.versions_of_stages()
         self.weights: NDArray[np.int64] = self.training.of_stages()
         """Bytes that training keeps for the weights of layers k to l, [k, l]; contained in ``fixed``."""
         self._buffers = buffers
@@ -141,7 +156,12 @@ class StageTable:
             NOTHING if layer.running_bytes is None else layer.running_bytes for layer in chain.layers
         ], dtype=np.int64)  # fmt: skip
         self._first_backward = first_backward_bytes(chain.layers)
-        self.transient: NDArray[np.int64] = _transient(chain, stash, at_cut, forward=False)
+        self.update_bytes: NDArray[np.int64] | None = None
+        """Bytes that an update needs besides, which comes while micro-batches are in flight, [k, l]; None: there
+        are none then."""
+        if versions is not None and self.training.needs_after_backwards:
+            self.update_bytes = self.training.after_backwards_of_stages()
+        self.transient: NDArray[np.int64] = self.with_update(_transient(chain, stash, at_cut, forward=False))
         """Bytes that layers k to l need only while they run, [k, l]; contained in ``fixed``."""
         self.forward_transient: NDArray[np.int64] = (
             _transient(chain, stash, at_cut, forward=True)
@@ -168,6 +188,15 @@ class StageTable:
         self.max_in_flight: NDArray[np.int64] = self._room_for(platform.memory_bytes)
         """Most micro-batches in flight that fit for layers k to l, [k, l]; 0 where not one fits."""
 
+    def with_update(self, transient: NDArray[np.int64], stage: Any = slice(None)) -> NDArray[np.int64]:
+        """Return the transient bytes of stages that also have updates of the weights, while others are in flight.
+
+        Args:
+            transient: bytes of what runs.
+            stage: an index, or several, of the arrays; left out, all.
+        """
+        return transient if self.update_bytes is None else np.maximum(transient, self.update_bytes[stage])
+
     @property
     def buffers(self) -> NDArray[np.int64]:
         """Bytes of the buffers at both boundaries of layers k to l, [k, l]; contained in ``fixed``."""
@@ -183,7 +212,19 @@ class StageTable:
 
     def needs(self, in_flight: int) -> NDArray[np.int64]:
         """Return the bytes of a device with layers k to l and ``in_flight`` micro-batches in flight, [k, l]."""
-        result: NDArray[np.int64] = np.maximum(self.fixed + in_flight * self.stash, self.floor)
+        needs = self.fixed + in_flight * self.stash + self.further_versions(in_flight)
+        result: NDArray[np.int64] = np.maximum(needs, self.floor)
+        return result
+
+    def further_versions(self, in_flight: int, stage: Any = slice(None)) -> NDArray[np.int64]:
+        """Return the bytes of the versions of the weights that come with micro-batches in flight.
+
+        Args:
+            stage: an index, or several, of the arrays of this table; left out, all.
+        """
+        if self.version_bytes is None or self.versions is None:
+            return np.zeros((), dtype=np.int64)
+        result: NDArray[np.int64] = (self.versions.num_held(in_flight) - 1) * self.version_bytes[stage]
         return result
 
     def first_backward(self, start: int, stop: int, late_gradients: NDArray[np.int64]) -> int:
@@ -203,12 +244,73 @@ class StageTable:
         unmeasured = np.where(self._running[start:stop] < 0, self._unmeasured[start:stop] + come[0], 0)
         return int(max(0, measured.max(), unmeasured.max()))
 
+    def with_part_of_versions(self, weights: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return stashes with the part of a version that comes with each of them, and what that is of the weights.
+
+        A stage with g micro-batches in flight, and M per update, holds 1 + (g - 1) / M versions of its weights or
+        more: no less than these stashes, and the weights without that part. Shapes (L + 1, L + 1).
+
+        Args:
+            weights: bytes for the weights, with one version, [k, l].
+        """
+        none = np.zeros((), dtype=np.int64)
+        if self.version_bytes is None or self.versions is None:
+            return self.stash, none
+        part = -(-self.version_bytes // self.versions.micro_batches_per_update)
+        more = self.version_bytes // self.versions.micro_batches_per_update
+        counts = part <= weights  # otherwise ``weight_copies`` have less than one version
+        return self.stash + np.where(counts, more, 0), np.where(counts, part, 0)
+
     def _room_for(self, memory_bytes: int) -> NDArray[np.int64]:
-        room = memory_bytes - self.fixed
-        in_flight = np.full(room.shape, UNLIMITED, dtype=np.int64)
-        np.floor_divide(room, self.stash, out=in_flight, where=self.stash > 0)
-        in_flight[(room < 0) | (self.floor > memory_bytes) | ~self.is_stage] = 0
-        return in_flight
+        return self.rooms_for(memory_bytes - self.fixed, self.stash, memory_bytes)
+
+    def rooms_for(
+        self, room: NDArray[np.int64], stash: NDArray[np.int64], memory_bytes: int, stage: Any = slice(None)
+    ) -> NDArray[np.int64]:
+        """Return the most micro-batches in flight that fit; 0 where not one fits.
+
+        Args:
+            room: bytes for all of them together, and for versions of the weights beyond those that always count.
+            stash: bytes of each of them.
+            memory_bytes: bytes of each device.
+            stage: an index, or several, of the arrays of this table; left out, all.
+        """
+        if self.version_bytes is None:
+            in_flight = np.full(np.shape(room), UNLIMITED, dtype=np.int64)
+            np.floor_divide(room, stash, out=in_flight, where=stash > 0)
+        else:
+            assert self.versions is not None
+            per_update = self.versions.micro_batches_per_update
+            in_flight = most_with_versions(room, stash, self.version_bytes[stage], per_update)
+        if self.versions is not None and self.versions.most_in_flight is not None:
+            in_flight = np.minimum(in_flight, self.versions.most_in_flight)
+        no_room = (room < 0) | (self.floor[stage] > memory_bytes) | ~self.is_stage[stage]
+        return np.where(no_room, 0, in_flight)
+
+
+def most_with_versions(
+    room: NDArray[np.int64], stash: NDArray[np.int64], version: NDArray[np.int64], per_update: int
+) -> NDArray[np.int64]:
+    """Return the most micro-batches in flight that fit with the versions of the weights that they use.
+
+    It is the largest g with ``g * stash + ceil((g - 1) / per_update) * version <= room``; 0 where 1 does not fit.
+
+    Args:
+        room: bytes beside those of the one version that is always there.
+        stash: bytes of each micro-batch in flight.
+        version: bytes of each further version.
+        per_update: micro-batches of an update.
+    """
+    beyond = np.maximum(room - stash, 0)
+    of_update = version + per_update * stash
+    updates = np.full(np.shape(room), UNLIMITED // per_update, dtype=np.int64)
+    np.floor_divide(beyond, of_update, out=updates, where=of_update > 0)
+    updates = np.minimum(updates, UNLIMITED // per_update)
+    rest = np.maximum(beyond - updates * of_update - version, 0)
+    more = np.zeros(np.shape(room), dtype=np.int64)
+    np.floor_divide(rest, stash, out=more, where=stash > 0)
+    more = np.minimum(more, per_update - 1)
+    return np.where(room < stash, 0, 1 + updates * per_update + more)
 
 
 def first_backward_bytes(layers: Sequence[LayerProfile]) -> NDArray[np.int64]:

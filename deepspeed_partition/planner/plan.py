@@ -373,7 +373,7 @@ class Plan:
         mapping = files.validated(data, schema="plan", where=where, error=PlanFormatError)
         _check_pattern_seconds(mapping, where)
         try:
-            return cls(
+            plan = cls(
                 chain=ChainReference.from_dict(mapping["chain"]),
                 platform=Platform.from_dict(mapping["platform"]),
                 algorithm=mapping["algorithm"],
@@ -399,6 +399,8 @@ class Plan:
                 planning_seconds=float(mapping.get("planning_seconds", 0.0)),
                 **_versions_from_dict(mapping),
             )
+            _check_update_seconds(mapping, plan)
+            return plan
         except PlanFormatError:
             raise
         except ValueError as error:
@@ -463,6 +465,17 @@ def _check_pattern_seconds(mapping: Mapping[str, Any], where: str) -> None:
         raise PlanFormatError(
             f"{where}: pattern_seconds is {pattern:.9g}, and micro_batches_per_period times period_seconds is "
             f"{periods:.9g}"
+        )
+
+
+def _check_update_seconds(mapping: Mapping[str, Any], plan: Plan) -> None:
+    """Refuse seconds from update to update that are not those of the pattern."""
+    planned = plan.update_seconds
+    seconds = float(mapping.get("update_seconds", planned or 0.0))
+    if planned is not None and abs(seconds - planned) > 1e-9 * planned:
+        raise ValueError(
+            f"update_seconds is {seconds:.9g}, and {plan.micro_batches_per_update} micro-batches take "
+            f"{planned:.9g}"
         )
 
 

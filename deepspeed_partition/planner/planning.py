@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -48,11 +48,13 @@ from deepspeed_partition.planner.solvers.step.best_step import (
 from deepspeed_partition.planner.solvers.step.exact_step import with_exact_step
 from deepspeed_partition.planner.solvers.step.micro_batch_step import shorter_step, with_buffers
 from deepspeed_partition.planner.solvers.step.split_step import shorter_split_step
-from deepspeed_partition.planner.solvers.step.step_search import step_engine
+from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import in_order
 from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
 from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds, shown
+from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS, VERTICAL_SYNC, VersionRule
+from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
 
 ALGORITHMS = (
     "madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "mcap-bf", "mcap-bo", "uniform", "parameters",
@@ -65,6 +67,11 @@ DEFAULT_TIME_LIMIT_SECONDS = 60.0
 LONGEST_PERIOD_SECONDS = 1e15
 FEW_BUFFERS_SHARE = 0.3
 """The part of the time for steps that decide micro-batch by micro-batch with no more buffers than asked for."""
+IN_SYNC_SHARE, IN_SYNC_PART = 0.1, 0.6
+"""The parts of the time that is left for each number of versions of the weights: for contiguous partitions, and
+for any allocation."""
+MOST_COMPARED = 20_000
+"""Operations of a synchronous step up to which one is run, to be compared with a pipeline that never drains."""
 WHOLE_SHARE = 0.6
 """The part of the time for steps of whole backwards, where halves are looked for from the best of them on."""
 SHORTEST_TIME_LIMIT_SECONDS = 1e-3
@@ -88,6 +95,7 @@ def make_plan(
     deadline: Deadline | None = None,
     recompute: str = "auto",
     split_backward: bool = False,
+    weight_versions: str = FLUSH,
 ) -> Plan:
     """Decide where and when every layer runs.
 
@@ -135,6 +143,12 @@ def make_plan(
             gradient of the input, sent on at once, and the gradients of the weights, at any later time on the same
             device. Layers whose ``backward_input_seconds`` are not known keep one operation, and so do stages with
             such a layer.
+        weight_versions: what becomes of the weights. ``"flush"``: the pipeline drains before each update.
+            Otherwise it never drains, micro-batches use older versions of the weights, and the plan is that of the
+            shortest period: ``"stashing"``: on each stage the newest version that is there when the forward
+            begins; ``"2bw"``: the version before the last update, so that two are enough; ``"vertical-sync"``: on
+            all stages the version that stage 0 used. ``num_micro_batches`` is then the number of micro-batches of
+            an update, 1 where left out, and ``weight_copies`` of the platform count two versions.
 
     Returns:
         A plan that the replay has checked; its times are in seconds and its sizes in bytes.
@@ -148,6 +162,17 @@ def make_plan(
     checked_mode(recompute)
     check_zero_stage(zero_stage)
     check_split(split_backward, chain, period_seconds, num_stages or every_stage_trains)
+    if checked_weight_versions(weight_versions) != FLUSH:
+        given: dict[str, object] = {
+            "num_stages": num_stages,
+            "every_stage_trains": every_stage_trains or None,
+            "flushes": flushes,
+            "period_seconds": period_seconds,
+            "split_backward": split_backward or None,
+            "zero_stage=1": zero_stage or None,
+            f"recompute={PER_MICRO_BATCH!r}": recompute == PER_MICRO_BATCH or None,
+        }
+        check_asynchronous(weight_versions, solver, platform, given)
     if data_parallel is None:
         splits = [Split(None, platform, num_micro_batches)]
     else:
@@ -178,6 +203,8 @@ def make_plan(
             flushes=flush_sizes,
             splits_backward=split_backward,
         )
+        if weight_versions != FLUSH:
+            problem = never_draining(problem, weight_versions)
         return problem if isinstance(solver, PaperMadPipe) else with_recomputation(problem, recompute)
 
     def plan_for(split: Split, limit_seconds: float, is_one_of_many: bool) -> Plan:
@@ -204,6 +231,8 @@ def make_plan(
             problem = replace(
                 problem, per_micro_batch=_decides_per_micro_batch(problem, solver, recompute, period_seconds)
             )
+        if problem.versions is not None and problem.versions.mode == VERTICAL_SYNC:
+            return _solve_in_sync(problem, solver)
         return _solve(problem, solver) if period_seconds is None else _solve_at(problem, solver, period_seconds)
 
     plans = _plans_of(splits, plan_for, Deadline(time_limit(time_limit_seconds), within=deadline))
@@ -214,7 +243,124 @@ def make_plan(
         return wanted, seconds_of(plan, in_deepspeed=in_deepspeed)
 
     best = min(reversed(plans), key=memory_and_time)
+    if best.is_asynchronous and num_micro_batches is not None:
+        flush = problem_of(chain, best.platform, best.micro_batches_per_update, deadline=deadline)
+        flush = replace(flush, num_pipelines=best.data_parallel)
+        best = replace(best, flush_step_seconds=_flush_step_seconds(flush, best))
     return replace(best, planning_seconds=time.perf_counter() - started)
+
+
+def check_asynchronous(
+    weight_versions: str, solver: Solver, platform: Platform, given: Mapping[str, object]
+) -> None:
+    """Refuse what is not planned for a pipeline that never drains.
+
+    Args:
+        given: other arguments of ``make_plan`` by name, None where they are left out.
+
+    Raises:
+        ValueError: one of them is there, the devices are unlike, or the algorithm plans nothing of the kind.
+    """
+    for what, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"weight_versions is {weight_versions!r}, a pipeline that never drains, and {what} is not planned "
+                "for one: leave one of the two out"
+            )
+    if not platform.is_alike:
+        raise ValueError(
+            f"weight_versions is {weight_versions!r}, which is planned for devices and links that are alike: give "
+            "num_devices, memory_bytes and bandwidth in the place of machines"
+        )
+    if isinstance(solver, PaperMadPipe):
+        raise ValueError(
+            f"{solver.name} counts three times the weights alone: leave weight_versions out, or use madpipe"
+        )
+    if platform.weight_copies < 1 and weight_versions != TWO_VERSIONS:
+        raise ValueError(
+            f"weight_copies is {platform.weight_copies:g}, and with weight_versions {weight_versions!r} two "
+            "versions of the weights are among them: give 2 at least, and 1 more for the gradients"
+        )
+
+
+def never_draining(problem: Problem, weight_versions: str, num_versions: int = 1) -> Problem:
+    """Return the problem of the shortest period of a pipeline that never drains.
+
+    Args:
+        problem: its ``num_micro_batches`` become those of an update; None: 1.
+        num_versions: versions that each stage may hold under ``"vertical-sync"``.
+    """
+    rule = VersionRule.of(weight_versions, problem.num_micro_batches or 1, num_versions)
+    return replace(
+        problem, num_micro_batches=None, versions=rule, table=StageTable(problem.chain, problem.platform, rule)
+    )
+
+
+def _solve_in_sync(problem: Problem, solver: Solver) -> Plan:
+    """Return the plan of the shortest period under ``"vertical-sync"``.
+
+    What stage 0 has in flight decides how many versions of the weights all stages hold. With a number of versions
+    that is given the problem is that of other modes, so each number is tried: with contiguous partitions, exactly,
+    and the best of them with the solver.
+    """
+    assert problem.versions is not None
+    per_update = problem.versions.micro_batches_per_update
+    of_partitions = Contiguous() if isinstance(solver, MadPipe) else solver
+    found: list[tuple[Plan, Problem]] = []
+    refusal: InfeasibleError | ValueError | None = None
+    # A contiguous partition has one group in flight for each stage and boundary at the most.
+    numbers = range(1, 2 + -(-(2 * problem.constraints.max_stages - 2) // per_update))
+    for number in numbers:
+        given = never_draining(replace(problem, num_micro_batches=per_update), VERTICAL_SYNC, number)
+        given = replace(given, is_one_of_many=number > 1, deadline=problem.deadline.part(IN_SYNC_SHARE))
+        try:
+            found.append((_solve(given, of_partitions), given))
+        except (InfeasibleError, ValueError) as error:
+            refusal = refusal or error
+            if isinstance(error, InfeasibleError) and number > 1:
+                break  # more versions take more memory
+    if not found:
+        if not isinstance(solver, MadPipe):
+            raise refusal or AssertionError("no number of versions was tried")
+        return _solve(never_draining(replace(problem, num_micro_batches=per_update), VERTICAL_SYNC), solver)
+    best, given = min(found, key=lambda each: each[0].period_seconds)
+    proved = all(plan.proved for plan, _ in found)
+    if not proved and best.proved_class != "any allocation":
+        best = replace(best, proved=False, proved_class=None, proved_of=None)
+    if not isinstance(solver, MadPipe) or best.proved_class == "any allocation":
+        return best
+    # Versions are counted for the whole pipeline, and a device with several stages may hold fewer: what is proved
+    # with a number of them is not proved of the mode.
+    best = replace(best, algorithm=solver.name)
+    number = given.versions.num_versions if given.versions is not None else 1
+    for more in sorted({number, number + 1, numbers[-1]}):
+        if problem.deadline.passed():
+            break
+        given = never_draining(replace(problem, num_micro_batches=per_update), VERTICAL_SYNC, more)
+        given = replace(given, deadline=problem.deadline.part(IN_SYNC_PART), is_one_of_many=True)
+        try:
+            free = _solve(given, solver)
+        except InfeasibleError:
+            break
+        if free.period_seconds < best.period_seconds:
+            best = free
+            if best.proved_class == "any allocation":
+                break
+            best = replace(best, proved=False, proved_class=None, proved_of=None, class_lower_bound_seconds=None)
+    return best
+
+
+def _flush_step_seconds(problem: Problem, plan: Plan) -> float | None:
+    """Return the seconds of a synchronous step of the allocation of a plan; None if none fits or is run."""
+    assert problem.num_micro_batches is not None
+    if 2 * len(plan.stages) * problem.num_micro_batches > MOST_COMPARED:
+        return None
+    devices = tuple(stage.device for stage in plan.stages)
+    placement = Placement(tuple(plan.boundaries), devices).recomputing(
+        tuple(stage.blocks for stage in plan.stages)
+    )
+    ticks = StepSearch(problem).ticks_of(placement)
+    return None if ticks is None else problem.times.clock.seconds(ticks)
 
 
 def check_split(

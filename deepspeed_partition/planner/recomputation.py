@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.allocation import Blocks, Rematerialize
 from deepspeed_partition.planner.clock import TimedChain
-from deepspeed_partition.planner.memory import UNLIMITED, StageTable, first_backward_bytes
+from deepspeed_partition.planner.memory import StageTable, first_backward_bytes
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import shown
 
@@ -102,6 +102,7 @@ def stage_cost(times: TimedChain, table: StageTable, stage: tuple[int, int], blo
         )  # fmt: skip
     stash, needs = _needs(times.chain, stage, blocks)
     forward_transient, transient = (max(0, *(need[index] for need in needs)) for index in (0, 1))
+    transient = int(table.with_update(np.array(transient), stage))
     extra = sum(times.forward_ticks(*block) for block in blocks)
     room = rooms(table, stage, np.array(stash), np.array(transient))
     return StageCost(forward, backward + extra, stash, transient, forward_transient, int(room))
@@ -201,11 +202,8 @@ def rooms(table: StageTable, stage: Any, stash: Integers, transient: Integers) -
     Args:
         stage: an index, or several, of the arrays of ``table``.
     """
-    room = table.memory_bytes - (table.fixed[stage] - table.transient[stage]) - transient
-    most = np.full(np.shape(room), UNLIMITED, dtype=np.int64)
-    np.floor_divide(room, stash, out=most, where=stash > 0)
-    most[(room < 0) | (table.floor[stage] > table.memory_bytes) | ~table.is_stage[stage]] = 0
-    return most
+    room = table.memory_bytes - (table.fixed[stage] - table.transient[stage]) - table.with_update(transient, stage)
+    return table.rooms_for(room, stash, table.memory_bytes, stage)
 
 
 class Recomputation:

@@ -21,16 +21,35 @@ MOST_BYTES = 2**60
 """Largest number in a table, in bytes: sums of a few of them are still 64-bit numbers."""
 
 
-class TrainingBytes:
-    """Bytes for weights, of any set of stages on one device, or of all stages at once."""
+def version_bytes(layer: LayerProfile) -> int:
+    """Return the bytes of one more version of a layer's weights; none of a layer that is known to train none."""
+    is_frozen = layer.training_bytes is not None and layer.num_trainable_parameters == 0
+    return 0 if is_frozen else layer.weight_bytes
 
-    def __init__(self, chain: Chain, platform: Platform) -> None:
+
+class TrainingBytes:
+    """Bytes for weights, of any set of stages on one device, or of all stages at once.
+
+    Args:
+        num_versions: versions of the weights that a stage holds where the pipeline never drains. Two are among
+            ``weight_copies`` then, and ``training_bytes`` have one. None: the pipeline drains.
+    """
+
+    def __init__(self, chain: Chain, platform: Platform, num_versions: int | None = None) -> None:
         self._copies = Fraction(str(platform.weight_copies))
+        more = 0
+        if num_versions is not None:
+            self._copies += num_versions - 2
+            more = num_versions - 1
         self._sums_up = platform.optimizer_step == "sum"
         layers = chain.layers
         self._weights = _prefix(layer.weight_bytes if layer.training_bytes is None else 0 for layer in layers)
         """Bytes of the weights that are multiplied, of layers 0 to l; shape (L + 1,), indexed [l]."""
-        self._as_they_are = _prefix(layer.training_bytes or 0 for layer in layers)
+        self._as_they_are = _prefix(
+            0 if layer.training_bytes is None else layer.training_bytes + more * version_bytes(layer)
+            for layer in layers
+        )
+        self._versions = _prefix(map(version_bytes, layers))
         self._optimizer = np.array([layer.optimizer_transient_bytes for layer in layers], dtype=np.int64)
         self._reduction = np.array([layer.reduction_bytes for layer in layers], dtype=np.int64)
         self._layers = layers
@@ -44,6 +63,7 @@ class TrainingBytes:
                     self._shares[key].append((index, size, 0))
                 else:
                     kept = layer.training_bytes * size // max(1, layer.weight_bytes)
+                    kept += more * size if version_bytes(layer) else 0
                     self._shares[key].append((index, 0, kept))
 
     @property
@@ -61,6 +81,44 @@ class TrainingBytes:
             weights -= sum(size for _, size, _ in here[1:])
             as_they_are -= sum(kept for _, _, kept in here[1:])
         return self._multiplied(weights) + as_they_are
+
+    def versions(self, stages: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the bytes of one more version of the weights of each stage of a device.
+
+        What several layers of the device share is with the first of them.
+        """
+        seen = set[str]()
+        found = []
+        for start, stop in stages:
+            num_bytes = int(self._versions[stop] - self._versions[start])
+            for layer in self._layers[start:stop]:
+                num_bytes -= sum(
+                    size for name, size in layer.shared_weights if name in seen and version_bytes(layer)
+                )
+                seen.update(name for name, _ in layer.shared_weights)
+            found.append(num_bytes)
+        return found
+
+    def versions_of_stages(self) -> NDArray[np.int64]:
+        """Return the bytes of one more version of the weights of layers k to l as one stage, [k, l]."""
+        versions = self._versions[None, :] - self._versions[:, None]
+        for name, places in self._shares.items():
+            for (before, *_), (index, *_) in pairwise(places):
+                layer = self._layers[index]
+                if version_bytes(layer):
+                    versions[: before + 1, index + 1 :] -= dict(layer.shared_weights)[name]
+        result: NDArray[np.int64] = np.clip(versions, 0, MOST_BYTES)
+        return result
+
+    def gradients(self, stages: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the bytes of the gradients of each stage: those of layers that share weights on each of them."""
+        return [
+            sum(
+                layer.weight_bytes if layer.training_bytes is None else layer.gradient_bytes
+                for layer in self._layers[start:stop]
+            )
+            for start, stop in stages
+        ]
 
     def late_gradients(self, stages: Sequence[tuple[int, int]]) -> list[NDArray[np.int64]]:
         """Return the bytes that come with the first backward of a step, for each layer of each stage of a device.

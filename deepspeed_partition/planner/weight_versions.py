@@ -54,9 +54,41 @@ def checked_mode(mode: object) -> str:
     return mode
 
 
-def most_in_flight_of_two_versions(micro_batches_per_update: int) -> int:
-    """Return the most micro-batches in flight of a stage under ``"2bw"``: those of an update, and one."""
-    return micro_batches_per_update + 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRule:
+    """How a search counts the versions of the weights that a stage holds."""
+
+    mode: str
+    """``"stashing"``, ``"2bw"`` or ``"vertical-sync"``."""
+    micro_batches_per_update: int
+    num_versions: int
+    """Versions that each stage holds; under ``"stashing"`` with one micro-batch in flight, and more with more."""
+
+    @classmethod
+    def of(cls, mode: str, micro_batches_per_update: int, num_versions: int = 1) -> VersionRule:
+        """Return the rule of a mode.
+
+        Args:
+            num_versions: of ``"vertical-sync"``, where a search takes one number after the other.
+        """
+        number = {STASHING: 1, TWO_VERSIONS: 2}.get(mode, num_versions)
+        return cls(mode=mode, micro_batches_per_update=micro_batches_per_update, num_versions=number)
+
+    @property
+    def grows(self) -> bool:
+        """Return whether a stage with more micro-batches in flight holds more versions."""
+        return self.mode == STASHING
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """Return the most micro-batches in flight with ``num_versions``; None for no limit."""
+        return None if self.grows else 1 + (self.num_versions - 1) * self.micro_batches_per_update
+
+    def num_held(self, in_flight: int) -> int:
+        """Return the versions that the stage of a device holds with so many micro-batches in flight."""
+        if not self.grows:
+            return self.num_versions
+        return versions_at_least(in_flight, self.micro_batches_per_update)
 
 
 def versions_at_least(in_flight: int, micro_batches_per_update: int) -> int:
@@ -150,7 +182,7 @@ class WeightVersions:
         """
         if self.mode != TWO_VERSIONS:
             return None
-        most = most_in_flight_of_two_versions(self.micro_batches_per_update)
+        most = VersionRule.of(self.mode, self.micro_batches_per_update).most_in_flight or 0
         stage = max(range(len(self.lags)), key=self.lags.__getitem__)
         lag = self.lags[stage]
         if lag < most:
@@ -169,7 +201,7 @@ def _done_behind(before: Place, after: Place) -> int:
     So many other micro-batches, later ones, go through the first operation before the second one comes; or as many
     as that, where the first operation begins, are not through the second one.
     """
-    return after[0] - before[0] - (after[1:] < before[1:])
+    return max(0, after[0] - before[0] - (after[1:] <= before[1:]))
 
 
 @dataclass(frozen=True, slots=True)

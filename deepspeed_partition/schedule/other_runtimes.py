@@ -36,6 +36,7 @@ def torch_csv(plan: Plan, num_micro_batches: int | None = None) -> str:
             are, or they say different numbers.
     """
     _refuse_recomputation(plan, "a schedule file of torch.distributed.pipelining")
+    _refuse_versions(plan, "a schedule file of torch.distributed.pipelining")
     planned = None if plan.step is None else plan.step.num_micro_batches
     number = planned if num_micro_batches is None else num_micro_batches
     if number is None:
@@ -68,6 +69,7 @@ def megatron_layout(plan: Plan) -> str:
             embedding or the head lies on two stages; a stage is on another device than Megatron-LM puts it on.
     """
     _refuse_recomputation(plan, "a layout of Megatron-LM")
+    _refuse_versions(plan, "a layout of Megatron-LM")
     _refuse_other_places(plan)
     kinds = [kind for stage in plan.stages for kind in _kinds(stage.layer_names, stage.layers)]
     first, last = _transformer_layers(kinds)
@@ -76,6 +78,14 @@ def megatron_layout(plan: Plan) -> str:
         _stage_text(letters[slice(*stage.layers)], is_last=stage is plan.stages[-1])
         for stage in _checked_ends(plan, first, last)
     )
+
+
+def _refuse_versions(plan: Plan, what: str) -> None:
+    if plan.is_asynchronous:
+        raise ConversionError(
+            f"weight_versions of the plan is {plan.weight_versions!r}, a pipeline that never drains, and "
+            f"{what} is of steps that do: plan with --weight-versions flush"
+        )
 
 
 def _refuse_recomputation(plan: Plan, file: str) -> None:

@@ -18,8 +18,10 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import (
     SHORTEST_TIME_LIMIT_SECONDS,
+    check_asynchronous,
     check_split,
     make_plan,
+    never_draining,
     problem_of,
     solver_of,
     time_limit,
@@ -32,6 +34,8 @@ from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLI
 from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.units import exact_bytes, format_bytes
+from deepspeed_partition.planner.weight_versions import FLUSH
+from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
 
 COMPARED = ("madpipe", "contiguous", "pipedream", "pipedream-blind", "mcap", "uniform", "parameters")
 """Algorithms that ``compare`` always shows."""
@@ -148,6 +152,11 @@ class Comparison:
         if plan.proved_class is not None:
             row["proved_class"] = plan.proved_class
             row["proved_of"] = plan.proved_of
+        if plan.is_asynchronous:
+            row["weight_versions"] = plan.weight_versions
+            row["num_micro_batches"] = plan.micro_batches_per_update
+            row["update_seconds"] = plan.update_seconds
+            row["flush_step_seconds"] = plan.flush_step_seconds
         if plan.data_parallel is not None:
             row["data_parallel"] = plan.data_parallel
             row["weight_copies"] = plan.platform.weight_copies
@@ -173,6 +182,7 @@ def compare(
     deadline: Deadline | None = None,
     recompute: str = "auto",
     split_backward: bool = False,
+    weight_versions: str = FLUSH,
 ) -> Comparison:
     """Plan with each of the algorithms. An algorithm without a plan is listed with the reason.
 
@@ -181,6 +191,7 @@ def compare(
         deadline: another end of all searches.
         recompute: what may run its forward again, as in ``make_plan``.
         split_backward: whether backwards may be two operations, as in ``make_plan``.
+        weight_versions: what becomes of the weights in all rows, as in ``make_plan``.
 
     Raises:
         ValueError: an algorithm is unknown, or no algorithm could take the problem.
@@ -193,6 +204,10 @@ def compare(
     # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
     problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
     problem = with_recomputation(problem, recompute)
+    is_asynchronous = checked_weight_versions(weight_versions) != FLUSH
+    if is_asynchronous:
+        check_asynchronous(weight_versions, solver_of("madpipe"), platform, {})
+        problem = never_draining(problem, weight_versions)
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1))) if platform.is_alike else None
     contenders: dict[str, Contender] = {}
@@ -211,10 +226,11 @@ def compare(
             deadline=deadline,
             recompute=recompute,
             split_backward=split_backward,
+            weight_versions=weight_versions,
         )
         contenders[name] = _contender(name, make)
     # Where nothing fits, no step is long enough to be bounded.
-    of_step = num_micro_batches is not None and data_parallel is None
+    of_step = num_micro_batches is not None and data_parallel is None and not is_asynchronous
     of_step = of_step and any(each.plan is not None for each in contenders.values())
     if platform.is_alike:
         bound = problem.times.clock.seconds(lower_bound(problem))

@@ -120,6 +120,8 @@ def promises(plan: Plan) -> Iterator[str]:
             f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
             f"{format_seconds(plan.step.step_seconds)} if transfers overlap, {_step_proof(plan.step)}"
         )
+    if plan.is_asynchronous:
+        yield update_words(plan)
     if not plan.treats_all_alike:
         yield recomputed_words(plan)
     links = platform_words(plan.platform)
@@ -136,6 +138,24 @@ def promises(plan: Plan) -> Iterator[str]:
                 else ""
             )
         )
+
+
+def update_words(plan: Plan) -> str:
+    """Return how long an update takes of a pipeline that never drains, and what a synchronous step would take."""
+    seconds, number = plan.update_seconds or 0.0, plan.micro_batches_per_update
+    words = (
+        f"weight versions {plan.weight_versions}: the pipeline never drains, an update of {number} "
+        f"micro-batch{'' if number == 1 else 'es'} every {format_seconds(seconds)}"
+    )
+    versions = plan.versions if plan.treats_all_alike else None
+    if versions is not None:
+        late = max(versions.delay(stage, 1000 * number) for stage in range(len(plan.stages)))
+        words += f", with weights {counted(late, 'update')} old at the most"
+    step = plan.flush_step_seconds
+    if step is None:
+        return words
+    times = f"{step / seconds:.2f} times as long"
+    return f"{words}; a synchronous step of the same allocation takes {format_seconds(step)}, {times}"
 
 
 def recomputed_words(plan: Plan) -> str:
@@ -293,9 +313,10 @@ def stage_table(plan: Plan) -> Table:
 def stage_rows(plan: Plan) -> list[list[str]]:
     """Return the names of the columns of a plan's stages, and the cells of each stage."""
     recomputes = any(stage.blocks for stage in plan.stages)
-    rows = [
-        ["stage", "device", "forward", "backward", "in flight", "layers", *(["recomputed"] if recomputes else [])]
-    ]
+    versions = plan.versions if plan.treats_all_alike else None
+    names = ["stage", "device", "forward", "backward", "in flight"]
+    names += [*([] if versions is None else ["versions"]), "layers", *(["recomputed"] if recomputes else [])]
+    rows = [names]
     durations: dict[str, float] = {}
     for operation in plan.operations:  # a backward that runs the forward again is longer than others of its stage
         shortest = durations.get(operation.operation, operation.duration_seconds)
@@ -308,6 +329,7 @@ def stage_rows(plan: Plan) -> list[list[str]]:
             format_seconds(durations.get(f"F{index}", durations.get(f"f{index}", 0.0))),
             format_seconds(durations.get(f"B{index}", halves)),
             str(stage.in_flight),
+            *([] if versions is None else [str(versions.num_held(index))]),
             _layers(stage),
             *([_recomputed(stage)] if recomputes else []),
         ])  # fmt: skip

@@ -13,6 +13,7 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.weight_versions import FLUSH
 
 RESOLUTION = 0.02
 """Least relative difference in memory between two plans of a frontier."""
@@ -72,6 +73,7 @@ def frontier(
     deadline: Deadline | None = None,
     recompute: str = "auto",
     split_backward: bool = False,
+    weight_versions: str = FLUSH,
 ) -> Frontier:
     """Plan for less and less memory, from what the fastest plan takes down to the least that any plan takes.
 
@@ -84,6 +86,8 @@ def frontier(
         time_limit_seconds: the limit for all plans together.
         recompute: what may run its forward again, as in ``make_plan``.
         split_backward: whether backwards may be two operations, as in ``make_plan``.
+        weight_versions: what becomes of the weights, as in ``make_plan``; other modes than ``"flush"`` are not
+            planned again for less memory.
 
     Raises:
         InfeasibleError: not even the first plan fits.
@@ -103,9 +107,10 @@ def frontier(
             deadline=deadline,
             recompute=recompute,
             split_backward=split_backward,
+            weight_versions=weight_versions,
         )
         plan = make(num_micro_batches=num_micro_batches)
-        can_save = num_micro_batches is None and algorithm in SAVES_MEMORY
+        can_save = num_micro_batches is None and algorithm in SAVES_MEMORY and weight_versions == FLUSH
         return _in_less_memory(plan, make) if can_save else plan
 
     plans, complete = _descent(platform.memory_bytes, plan_for, deadline)

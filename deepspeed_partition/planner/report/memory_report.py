@@ -188,6 +188,9 @@ class _Explanation:
             )
         else:
             copies = f", {self.plan.platform.weight_copies:.4g} copies" if held == self.moments.weights else ""
+            if (versions := self.plan.versions) is not None:
+                counts = " and ".join(str(versions.num_held(index)) for index in self.mine)
+                copies += f", two versions among them, and {counts or 0} held here"
             yield Part(term="weights", what=f"weights of {format_bytes(own)}{copies}", num_bytes=held)
 
     def _largest_stashes(self, stage: PlannedStage) -> str:

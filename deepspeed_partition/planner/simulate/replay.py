@@ -22,6 +22,7 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, costs_of, peaks_of
 from deepspeed_partition.planner.simulate.replay_step import Timeline, occupied_by, run_step, step_ticks
+from deepspeed_partition.planner.simulate.replay_versions import version_violations
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
@@ -101,12 +102,18 @@ def _run(plan: Plan, chain: Chain) -> _Run:
     plan.check_chain(chain)
     costs = costs_of(plan, chain, in_step=False)
     violations = list(_structure_violations(plan, chain, costs))
+    if plan.is_asynchronous and not plan.treats_all_alike:
+        violations.append(
+            f"weight_versions is {plan.weight_versions!r}, which is counted for patterns of one micro-batch with "
+            "whole forwards and backwards alone"
+        )
     if violations:  # a pattern that lacks operations cannot be unrolled
         return _Run(tuple(violations))
     violations += _dependency_violations(plan)
     violations += _overlap_violations(plan)
     violations += _allreduce_violations(plan, costs)
     pattern = _unrolled_pattern(plan, chain)
+    violations += version_violations(plan, chain)
     in_flight, peaks = peaks_of(plan, chain, costs, pattern)
     violations += _memory_violations(plan, peaks, "pattern")
     step_seconds = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain, LayerProfile
 from deepspeed_partition.planner.simulate.replay_step import Timeline, boundaries_of
+from deepspeed_partition.planner.simulate.replay_versions import HeldByStage, held_by_stage
 
 DevicePeaks = tuple[MemoryUse, ...]
 """Memory of one device at each of the moments when it needs the most: the same total, possibly in other terms."""
@@ -234,8 +235,11 @@ class Moments:
             if kind in "FB" or f"{kind}{index}" in timeline.names
         }
         self.fixed_bytes = plan.platform.fixed_bytes
-        self.weights, self.after_backwards = _for_weights(plan, chain, device)
+        held_of_weights = {index: held_by_stage(plan, chain, index) for index in mine if plan.is_asynchronous}
+        self.weights, self.after_backwards = _for_weights(plan, chain, device, held_of_weights)
         """Bytes for weights, with all gradients, and those needed besides behind the last backward."""
+        self.updates_behind = f"B{mine[0]}" if mine and plan.is_asynchronous else None
+        """Name of the backward behind which updates come, where micro-batches are in flight then; else None."""
         held = {(index, term): residents for index in mine for term, residents in lives[index].held.items()}
         in_flight = {index: lives[index].in_flight for index in mine}
         residents = [
@@ -286,14 +290,18 @@ class Moments:
         if kind in alike:
             return np.full(len(self.instants), alike[kind], dtype=np.int64)
         is_first, _ = self.late_gradients[index]
-        return np.where(is_first, cost.first_transient_bytes, cost.backward_transient_bytes)
+        transient = np.where(is_first, cost.first_transient_bytes, cost.backward_transient_bytes)
+        return (
+            np.maximum(transient, self.after_backwards) if self.updates_behind == f"{kind}{index}" else transient
+        )
 
     @cached_property
     def at_peak(self) -> tuple[int | None, ...]:
         """Places of instants of the peak, one for each set of terms; None: behind the last backward of a step."""
         total = self._terms.sum(axis=0)
         # Behind the last backward no micro-batch is there, and no tensor.
-        if not len(total) or self.weights + self.after_backwards > total.max():
+        drains = self.updates_behind is None
+        if not len(total) or (drains and self.weights + self.after_backwards > total.max()):
             return (None,)
         places = np.flatnonzero(total == total.max())
         _, first = np.unique(self._terms[:, places], axis=1, return_index=True)
@@ -334,21 +342,36 @@ class Moments:
         return terms
 
 
-def _for_weights(plan: Plan, chain: Chain, device: int) -> tuple[int, int]:
-    """Return the bytes that training keeps for the weights of a device, and those needed behind its backwards."""
-    layers = [
-        layer for stage in plan.stages if stage.device == device for layer in chain.layers[slice(*stage.layers)]
+def _for_weights(plan: Plan, chain: Chain, device: int, held: Mapping[int, HeldByStage]) -> tuple[int, int]:
+    """Return the bytes that training keeps for the weights of a device, and those needed behind its backwards.
+
+    Args:
+        held: versions and gradients of each of its stages, where the pipeline never drains. Two versions are among
+            ``weight_copies`` then, and one among ``training_bytes``.
+    """
+    placed = [
+        (layer, index)
+        for index, stage in enumerate(plan.stages)
+        if stage.device == device
+        for layer in chain.layers[slice(*stage.layers)]
     ]
+    layers = [layer for layer, _ in placed]
     copies, seen = Fraction(str(plan.platform.weight_copies)), set[str]()
     kept = multiplied = 0
-    for layer in layers:
+    for layer, index in placed:
         again = [size for key, size in layer.shared_weights if key in seen]
         seen.update(key for key, _ in layer.shared_weights)
+        own = layer.weight_bytes - sum(again)
         if layer.training_bytes is None:
-            multiplied += layer.weight_bytes - sum(again)
+            multiplied += own
+            if held:
+                kept += (held[index].versions - 2) * own + (held[index].gradients - 1) * layer.weight_bytes
         else:
             kept += layer.training_bytes
             kept -= sum(layer.training_bytes * size // layer.weight_bytes for size in again if layer.weight_bytes)
+            if held:
+                kept += (held[index].versions - 1) * own if layer.num_trainable_parameters else 0
+                kept += (held[index].gradients - 1) * layer.gradient_bytes
     steps = [layer.optimizer_transient_bytes for layer in layers]
     optimizer = sum(steps) if plan.platform.optimizer_step == "sum" else max(steps, default=0)
     reduction = sum(layer.reduction_bytes for layer in layers)

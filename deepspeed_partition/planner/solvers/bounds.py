@@ -14,7 +14,10 @@ from fractions import Fraction
 import numpy as np
 
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.memory import most_with_versions
 from deepspeed_partition.planner.solvers.interface import Problem
+from deepspeed_partition.planner.training_bytes import TrainingBytes, version_bytes
+from deepspeed_partition.planner.weight_versions import TWO_VERSIONS, VERTICAL_SYNC
 
 
 def lower_bound(problem: Problem) -> Fraction:
@@ -29,6 +32,10 @@ def lower_bound(problem: Problem) -> Fraction:
     - The mean memory: by Little's law the devices together hold, on average over time,
       ``stash(l) * U(l, L) / T`` bytes of layer l, next to all weights.
 
+    Where the pipeline never drains, a layer holds two versions of its weights (``"2bw"``), and no more than M + 1
+    micro-batches are in flight; or with g in flight 1 + (g - 1) / M versions at least, so each micro-batch brings
+    an M-th of one. That holds for ``"vertical-sync"``, too, under which a stage holds no fewer.
+
     With halves a layer holds at least the lesser of its stash and ``weight_stash_bytes``, while all later layers
     run forward and compute the gradients of their inputs.
 
@@ -38,25 +45,40 @@ def lower_bound(problem: Problem) -> Fraction:
     """
     chain, platform, times = problem.chain, problem.platform, problem.times
     total = int(times.compute[-1])
+    rule, training = problem.versions, problem.table.training
+    if rule is not None and rule.mode == VERTICAL_SYNC:
+        training = TrainingBytes(chain, platform, 1)
+    comes_with_micro_batches = rule is not None and rule.mode != TWO_VERSIONS
+    per_update = 1 if rule is None else rule.micro_batches_per_update
     # The path of a micro-batch has no gradients of weights where these may come at any later time.
     path = times.forward + times.first_halves if problem.splits_backward else times.compute
     bound = max(Fraction(total, platform.num_devices), Fraction(blocks_bound(times, platform.num_devices)))
-    stashed, memory_bytes = 0, platform.memory_bytes - platform.fixed_bytes
+    if rule is not None and rule.mode == TWO_VERSIONS:
+        bound = max(bound, Fraction(total, per_update + 1))
+    in_versions = [0] * chain.num_layers
+    if comes_with_micro_batches:  # what layers share counts once, with the first of them
+        in_versions = training.versions([(index, index + 1) for index in range(chain.num_layers)])
+    stashed, memory_bytes = Fraction(0), platform.memory_bytes - platform.fixed_bytes
     savings: list[tuple[int, int]] = []
     for index, layer in enumerate(chain.layers):
         stash, below = chain.stash(layer), int(path[-1] - path[index])
         if problem.splits_backward and layer.weight_stash_bytes is not None:
             stash = min(stash, layer.weight_stash_bytes)
-        stashed += stash * below
+        stashed += (stash + Fraction(in_versions[index], per_update)) * below
         if problem.recomputation is not None and layer.recomputable:
             savings.append((stash * below, times.forward_ticks(index, index + 1)))
             continue
-        weights = problem.table.training.of([(index, index + 1)])
-        most = (memory_bytes - weights) // stash if stash else 0
+        free = np.array(memory_bytes - training.of([(index, index + 1)]))
+        if comes_with_micro_batches:
+            version = np.array(version_bytes(layer))
+            most = int(most_with_versions(free, np.array(stash), version, per_update))
+        else:
+            most = int(free) // stash if stash else 0
         if most > 0:
             bound = max(bound, Fraction(below, most))
-    weights = problem.table.training.of([(0, chain.num_layers)])
-    room = platform.num_devices * memory_bytes - weights
+    room: int | Fraction = platform.num_devices * memory_bytes - training.of([(0, chain.num_layers)])
+    if comes_with_micro_batches:
+        room += Fraction(sum(in_versions), per_update)
     if room <= 0:
         return bound
     if not savings:
@@ -68,7 +90,7 @@ def with_savings(
     total: int | Fraction,
     stashed: int | Fraction,
     savings: Sequence[tuple[int | Fraction, int | Fraction]],
-    room: int,
+    room: int | Fraction,
     num_devices: int,
 ) -> Fraction:
     """Return the least period for which there is room for what is kept, and time for what is recomputed.

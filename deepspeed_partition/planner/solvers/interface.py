@@ -18,6 +18,7 @@ from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import Recomputation, StageCost, stage_cost
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.step import blocking_step
+from deepspeed_partition.planner.weight_versions import VersionRule
 
 if TYPE_CHECKING:
     from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
@@ -88,6 +89,9 @@ class Problem:
     """True: a plan may treat micro-batches differently."""
     splits_backward: bool = False
     """True: a backward may be two operations, the gradient of the input and the gradients of the weights."""
+    versions: VersionRule | None = None
+    """How the versions of the weights count, where the pipeline never drains; ``table`` counts so. None: it drains
+    before each update."""
     is_one_of_many: bool = False
     """True: others are planned as well, so nobody asks why this one has no plan, or what would help."""
 
@@ -150,12 +154,14 @@ def stage_bytes(problem: Problem, cuts: Cuts, in_flight: Sequence[int]) -> list[
 def _least_bytes(problem: Problem, stage: tuple[int, int], in_flight: int) -> int:
     """Return the bytes that a stage needs, with the recomputation with which it needs least."""
     table = problem.table
+    versions = int(table.further_versions(in_flight, stage))
     needs = int(table.fixed[stage]) + in_flight * int(table.stash[stage])
     if problem.recomputation is not None:
         ways = problem.recomputation.ways(stage)
         others = int(table.fixed[stage]) - int(table.transient[stage])
-        needs = others + int((in_flight * ways.stash + ways.transient).min())
-    return max(needs, int(table.floor[stage]))
+        transient = table.with_update(ways.transient, stage)
+        needs = others + int((in_flight * ways.stash + transient).min())
+    return max(needs + versions, int(table.floor[stage]))
 
 
 def bytes_needed(problem: Problem, cuts: Cuts) -> list[int]:

@@ -62,6 +62,7 @@ def _uniform(problem: Problem, costs: Recomputation, *, whole_stages: bool) -> U
         table.stash, transient, forward = _whole_stages(costs, table)
     else:
         table.stash, transient, forward = _single_layers(costs, table, again)
+    transient, forward = table.with_update(transient), table.with_update(forward)
     table.fixed = table.fixed - table.transient + transient
     table.transient, table.forward_transient = transient, forward
     table = table.with_memory(table.memory_bytes)

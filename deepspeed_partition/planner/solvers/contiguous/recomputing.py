@@ -280,7 +280,8 @@ def least_bytes(problem: Problem, in_flight: int, deadline: Deadline | None = No
             continue
         ways = costs.ways(stage)
         others = int(table.fixed[stage]) - int(table.transient[stage])
-        needs = max(others + int((in_flight * ways.stash + ways.transient).min()), int(table.floor[stage]))
+        needs = others + int((in_flight * ways.stash + table.with_update(ways.transient, stage)).min())
+        needs = max(needs + int(table.further_versions(in_flight, stage)), int(table.floor[stage]))
         least[stage] = min(int(least[stage]), needs)
     return least
 

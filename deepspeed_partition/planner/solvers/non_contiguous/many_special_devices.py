@@ -83,8 +83,9 @@ class SeveralSearch:
         self.rounded = 0 if float(problem.platform.weight_copies).is_integer() else 1
         memory = max(0, problem.platform.memory_bytes - table.fixed_bytes)
         self.memory = memory
-        self.fixed = np.minimum(table.weights + table.buffers - self.rounded, memory + 1)
-        self.stash = np.minimum(table.stash, memory + 1)
+        stash, part = table.with_part_of_versions(table.weights - self.rounded)
+        self.fixed = np.minimum(table.weights - part + table.buffers - self.rounded, memory + 1)
+        self.stash = np.minimum(stash, memory + 1)
         self.transient = np.minimum(table.transient, memory + 1)
 
     def all(self, period: int, limit: int) -> list[Placement] | None:

@@ -131,9 +131,10 @@ class SpecialSearch:
             return unit * np.minimum(num_bytes, memory + 1)
 
         weights = table.training.in_parts_of_a_byte(unit)
-        self.stash = counted(table.stash)
+        stash, part = table.with_part_of_versions(weights // unit)
+        self.stash = counted(stash)
         self.transient = counted(table.transient)
-        self.fixed = np.minimum(weights, self.memory + 1) + counted(table.buffers)
+        self.fixed = np.minimum(weights - unit * part, self.memory + 1) + counted(table.buffers)
         free = self.memory - self.fixed
         most = np.full_like(free, 2**40)
         np.floor_divide(free, self.stash, out=most, where=self.stash > 0)

@@ -38,6 +38,7 @@ from typing import Any
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.solvers.pattern.branch_and_bound import least_unrefuted, refuted
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Resource, Road, pattern_of
+from deepspeed_partition.planner.weight_versions import VERTICAL_SYNC
 
 RESOLUTION = 1e-6
 """Smallest improvement that is looked for, relative to the period."""
@@ -194,6 +195,7 @@ class _Model:
             for index, one in enumerate(users):
                 for other in users[index + 1 :]:
                     self._exclude(pulp, one, other)
+        self._count_versions(pulp)
         self._memory(most)
         if single_slots:
             self._slots()
@@ -227,24 +229,63 @@ class _Model:
             # A backward meets no more stashes than the forward before it left, so it is only checked where its
             # transient bytes are more than another stage's.
             plain = min(road.transient[stage] for stage in device.stages)
+            part = road.part_of_versions(device.stages)
             for stage in device.stages:
                 forward, backward = road.position[f"F{stage}"], road.position[f"B{stage}"]
                 self.problem += self._in_flight(stage, forward) >= fewest[stage]
                 events = [forward] if road.transient[stage] <= plain else [forward, backward]
                 for event in events:
-                    self._fit(device.stages, event, device.room - road.transient[stage])
+                    self._fit(device.stages, event, device.room - part - road.transient[stage])
 
     def _fit(self, stages: tuple[int, ...], event: int, room: int) -> None:
-        stash = self.road.stash
-        largest = max(stash[stage] for stage in stages)
+        road = self.road
+        each = [road.kept[stage] + road.version_bytes[stage] + road.gradient_bytes[stage] for stage in stages]
+        largest = max(each)
         # No stage has more in flight than there are operations, since no wait is longer than a period.
-        if room < sum(stash[stage] for stage in stages) * 2 * len(self.road.operations):
+        if room < sum(each) * 2 * len(road.operations):
             self.problem += self._kept(stages, event, largest) <= room / largest
 
     def _kept(self, stages: tuple[int, ...], event: int, unit: int) -> Any:
-        """Expression for the stashes on a device when an operation starts there, in units of ``unit`` bytes."""
+        """Expression for what stages hold on a device when an operation starts there, in ``unit`` bytes."""
         self.deadline.check()
-        return self.sum(self.road.stash[stage] / unit * self._in_flight(stage, event) for stage in stages)
+        road = self.road
+        stashes = (road.kept[stage] / unit * self._in_flight(stage, event) for stage in stages)
+        further = (
+            num_bytes / unit * number for stage in stages for num_bytes, number in self.further.get(stage, ())
+        )
+        return self.sum([*stashes, *further])
+
+    def _count_versions(self, pulp: Any) -> None:
+        """Count versions of the weights and gradients beyond one, as in ``weight_versions.py``.
+
+        A stage holds 1 + ceil((lag - lead) / M) versions, and 1 + ceil(lead / M) gradients, with the lag and the
+        lead of its pattern.
+        """
+        road, rule = self.road, self.road.versions
+        self.further: dict[int, list[tuple[int, Any]]] = {}
+        """For each stage the bytes of something that it may have more than once, and how often beyond that."""
+        if rule is None:
+            return
+        per_update = rule.micro_batches_per_update
+
+        def beyond(kind: str, stage: int, needed: Any) -> Any:
+            number = pulp.LpVariable(f"{kind}_{stage}", 0, None, pulp.LpInteger)
+            self.problem += per_update * number >= needed
+            return number
+
+        for device in road.memory:
+            last = road.position[f"B{device.stages[0]}"]
+            for stage in device.stages:
+                forward, backward = road.position[f"F{stage}"], road.position[f"B{stage}"]
+                lag = self._periods(forward, last) - self.first[last, forward]
+                lead = 0 if backward == last else self._periods(backward, last) - self.first[last, backward]
+                if rule.most_in_flight is not None and (rule.mode != VERTICAL_SYNC or stage == 0):
+                    self.problem += lag <= rule.most_in_flight - 1
+                further = self.further.setdefault(stage, [])
+                if road.version_bytes[stage]:
+                    further.append((road.version_bytes[stage], beyond("v", stage, lag - lead)))
+                if road.gradient_bytes[stage]:
+                    further.append((road.gradient_bytes[stage], beyond("g", stage, lead)))
 
     def _slots(self) -> None:
         """Require that a tensor leaves the sender within a period of its coming, and the receiver likewise."""

@@ -29,6 +29,8 @@ from deepspeed_partition.planner.schedule import PeriodicSchedule, PlacedOperati
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from deepspeed_partition.planner.solvers.pattern.pairwise_memory import Integers, Side, least_room, may_share
+from deepspeed_partition.planner.training_bytes import TrainingBytes
+from deepspeed_partition.planner.weight_versions import VERTICAL_SYNC, WeightVersions
 
 Resource = int | tuple[int, int]
 """Device, or link between two devices, the lower one first."""
@@ -60,7 +62,8 @@ class DeviceMemory:
     floor: int
     """Bytes needed behind the last backward of a step."""
     room: int
-    """Bytes for stashes and transients; negative where ``fixed`` or ``floor`` does not fit."""
+    """Bytes for stashes and transients; negative where ``fixed`` or ``floor`` does not fit. Where versions of the
+    weights come with micro-batches in flight, the part of one version that ``Road.stash`` has is in it, too."""
     bytes_for_one: int
     """Bytes needed in all with one micro-batch in flight, which is the least."""
 
@@ -99,8 +102,17 @@ class Road:
         for index, operation in enumerate(self.operations):
             self.users[operation.resource].append(index)
         table = problem.table
-        self.stash = [cost.stash for cost in costs]
+        self.kept = [cost.stash for cost in costs]
+        """Bytes of each micro-batch in flight, for each stage."""
+        self.stash = list(self.kept)
+        """The same with the part of a version of the weights that each micro-batch in flight brings, rounded down:
+        what bounds count. It is what is kept where versions do not come with micro-batches."""
         self.transient = [cost.transient for cost in costs]
+        self.versions = problem.versions
+        self.version_bytes = [0] * self.num_stages
+        """Bytes of each further version of the weights of a stage, where it holds more with more in flight."""
+        self.gradient_bytes = [0] * self.num_stages
+        """Bytes of the gradients of a stage that may have those of several updates; 0 where it cannot."""
         self.slots = buffer_slots(platform)
         self.sent_bytes = [chain.boundary_bytes(boundary) for boundary in cuts[1:-1]]
         """Bytes over the boundary after each stage but the last."""
@@ -110,11 +122,39 @@ class Road:
             mine = tuple(stage for stage in range(self.num_stages) if devices[stage] == device)
             layers = [(cuts[stage], cuts[stage + 1]) for stage in mine]
             kept = table.training.of(layers) + platform.fixed_bytes
+            part = self._count_versions(table.training, mine, layers)
             floor = kept + table.training.after_backwards(layers)
             fixed = kept + sum(at_ends[stage] + at_ends[stage + 1] for stage in mine)
-            one = fixed + self.bytes_at_least([1] * self.num_stages, mine)
-            room = platform.memory_bytes - fixed if floor <= platform.memory_bytes else -1
+            one = fixed + self._bytes_at_least([1] * self.num_stages, mine, self.kept)
+            room = platform.memory_bytes - fixed + part if floor <= platform.memory_bytes else -1
             self.memory.append(DeviceMemory(mine, fixed, floor, room, max(one, floor)))
+
+    def _count_versions(
+        self, training: TrainingBytes, stages: tuple[int, ...], layers: Sequence[tuple[int, int]]
+    ) -> int:
+        """Count versions of the weights and gradients of a device; return the part of one version in its stashes.
+
+        With M micro-batches per update and g in flight a stage holds 1 + (g - 1) / M versions or more, of which
+        each micro-batch in flight brings an M-th, and the rest of the first one is always there.
+        """
+        if self.versions is None:
+            return 0
+        # Updates come while micro-batches are in flight, behind a backward of the first stage.
+        first = stages[0]
+        self.transient[first] = max(self.transient[first], training.after_backwards(layers))
+        for stage, num_bytes in zip(stages[1:], training.gradients(layers)[1:], strict=True):
+            self.gradient_bytes[stage] = num_bytes
+        if not self.versions.grows:
+            return 0
+        for stage, num_bytes in zip(stages, training.versions(layers), strict=True):
+            self.version_bytes[stage] = num_bytes
+            self.stash[stage] += num_bytes // self.versions.micro_batches_per_update
+        return self.part_of_versions(stages)
+
+    def part_of_versions(self, stages: Iterable[int]) -> int:
+        """Return the bytes of the first version of the weights of stages that are counted with their stashes."""
+        per_update = 1 if self.versions is None else self.versions.micro_batches_per_update
+        return sum(-(-self.version_bytes[stage] // per_update) for stage in stages)
 
     @cached_property
     def busiest(self) -> int:
@@ -140,11 +180,14 @@ class Road:
         in all stages before it. So when the forward of stage i starts, stage i has g_i, any other stage j at
         least g_j - 1, and those before it at least g_i: all stages that share a group peak together.
         """
-        base = sum((in_flight[stage] - 1) * self.stash[stage] for stage in stages)
+        return self._bytes_at_least(in_flight, stages, self.stash)
+
+    def _bytes_at_least(self, in_flight: Sequence[int], stages: Sequence[int], stash: Sequence[int]) -> int:
+        base = sum((in_flight[stage] - 1) * stash[stage] for stage in stages)
         most = current = 0
         group = 0
         for stage in reversed(stages):
-            current = self.stash[stage] + (
+            current = stash[stage] + (
                 max(current, self.transient[stage]) if in_flight[stage] == group else self.transient[stage]
             )
             group = in_flight[stage]
@@ -161,6 +204,9 @@ class Road:
         if period < self.busiest:
             return False
         in_flight = self.fewest_in_flight(period)
+        most = None if self.versions is None else self.versions.most_in_flight
+        if most is not None and max(in_flight) > most:
+            return False
         needs = self.bytes_enough if estimate == "safe" else self.bytes_at_least
         if any(needs(in_flight, device.stages) > device.room for device in self.memory):
             return False
@@ -219,13 +265,56 @@ class Road:
         return kept, Side(*values[i].T), Side(*values[j].T), ahead[j] - ahead[i], back[j] - back[i]
 
     def fits(self, pattern: Pattern) -> bool:
-        """Return whether the stash and transient bytes of a pattern have room."""
-        return all(self.peak_bytes(pattern, device) <= device.room for device in self.memory)
+        """Return whether the stash and transient bytes of a pattern have room, and its versions of the weights."""
+        return self.has_versions(pattern) and all(
+            self.peak_bytes(pattern, device) <= device.room for device in self.memory
+        )
 
     def peak_bytes(self, pattern: Pattern, device: DeviceMemory) -> int:
-        """Return the peak of stash and transient bytes on a device: at the start of one of its operations."""
+        """Return the peak of stash and transient bytes on a device: at the start of one of its operations.
+
+        Versions of the weights, and gradients, beyond those in ``device.fixed`` are among them, as ``device.room``
+        counts them.
+        """
         begins = (pattern.begins[self.position[f"{kind}{stage}"]] for stage in device.stages for kind in "FB")
-        return max(self._bytes_at(pattern, device, begin) for begin in begins)
+        return max(self._bytes_at(pattern, device, begin) for begin in begins) + self._beyond(pattern, device)
+
+    def has_versions(self, pattern: Pattern) -> bool:
+        """Return whether the versions that are counted are enough for what is in flight."""
+        rule = self.versions
+        if rule is None or rule.most_in_flight is None:
+            return True
+        lags = self.versions_of(pattern).lags
+        # Along the whole pipeline it is what stage 0 has in flight that decides.
+        return max(lags[:1] if rule.mode == VERTICAL_SYNC else lags) < rule.most_in_flight
+
+    def versions_of(self, pattern: Pattern) -> WeightVersions:
+        """Return the versions of the weights that a pattern uses, where the pipeline never drains."""
+        assert self.versions is not None
+
+        def place(name: str) -> tuple[int, float, float]:
+            begin = pattern.begins[self.position[name]]
+            return (*divmod(begin, pattern.period), self.operations[self.position[name]].ticks)
+
+        stages = range(self.num_stages)
+        return WeightVersions.of(
+            self.versions.mode,
+            self.versions.micro_batches_per_update,
+            self.placement.devices,
+            [place(f"F{stage}") for stage in stages],
+            [place(f"B{stage}") for stage in stages],
+        )
+
+    def _beyond(self, pattern: Pattern, device: DeviceMemory) -> int:
+        """Return the bytes of versions and gradients beyond one, and of that one what ``device.room`` has."""
+        if self.versions is None:
+            return 0
+        versions = self.versions_of(pattern)
+        return self.part_of_versions(device.stages) + sum(
+            (versions.num_held(stage) - 1) * self.version_bytes[stage]
+            + (versions.num_gradients(stage) - 1) * self.gradient_bytes[stage]
+            for stage in device.stages
+        )
 
     def fits_with_waiting(self, pattern: Pattern) -> bool:
         """Return whether a pattern has room with the tensors that wait at boundaries beyond the buffers."""
@@ -245,8 +334,9 @@ class Road:
         for device in self.memory:
             mine = ends[devices[device.stages[0]]]
             moments = {when(f"{kind}{stage}")[0] for stage in device.stages for kind in "FB"}
+            beyond = self._beyond(pattern, device)
             for now in moments | {span[0] for one, other, _ in mine for span in (one, other)}:
-                total = self._bytes_at(pattern, device, now)
+                total = self._bytes_at(pattern, device, now) + beyond
                 for one, other, sent_bytes in mine:
                     waiting = _waiting(one, now, pattern.period) + _waiting(other, now, pattern.period)
                     total += max(0, waiting - self.slots) * sent_bytes
@@ -263,7 +353,7 @@ class Road:
                 begin = pattern.begins[position]
                 spans.append((begin, begin + self.operations[position].ticks))
             whole = spans[0][0], spans[1][1]
-            total += _alive(whole, now, pattern.period) * self.stash[stage]
+            total += _alive(whole, now, pattern.period) * self.kept[stage]
             if any(_alive(span, now, pattern.period) for span in spans):
                 running = max(running, self.transient[stage])
         return total + running

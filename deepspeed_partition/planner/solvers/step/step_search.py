@@ -281,6 +281,15 @@ class StepSearch:
         for depths in dict.fromkeys(self.within_room(placement, each) for each in usual):
             self.attempt(placement, "1F1B", depths)
 
+    def ticks_of(self, placement: Placement) -> int | None:
+        """Return the ticks of the shortest full step of an allocation under usual depths; None if none fits."""
+        (self.try_contiguous if placement.is_contiguous else self.try_shared)(placement)
+        for found, rule in self._in_full([(each, self.found[each].rule) for each in self.leaders()]):
+            run = self._complete(found, rule)
+            if max(self.engine(found).peaks(run)) <= self.problem.platform.memory_bytes:
+                return run.ticks
+        return None
+
     def try_shared(self, placement: Placement) -> None:
         """Try an allocation with several stages on a device in eager orders."""
         road, engine = Road(self.problem, placement), self.engine(placement)
