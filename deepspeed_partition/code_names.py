@@ -53,7 +53,7 @@ def function_of(value: Any) -> FunctionType | None:
     """The function of the program in a method, a property or a decorated function; None where there is none."""
     if isinstance(value, property):
         value = value.fget
-    function = function_in(getattr(value, "__func__", value))
+    function = function_in(attribute_of(value, "__func__", value))
     return None if function is None or is_librarys(function) else function
 
 
@@ -125,8 +125,24 @@ def set_by_class(kind: Any) -> frozenset[str]:
 
 def function_in(value: Any) -> FunctionType | None:
     """The function that decorators are around."""
-    function = inspect.unwrap(value) if callable(value) else None
+    if not callable(value) or attribute_of(value, "__wrapped__") is None:
+        return value if isinstance(value, FunctionType) else None
+    try:
+        function = inspect.unwrap(value)
+    except Exception:  # what it is around raises when it is looked at, or goes round in a circle
+        return None
     return function if isinstance(function, FunctionType) else None
+
+
+def attribute_of(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of any object that code names; ``default`` also where to ask for one raises another error.
+
+    Stand-ins for packages that are not installed raise their own for every name (MONAI's ``optional_import``).
+    """
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
 
 
 class CodeSearch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from itertools import islice
+from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from torch import nn
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 """The types of what a program draws random numbers from."""
+
+METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+"""The types of what has an object as its ``__self__``; other objects may raise anything when they are asked."""
 
 COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
 """The common generators of Python and of NumPy."""
@@ -68,7 +72,7 @@ def generators_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _add_generators(value: Any, name: str, depth: int, found: dict[str, Any]) -> None:
-    owner = getattr(value, "__self__", None)
+    owner = value.__self__ if isinstance(value, METHODS) else None
     if isinstance(value, GENERATORS) or isinstance(owner, GENERATORS):
         held = value if isinstance(value, GENERATORS) else owner
         if not any(held is other for other in found.values()):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.draws import Rewindable
 from deepspeed_partition.code_names import LIBRARIES, STEPS, function_of, names_read
-from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, set_generator_state
+from deepspeed_partition.generators import COMMON, GENERATORS, METHODS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
 
 DEPTH = 4
@@ -257,7 +257,7 @@ class _Search:
             return
         if not depth or id(value) in self._seen:
             return
-        owner = getattr(value, "__self__", None)  # draw = random.Random(0).random
+        owner = value.__self__ if isinstance(value, METHODS) else None  # draw = random.Random(0).random
         if isinstance(owner, GENERATORS):
             self.look_at(owner, name, depth)
         elif isinstance(value, dict | list | tuple):

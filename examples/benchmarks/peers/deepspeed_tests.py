@@ -17,6 +17,8 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import cpuinfo
+
 HERE = Path(__file__).resolve().parent
 TESTS = ["unit/pipe", "unit/runtime/pipe", "unit/checkpoint/test_pipeline.py"]
 MODES = ["plain", "madpipe", "warm-up"]
@@ -33,6 +35,7 @@ def outcomes_of(folder: Path, mode: str, warmup_steps: int, pattern: str, limit_
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "4",  # DeepSpeed takes it for the number of its CPU devices, of which tests want four
         "OMP_NUM_THREADS": "1",
+        "PEERS_PROCESSOR": cpuinfo.get_cpu_info_json(),
         "DS_UNITTEST_TIMEOUT": str(limit_seconds),
     }
     with tempfile.TemporaryDirectory() as scratch:

@@ -49,6 +49,7 @@ except ImportError as missing:
     raise SystemExit("some scripts import lightning, others pytorch_lightning: install both") from missing
 
 from as_they_are import AS_THEY_ARE
+from other_kinds import OTHER_KINDS
 
 LIMIT_SECONDS, SECONDS_EACH = 120, 30
 """The seconds for the start of a job, and for each script in it, when the machine is busy."""
@@ -478,7 +479,7 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-SCRIPTS |= AS_THEY_ARE
+SCRIPTS |= AS_THEY_ARE | OTHER_KINDS
 
 
 def _uva_resnet(names: Any) -> Any:
@@ -597,7 +598,7 @@ def definitions_of(folder: Path, files: Sequence[str], changes: Mapping[str, str
     Args:
         changes: Pieces of their text, and what stands there instead.
     """
-    texts = [(folder / file).read_text() for file in files]
+    texts = [_code_of(folder / file) for file in files]
     for old, new in changes.items():
         assert any(old in text for text in texts), f"{files} have no {old!r}"
         texts = [text.replace(old, new) for text in texts]
@@ -615,14 +616,15 @@ def definitions_of(folder: Path, files: Sequence[str], changes: Mapping[str, str
                 if importlib.util.find_spec(root) is None:
                     missing.names.add(root)
             elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-                node.decorator_list = []  # such as bolts' warnings
+                # Such as bolts' warnings, which cost nothing to leave out.
+                node.decorator_list = [one for one in node.decorator_list if "dataclass" in ast.unparse(one)]
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 if any(isinstance(part, ast.Call) and _is_theirs(part, names) for part in ast.walk(node)):
                     continue  # it would train
             else:
                 continue
             try:
-                exec(compile(ast.Module([node], []), file, "exec"), names)
+                _executed(node, file, names, missing)
             except ImportError:
                 for alias in node.names:  # such as of a library that has one of them no longer
                     with contextlib.suppress(ImportError):
@@ -633,6 +635,28 @@ def definitions_of(folder: Path, files: Sequence[str], changes: Mapping[str, str
                     raise
                 # Otherwise a setting that needs data, a device or a download.
     return _Names(names)
+
+
+def _executed(node: ast.stmt, file: str, names: dict[str, Any], missing: _Missing) -> None:
+    """Execute a piece of a script. What the packages that it imports cannot find is stood in for, too."""
+    while True:
+        try:
+            exec(compile(ast.Module([node], []), file, "exec"), names)
+            return
+        except ModuleNotFoundError as error:
+            root = (error.name or "").split(".")[0]
+            if not root or root in missing.names or importlib.util.find_spec(root) is not None:
+                raise
+            missing.names.add(root)
+
+
+def _code_of(file: Path) -> str:
+    """The text of a script, or the cells of a notebook without what a shell runs."""
+    text = file.read_text()
+    if file.suffix != ".ipynb":
+        return text
+    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return "\n".join(line for line in "\n".join(cells).splitlines() if not line.startswith(("!", "%")))
 
 
 def _is_theirs(call: ast.Call, names: dict[str, Any]) -> bool:
@@ -662,6 +686,7 @@ OF_DATA = ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_
 def train(folder: Path, name: str, mode: str) -> dict[str, Any]:
     """Train a script's module on this rank, and say what came of it."""
     script = SCRIPTS[name]
+    sys.path[:0] = [str(folder / path) for path in script.paths]
     changes = {**script.today, **script.edits} if mode == "with layers" else script.today
     names = definitions_of(folder, script.files, changes)
     _seed(1)
@@ -708,7 +733,9 @@ def train(folder: Path, name: str, mode: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            loader = DataLoader(script.data(), batch_size=BATCH_SIZE, collate_fn=script.collate)
+            loader = None
+            if script.data is not None:
+                loader = DataLoader(script.data(), batch_size=BATCH_SIZE, collate_fn=script.collate)
             validation = loader
             if script.validation is not None:
                 validation = DataLoader(script.validation(), batch_size=BATCH_SIZE, collate_fn=script.collate)

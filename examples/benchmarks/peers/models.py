@@ -3,7 +3,7 @@
     python examples/benchmarks/peers/models.py --gpt-neox FOLDER --megatron-deepspeed FOLDER \
         --transpeeder FOLDER --gdgpt FOLDER --diffusion-pipe FOLDER --gpt-lite FOLDER --alexnet FOLDER \
         --mpp-llava FOLDER --llama-pipeline-parallel FOLDER --chatglm-finetuning FOLDER \
-        --huggingface-utils FOLDER --qlora-pipe FOLDER \
+        --huggingface-utils FOLDER --qlora-pipe FOLDER --huggingface-utils-vit FOLDER \
         [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 NAMES = [
     "gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet",
     "mpp-llava", "llama-pipeline-parallel", "chatglm-finetuning", "huggingface-utils", "qlora-pipe",
+    "huggingface-utils-vit",
 ]  # fmt: skip
 MODES = ["plain", "madpipe", "warm-up"]
 NUM_AFTER = 6

@@ -18,7 +18,8 @@ class Script:
     """The files within FOLDER; the last one has the module, which may use the others' names."""
     build: Callable[[Any], Any]
     """The LightningModule, from the names in the files."""
-    data: Callable[[], Dataset]
+    data: Callable[[], Dataset] | None
+    """None: what the module's own ``train_dataloader()`` gives, which then stands in ``keeps``."""
     layers: Callable[[Any, Any], list[Any]] | None = None
     """What ``pipeline_layers()`` would return, from the module and the names."""
     callbacks: Callable[[Any], list[Any]] = lambda names: []
@@ -37,6 +38,8 @@ class Script:
     """The name that its loss is logged by, where nobody may read what its step returns; empty: what it returns."""
     keeps: Sequence[str] = ()
     """Hooks that are the module's own; the others among ``OF_DATA`` would download."""
+    paths: Sequence[str] = ()
+    """Folders within FOLDER whose packages the files import."""
 
 
 def images(*shape: int, classes: int = 10) -> Callable[[], TensorDataset]:

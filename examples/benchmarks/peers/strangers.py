@@ -24,7 +24,7 @@ from unittest.mock import MagicMock
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 VOCABULARY, HIDDEN, LENGTH, HEADS, NUM_LAYERS = 64, 32, 16, 4, 4
@@ -473,6 +473,34 @@ def huggingface_utils(folder: Path, num_steps: int) -> Built:
     return module, [((text[:, :-1], torch.ones_like(text[:, :-1])), text[:, -1]) for text in tokens(num_steps)]
 
 
+def huggingface_utils_vit(folder: Path, num_steps: int) -> Built:
+    """drunkcoding/huggingface-utils: the vision transformer, whose boundaries are tuples of one tensor."""
+    sys.path.insert(0, str(folder))
+    allow_missing("turtle")  # which it imports by mistake
+    from hfutils.pipe.vit import (  # type: ignore[import-not-found]
+        ViTClassifierPipe,
+        ViTEmbeddingsPipe,
+        ViTLayerPipe,
+    )
+    from transformers.models.vit.configuration_vit import ViTConfig
+
+    config = ViTConfig(
+        hidden_size=HIDDEN, num_hidden_layers=NUM_LAYERS, num_attention_heads=HEADS, intermediate_size=2 * HIDDEN,
+        image_size=16, patch_size=4, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    layers = [
+        LayerSpec(ViTEmbeddingsPipe, config),
+        *(LayerSpec(ViTLayerPipe, config) for _ in range(NUM_LAYERS)),
+        LayerSpec(ViTClassifierPipe, config),
+    ]
+    loss = torch.nn.functional.cross_entropy
+    module = PipelineModule(layers, num_stages=torch.distributed.get_world_size(), loss_fn=loss)
+    random = torch.Generator().manual_seed(1)
+    shape = (SAMPLES_PER_MICRO_BATCH, 3, 16, 16)
+    texts = tokens(num_steps)
+    return module, [((torch.randn(shape, generator=random),), text[:, 0] % 10) for text in texts]
+
+
 def qlora_pipe(folder: Path, num_steps: int) -> Built:
     """tdrussell/qlora-pipe: its module, which cuts by sizes of its own, on toy layers (MIT)."""
     sys.path.insert(0, str(folder))
@@ -535,4 +563,5 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "chatglm-finetuning": chatglm_finetuning,
     "huggingface-utils": huggingface_utils,
     "qlora-pipe": qlora_pipe,
+    "huggingface-utils-vit": huggingface_utils_vit,
 }

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import deepspeed.pipe
 import torch
@@ -47,6 +49,9 @@ def _with_options(original: Any) -> Any:
     return initialize
 
 
+# Every process asks what processor there is, which takes seconds of it.
+if os.environ.get("PEERS_PROCESSOR"):
+    cpuinfo.get_cpu_info = functools.partial(json.loads, os.environ["PEERS_PROCESSOR"])
 # On a GPU these tests fork its random numbers by a module of torch that has no such functions for a CPU.
 torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[attr-defined]
 torch.cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[attr-defined]
