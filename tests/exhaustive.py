@@ -45,6 +45,10 @@ NAMED: dict[str, Sequence[str]] = {
         "test_a_rank_that_comes_late",
         "test_a_rank_that_takes_its_time_is_only_spoken_of",
     ],
+    "engine/test_interruption.py": [
+        "test_ctrl_c_in_a_terminal_ends_all_ranks[torchrun]",
+        "test_ctrl_c_in_a_terminal_ends_all_ranks[deepspeed]",
+    ],
     "engine/test_killed.py": [
         "test_torchrun_ends_the_job",
         *(

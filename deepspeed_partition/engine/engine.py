@@ -53,6 +53,7 @@ from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, check_writable, planning_is_off
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
+from deepspeed_partition.engine.runtime.interruption import say_interruptions_in_one_line
 from deepspeed_partition.engine.runtime.planned_peak import MICRO_BATCHES, OPTIMIZER, REDUCTION, PlannedPeak
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
@@ -127,6 +128,7 @@ class MadPipeEngine(ResumingEngine):
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         _check_weight_versions(self.options.weight_versions, "madpipe option 'weight_versions'")
         watch.start(self.options.patience_seconds)
+        say_interruptions_in_one_line()
         self._cut_as_configured()
         if (of_fp16 or of_types) and self.owns_cut:
             raise ValueError(of_fp16 or of_types)

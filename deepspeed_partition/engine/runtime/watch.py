@@ -232,6 +232,15 @@ class Watch:
         with suppress(RuntimeError):  # as above
             self._publish(notice)
 
+    def is_first_to_say(self, key: str) -> bool:
+        """Whether no rank of the job has asked this before; where the store has ended, whether none has left."""
+        if self._store is None:
+            return True
+        try:
+            return int(self._store.add(f"said/{key}", 1)) == 1
+        except RuntimeError:
+            return not self._notices
+
     @contextmanager
     def within(self, operation: str) -> Iterator[None]:
         """Name the operation that runs meanwhile."""
@@ -439,6 +448,13 @@ def _ranks(ranks: list[int]) -> str:
 def waits_for_ranks(frame: FrameType | None) -> bool:
     """Whether the innermost call of a stack waits for other ranks."""
     return _reading(frame)[0]
+
+
+def place_in_words(frame: FrameType | None) -> str:
+    """What runs in the innermost frame of a stack, and where the user's code has called it."""
+    _, names, outside, num_inner = _reading(frame)
+    operation = _known(names[:num_inner])
+    return f"at {outside}" if operation is None else f"in {operation}, called at {outside}"
 
 
 def _known(names: list[str]) -> str | None:
