@@ -126,6 +126,21 @@ class Options:
         except ValueError as error:
             raise ValueError(f"madpipe option 'algorithm': {error}") from None
 
+    @property
+    def ask_for_plan_of_one_stage(self) -> bool:
+        """Whether a run of one stage, in which there is nothing to cut, is to make a plan all the same."""
+        asking = (
+            "memory",
+            "algorithm",
+            "warmup_steps",
+            "save_plan",
+            "recompute",
+            "split_backward",
+            "save_timeline",
+        )
+        default = Options()
+        return any(getattr(self, key) != getattr(default, key) for key in asking)
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Options:
         """Read the ``madpipe`` object of a configuration.

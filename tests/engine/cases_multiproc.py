@@ -781,10 +781,14 @@ def replicas_hear_of_failures(_: Path) -> None:
 
 
 def one_stage(_: Path) -> None:
-    """Data parallel alone: nothing to cut, and it must work all the same."""
+    """Data parallel alone: there is nothing to cut, and no plan is made, unless an option asks for one."""
     data = batches()
+    expected = train_alone(mlp(), data, adam)
     engine, _, _ = start(mlp(), "madpipe", {}, num_stages=1)
-    same(train(engine, data), train_alone(mlp(), data, adam))
+    same(train(engine, data), expected)
+    assert engine.plan is None
+    engine, _, _ = start(mlp(), "madpipe", planned("madpipe", recompute="block"), num_stages=1)
+    same(train(engine, data), expected)
     assert engine.plan.boundaries == [0, 8]
 
 

@@ -75,7 +75,8 @@ def test_the_same_press_from_a_launcher_is_no_second_one():
         interruption._say(KeyboardInterrupt, interrupted(), None)
         signal.raise_signal(signal.SIGINT)
         assert not ended
-        with patch.object(time, "monotonic", lambda now=time.monotonic(): now + 2):
+        later = time.monotonic() + 2
+        with patch.object(time, "monotonic", lambda: later):
             signal.raise_signal(signal.SIGINT)
     assert ended == [130]
 

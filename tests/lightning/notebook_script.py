@@ -101,7 +101,10 @@ def main(folder: str) -> None:
     )
     kept = lightning_madpipe.MadPipeStrategy(whole_model="none")
     assert "in a notebook leave it out" in told(trainer(folder, strategy=kept, devices=2).fit, trained, data)
-    trainer(folder, strategy="madpipe", devices=1).fit(trained, data)
+    here = model()
+    trainer(folder, strategy="madpipe", devices=1).fit(here, data)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(here.state_dict()[name], value, rtol=1e-5, atol=1e-6)
     assert "restart the kernel" in told(lambda: trainer(folder, strategy="madpipe", devices=2))
     print("done")
 

@@ -74,6 +74,13 @@ class PendingPlan:
         """
         engine = self._engine
         while self.is_pending and torch.is_grad_enabled():
+            if engine.num_stages == 1 and not engine.options.ask_for_plan_of_one_stage:
+                announce(
+                    "one stage has the whole model: there is nothing to cut, and it trains as it is, without a "
+                    "warm-up (recompute='block', or memory=..., asks for a plan of what to recompute)"
+                )
+                engine.adopt(Cut("boundaries", is_of_a_run=True))
+                break
             if not self._knows_what_moves:
                 check_that_layers_can_move(engine.module)  # not after minutes
                 engine.check_that_scheduler_can_go_on()
