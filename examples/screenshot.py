@@ -9,10 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
-WAIT_MILLISECONDS = 1000
-"""Time for the page to draw itself after it is loaded."""
+TICK_MILLISECONDS, PATIENCE_SECONDS = 500, 60
+"""Time between two looks at the page, and how long it may take to draw itself: a busy machine takes its time."""
+EMPTY_CANVASES = """[...document.querySelectorAll("canvas")].filter(each => each.width && each.height).filter(
+  canvas => !new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer)
+    .some((pixel, _, all) => pixel !== all[0])).length"""
+"""The number of canvases that are still of one colour."""
 
 
 def main() -> None:
@@ -41,12 +46,28 @@ def main() -> None:
     view.resize(int(width), int(height))
     view.show()
 
-    def save() -> None:
-        saved = view.grab().save(str(given.output))
-        print(f"saved {given.output}" if saved else f"{given.output} cannot be written", flush=True)
-        os._exit(0 if saved else 2)  # Qt waits for its processes at exit, which may take long
+    until = time.monotonic() + PATIENCE_SECONDS
+    seen: list[bytes] = []
 
-    view.loadFinished.connect(lambda loaded: QTimer.singleShot(WAIT_MILLISECONDS, save))
+    def look(num_empty: object) -> None:
+        """Save the picture once all canvases are drawn and it is the same as at the look before."""
+        picture = view.grab()
+        image = picture.toImage()
+        bits = image.constBits()
+        now = b"" if bits is None else bits.asstring(image.sizeInBytes())
+        is_late = time.monotonic() > until
+        if (num_empty == 0 and seen[-1:] == [now] and len(set(now[::4])) > 1) or is_late:
+            saved = not is_late and picture.save(str(given.output))
+            why = "the page has not drawn itself" if is_late else f"{given.output} cannot be written"
+            print(f"saved {given.output}" if saved else why, flush=True)
+            os._exit(0 if saved else 2)  # Qt waits for its processes at exit, which may take long
+        seen[:] = [now]
+        QTimer.singleShot(TICK_MILLISECONDS, ask)
+
+    def ask() -> None:
+        view.page().runJavaScript(EMPTY_CANVASES, look)
+
+    view.loadFinished.connect(lambda loaded: ask())
     view.load(QUrl.fromLocalFile(str(given.page.resolve())))
     application.exec()
 
