@@ -22,6 +22,7 @@ from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, Resum
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
+from deepspeed_partition.engine.pipeline.endless_training import EndlessTraining, why_not_endless
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
     asks_for_plan,
@@ -66,7 +67,8 @@ from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.units import counted
-from deepspeed_partition.planner.weight_versions import FLUSH
+from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
+from deepspeed_partition.schedule.endless import lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
 
@@ -106,6 +108,11 @@ class MadPipeEngine(ResumingEngine):
     folder_of_logs: str | None = None
     """The folder where the plan is saved if ``save_plan`` names no place. None: the folder of DeepSpeed's
     monitors, if one writes files."""
+    runs_ahead = True
+    """Whether the data of the next batch may be read before a call returns, where the pipeline never drains."""
+    _endless: EndlessTraining | None = None
+    """Training without a drain between batches, once it has begun on the present cut."""
+    _mode_for_benchmarks: str | None = None
     options: Options
     """The options that a host has given; else those of ``pipeline.madpipe`` in the configuration."""
 
@@ -126,7 +133,6 @@ class MadPipeEngine(ResumingEngine):
         super().__init__(**kwargs)
         remember_attributes(self.module._layer_specs)
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
-        _check_weight_versions(self.options.weight_versions, "madpipe option 'weight_versions'")
         watch.start(self.options.patience_seconds)
         say_interruptions_in_one_line()
         self._cut_as_configured()
@@ -344,7 +350,6 @@ class MadPipeEngine(ResumingEngine):
             )
 
     def _check(self, plan: Plan) -> None:
-        _check_weight_versions(plan.weight_versions, "weight_versions of the plan")
         reason = self.reason_for_deepspeeds_schedule()
         check_plan(plan, self.module._num_layers, self.num_stages, one_stage_each=reason)
         if reason is None:
@@ -388,6 +393,8 @@ class MadPipeEngine(ResumingEngine):
 
     def recut_to(self, cut: Cut, allocation: Allocation) -> None:
         """Move the layers to where ``cut`` has them, which was checked."""
+        self.come_to_rest()
+        self._endless = None
         if self._in_step:
             raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
         self._refuse_if_shared_out("recut", f"{WAY_OUT}, and start again without the option, or with another plan")
@@ -403,6 +410,7 @@ class MadPipeEngine(ResumingEngine):
         self.module.madpipe_cut, self.plan = cut, cut.plan
         self._pending.settle()
         self.most_in_flight = None
+        self._endless = None
         self.lower_anew()
         self._layer_buffers = None
 
@@ -425,13 +433,82 @@ class MadPipeEngine(ResumingEngine):
         """
         return self._pending.train(self._train_batch, data_iter)
 
+    # Training without a drain between batches
+
+    @property
+    def weight_versions(self) -> str:
+        """What becomes of the weights: ``"flush"``, or a mode in which the pipeline never drains."""
+        if self._mode_for_benchmarks is not None:
+            return self._mode_for_benchmarks
+        asked = self.options.weight_versions
+        return self.plan.weight_versions if asked == FLUSH and self.plan is not None else asked
+
+    def come_to_rest(self) -> None:
+        """Bring the pipeline to rest, where it never drains by itself (``weight_versions``). Collective.
+
+        All updates of the batches that were trained on are done then, and all stages have one version of the
+        weights. ``eval_batch``, ``save_checkpoint``, ``load_checkpoint`` and ``recut`` do it by themselves; who
+        reads weights otherwise calls it first. Training goes on by the next ``train_batch``.
+
+        Raises:
+            Exception: what a rank has met in the last batches, on every rank.
+        """
+        if self._endless is not None:
+            self._lockstep.check_that_it_goes_on()
+            self._endless.come_to_rest()
+
+    def _begins_endless(self) -> bool:
+        """Whether the next step is one of a pipeline that never drains.
+
+        Raises:
+            ValueError: it is asked for, and cannot be had here.
+        """
+        if self.weight_versions == FLUSH or self._pending.is_pending or not torch.is_grad_enabled():
+            return False
+        if self._endless is None:
+            reason = why_not_endless(self)
+            if reason is not None:
+                raise ValueError(
+                    f"weight_versions={self.weight_versions!r} cannot be had here: {reason}; or leave "
+                    "weight_versions out"
+                )
+            assert self.plan is not None
+            program = lower_endless(
+                self.plan, self.micro_batches, two_versions=self.weight_versions == TWO_VERSIONS,
+                runs_ahead=self.runs_ahead,
+            )  # fmt: skip
+            self._endless = EndlessTraining(self, self.weight_versions, program)
+        return True
+
+    def _train_schedule(self) -> Any:
+        return self._endless.program if self._endless is not None else super()._train_schedule()
+
+    def _train_endless(self) -> None:
+        assert self._endless is not None
+        self._endless.train()
+        if self.lr_scheduler is not None:
+            try:
+                self.lr_scheduler.step()
+            except TypeError:  # as DeepSpeed does for Megatron's
+                self.lr_scheduler.step(self.train_batch_size())
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def _aggregate_total_loss(self) -> Any:
+        if self._endless is None or not self._in_step:
+            return super()._aggregate_total_loss()
+        self.agg_additional_losses = None
+        self.dp_group_loss = torch.tensor(self._endless.loss, device=self.device)
+        return self.dp_group_loss.clone()
+
     def _train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         self._lockstep.check_that_it_goes_on()
         self.reset_activation_shape()
-        before = BeforeStep(self) if self.runs_lists else None
+        is_endless = self._begins_endless()
+        before = BeforeStep(self) if self.runs_lists and not is_endless else None
         self._in_step = True
         try:
-            with self._planned_peak.step(self.plan if self.runs_lists else None, self.stage_id):
+            with self._planned_peak.step(self.plan if self.runs_lists and not is_endless else None, self.stage_id):
                 return super().train_batch(data_iter)
         except Exception as error:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
@@ -449,6 +526,7 @@ class MadPipeEngine(ResumingEngine):
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         self._lockstep.check_that_it_goes_on()
+        self.come_to_rest()
         self.reset_activation_shape()
         of_training = getattr(self, "training_dataloader", None), self.data_iterator
         call = inspect.signature(PipelineEngine.eval_batch).bind(self, data_iter, *args, **kwargs)
@@ -549,6 +627,7 @@ class MadPipeEngine(ResumingEngine):
             self.gradient_clipping(),
             group=self.mpu.get_model_parallel_group() if self.sharded is None else None,
             holds_slice=self.grid.get_slice_parallel_rank() == 0,
+            alone=self._endless is not None,
             device=self.device,
         )
 
@@ -577,12 +656,14 @@ class MadPipeEngine(ResumingEngine):
     # Checkpoints
 
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
+        self.come_to_rest()
         self._refuse_if_shared_out("save_checkpoint", f"{WAY_OUT} saves the weights, not the optimizer's states")
         with nullcontext() if self._pending.warm_up is None else self._pending.warm_up.originals():
             return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""
+        self.come_to_rest()
         load = super()._load_found
         return self._pending.resume(found, bound.arguments, lambda: load(found, bound))
 
@@ -606,16 +687,3 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         The engine, its optimizer, data loader and learning-rate scheduler.
     """
     return initialize_with(MadPipeEngine, *args, **kwargs)
-
-
-def _check_weight_versions(mode: str, what: str) -> None:
-    """Refuse a mode of asynchronous training, which this engine does not run.
-
-    Raises:
-        ValueError: the mode is not ``"flush"``.
-    """
-    if mode != FLUSH:
-        raise ValueError(
-            f"{what} is {mode!r}, and the engine drains the pipeline at every step: leave it out, or plan with "
-            f"--weight-versions {FLUSH}"
-        )

@@ -38,12 +38,14 @@ def clip_by_global_norm(
     group: dist.ProcessGroup | None,
     holds_slice: bool,
     device: torch.device,
+    alone: bool = False,
 ) -> torch.Tensor:
     """Clip by the norm over the ranks of ``group``, all stages (and slices of layers) of one pipeline; return it.
 
     Args:
         group: the ranks that have a gradient of each weight once; None: all ranks.
         holds_slice: this rank speaks for the parameters that all tensor-parallel ranks have alike.
+        alone: by the norm of this rank's own gradients.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     squares = torch.zeros((), device=device)
@@ -53,7 +55,8 @@ def clip_by_global_norm(
         if not copy and (holds_slice or is_model_parallel_parameter(parameter)):
             gradient = parameter.grad.abs() if parameter.grad.is_complex() else parameter.grad
             squares += gradient.float().norm() ** 2
-    dist.all_reduce(squares, group=group)
+    if not alone:
+        dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in with_gradient:

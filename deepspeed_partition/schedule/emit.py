@@ -184,7 +184,7 @@ class _Device:
         return posts
 
     def instructions(self, strict: AbstractSet[tuple[int, int]]) -> Iterator[Instruction]:
-        slots = _Slots()
+        slots = Slots()
         only_forwards = all(name[0] == "F" for name, _ in self.order)
         for index, (name, micro_batch) in enumerate(self.order):
             last_starts = {
@@ -253,7 +253,7 @@ class _Device:
                 yield Transfer("S", messages.popleft(), destination)
 
 
-class _Slots:
+class Slots:
     """Numbers of slots; the lowest free one is given out."""
 
     def __init__(self) -> None:

@@ -148,6 +148,27 @@ class Transfer:
 Instruction = Compute | Transfer
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Update of the weights of a device where the pipeline never drains: ``G.3`` and ``U.3``.
+
+    ``G.3`` says that all gradients of batch 3 are there; ``U.3`` steps the optimizer with them.
+    """
+
+    kind: str
+    """Kind of instruction: ``G`` or ``U``."""
+    batch: int
+    """Number of the batch whose gradients it takes, which is the number of the update."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}.{self.batch}"
+
+    @property
+    def in_words(self) -> str:
+        """Text for a message: ``the update of batch 3``."""
+        return f"the {'update' if self.kind == 'U' else 'end of the gradients'} of batch {self.batch}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """Instructions of every device for one batch of micro-batches."""

@@ -89,14 +89,14 @@ def lower(plan: Plan, num_micro_batches: int, flushes: Sequence[int] | None = No
             order,
             devices,
             comm_buffers=plan.platform.comm_buffers,
-            seconds=_seconds_in_step(plan),
+            seconds=seconds_in_step(plan),
             platform=plan.platform,
         )
     plan.check_treats_all_alike(f"a step of {num_micro_batches} micro-batches, which is not the planned one,")
-    return _program(timetable.of_pattern(plan, num_micro_batches, "FB"), plan.platform.comm_buffers)
+    return program_of_timetable(timetable.of_pattern(plan, num_micro_batches, "FB"), plan.platform.comm_buffers)
 
 
-def _seconds_in_step(plan: Plan) -> dict[str, float]:
+def seconds_in_step(plan: Plan) -> dict[str, float]:
     """Return the seconds of each operation of a step, by its name.
 
     The pattern of a plan may have only whole backwards, where its step has some in halves: either half then counts
@@ -127,7 +127,7 @@ def lower_evaluation(plan: Plan, num_micro_batches: int) -> Program:
         return with_transfers(
             forwards, devices, comm_buffers=plan.platform.comm_buffers, platform=plan.platform
         )  # fmt: skip
-    return _program(timetable.of_pattern(plan, num_micro_batches, "F"), plan.platform.comm_buffers)
+    return program_of_timetable(timetable.of_pattern(plan, num_micro_batches, "F"), plan.platform.comm_buffers)
 
 
 def flush_orders(
@@ -202,13 +202,13 @@ def with_transfers(
         DeadlockError: the devices wait for each other in a circle.
     """
     _check_orders(orders, device_of_stage)
-    return _program(
+    return program_of_timetable(
         timetable.of_orders(orders, device_of_stage, seconds or {}, max(1, comm_buffers // 2), platform),
         comm_buffers,
     )
 
 
-def _program(times: Timetable, comm_buffers: int) -> Program:
+def program_of_timetable(times: Timetable, comm_buffers: int) -> Program:
     """Return the program within the room of the timetable, if that is possible.
 
     Otherwise devices stay within that room at as many ends of boundaries, tried one after the other, as is

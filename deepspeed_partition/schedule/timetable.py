@@ -37,7 +37,9 @@ class Timetable:
     """Begin and end of each operation, in ticks; computations by their role (``role_of``)."""
 
 
-def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
+def of_pattern(
+    plan: Plan, num_micro_batches: int, kinds: str, also: Sequence[tuple[Operation, Operation]] = ()
+) -> Timetable:
     """Return the pattern of a plan from its first micro-batch to its last: fill, steady state, drain.
 
     Of all operations that may come next, the one that begins first is taken. What must come before what is stated
@@ -45,10 +47,13 @@ def of_pattern(plan: Plan, num_micro_batches: int, kinds: str) -> Timetable:
     than its pattern has: each micro-batch follows its path, micro-batches follow one another, a forward waits
     until its stage has room, and devices and links do one thing at a time.
 
+    Args:
+        also: pairs of operations of which the first must end before the second begins.
+
     Raises:
         LoweringError: the pattern lacks an operation.
     """
-    return _PatternRun(plan, num_micro_batches, kinds).run()
+    return _PatternRun(plan, num_micro_batches, kinds, also).run()
 
 
 class _PatternRun:
@@ -57,7 +62,9 @@ class _PatternRun:
     An operation on a micro-batch is a pair of numbers: its position on the road, and the micro-batch.
     """
 
-    def __init__(self, plan: Plan, num_micro_batches: int, kinds: str) -> None:
+    def __init__(
+        self, plan: Plan, num_micro_batches: int, kinds: str, also: Sequence[tuple[Operation, Operation]]
+    ) -> None:
         self.plan, self.num_micro_batches = plan, num_micro_batches
         self.devices = tuple(stage.device for stage in plan.stages)
         self.road = _road(self.devices, kinds)
@@ -86,6 +93,8 @@ class _PatternRun:
         self.num_before: Counter[tuple[int, int]] = Counter()
         """Number of those that must come before each of them, and have not come yet."""
         self._state_order()
+        for before, after in also:
+            self._comes_before((self.road.index(before[0]), before[1]), (self.road.index(after[0]), after[1]))
 
     def _state_order(self) -> None:
         """State what must come before what: the path, the order of micro-batches, and room in each stage."""

@@ -29,7 +29,15 @@ from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import boundaries as transfers
-from tests.engine import caught_cases, device_cases, host_cases, pipelines, plans, sharded_cases
+from tests.engine import (
+    asynchronous_cases,
+    caught_cases,
+    device_cases,
+    host_cases,
+    pipelines,
+    plans,
+    sharded_cases,
+)
 from tests.engine.harness import run_cases
 from tests.engine.pipelines import (
     WIDTH,
@@ -891,7 +899,13 @@ CASES = {2: [*CASES_OF_ANY, *device_cases.CASES], 3: OF_MAPS, 4: [two_pipelines,
 CASES = {
     num_processes: {case.__name__: case for case in [*cases, *others]}
     for num_processes, cases in CASES.items()
-    for others in [[*host_cases.CASES[num_processes], *caught_cases.CASES[num_processes]]]
+    for others in [
+        [
+            *host_cases.CASES[num_processes],
+            *caught_cases.CASES[num_processes],
+            *asynchronous_cases.CASES[num_processes],
+        ]
+    ]
 }
 
 if __name__ == "__main__":

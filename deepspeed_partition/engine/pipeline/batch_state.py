@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +125,8 @@ class BatchData:
     """
 
     def __init__(self, read_next: Callable[[], Any], iterator: Callable[[], Any]) -> None:
-        self._read_next, self._iterator = read_next, iterator
+        self._read_next_of_iterator, self._iterator = read_next, iterator
+        self._put_back: tuple[Any, deque[Any], Exception | None] = None, deque(), None
         self.num_read = 0
         """The micro-batches of this batch that were read, or could not be read."""
         self.kept: dict[int, Any] = {}
@@ -149,6 +153,25 @@ class BatchData:
         while behind := self._num_behind:
             self._read_next()
             self._note_behind(behind - 1)
+
+    def put_back(self, items: Iterable[Any], error: Exception | None) -> None:
+        """Give micro-batches of the present iterator back, which come again before what is left of it.
+
+        Args:
+            error: what reading behind them was answered with; it will be again. None: nothing.
+        """
+        self._put_back = self._iterator(), deque(items), error
+
+    def _read_next(self) -> Any:
+        iterator, items, error = self._put_back
+        if iterator is None or iterator is not self._iterator():
+            return self._read_next_of_iterator()
+        if items:
+            return items.popleft()
+        self._put_back = None, items, None
+        if error is not None:
+            raise error
+        return self._read_next_of_iterator()
 
     def drop(self, number: int) -> None:
         """Forget a micro-batch that all stages of this rank have loaded."""

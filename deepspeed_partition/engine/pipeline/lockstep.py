@@ -39,11 +39,21 @@ class Lockstep:
         self._first_failure: FirstFailure | None = None
         self._ended_with = ""
         """The error, in words, after which this rank cannot go on."""
+        self._ended_together = ""
+        """What all ranks have agreed cannot go on, in words."""
 
     @property
     def goes_on(self) -> bool:
         """Whether no error has ended what the ranks do together."""
-        return not self._ended_with
+        return not self._ended_with and not self._ended_together
+
+    def end_together(self, words: str) -> None:
+        """Note what has ended what the ranks do together, on all of them.
+
+        Args:
+            words: what, for who tries to go on.
+        """
+        self._ended_together = words
 
     def check_that_it_goes_on(self) -> None:
         """Refuse to go on after an error that has ended what the ranks do together.
@@ -51,6 +61,8 @@ class Lockstep:
         Raises:
             RuntimeError: there was such an error.
         """
+        if self._ended_together:
+            raise RuntimeError(f"{self._ended_together}: this engine cannot go on; start again from a checkpoint")
         if self._ended_with:
             raise RuntimeError(
                 f"a batch before ended, on this rank alone, with {self._ended_with}: the ranks of the job are "

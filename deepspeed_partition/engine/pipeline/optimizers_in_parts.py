@@ -124,8 +124,7 @@ class StepOfUser:
     @contextmanager
     def over_all_ranks(self) -> Iterator[None]:
         """Let hooks clip by the norm over all ranks meanwhile, and say once what else they see. Collective."""
-        if not self._has_looked:
-            self._look()
+        self.look()
         with self._schedule_watched(), nullcontext() if self._norms is None else self._norms.over_all_ranks():
             yield
 
@@ -157,7 +156,15 @@ class StepOfUser:
             if had is not None:
                 own["step"] = had
 
-    def _look(self) -> None:
+    @property
+    def brings_norms_together(self) -> bool:
+        """Whether hooks run in a step that clip by the norm over all ranks, which wait for one another for it."""
+        return self._norms is not None
+
+    def look(self) -> None:
+        """Look once at what else runs in the optimizer's step, and say it. Collective."""
+        if self._has_looked:
+            return
         self._has_looked = True
         engine, optimizer = self._engine, self._engine.basic_optimizer
         if engine.num_stages == 1:

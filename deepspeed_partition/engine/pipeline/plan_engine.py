@@ -70,6 +70,7 @@ from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.profiling.backward_halves import CAN_SPLIT, Halves
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
+from deepspeed_partition.schedule.endless import EndlessProgram
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 
 _HAS_NO_TRACKER = not hasattr(deepspeed_engine, "_ENGINE_BACKWARD_GRAPH_TRACKER")
@@ -130,6 +131,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     has."""
     sharded: ShardedStages | None = None
     """What this rank stores and fetches, where pipelines share out the weights of their stages."""
+    _numbers_per_batch = 0
+    """Micro-batches of a batch, while numbers go on from one batch to the next; 0: each batch begins at 0."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -356,6 +359,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
             with self._lockstep.ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):
                 super()._exec_schedule(program)
             return
+        if isinstance(program, EndlessProgram):
+            self._train_endless()
+            return
         if not isinstance(program, Program):  # before 0.19.8, which asks for its schedules
             program = self.program(program.micro_batches, trains=isinstance(program, schedule.TrainSchedule))
         self._lockstep.begin_batch(self._transfers.ranks[0])
@@ -385,12 +391,20 @@ class AnyPlanEngine(AnyBoundaryEngine):
                     self.sharded.finish()
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
             if torch.is_grad_enabled():
-                replaced = self._replaced.instructions
-                for kind, name in AT_THE_END.items():
-                    run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
-                    is_of_ties = kind is schedule.ReduceTiedGrads
-                    with self._ties_reduced() if is_of_ties else nullcontext():
-                        run()
+                self.end_batch()
+
+    def _train_endless(self) -> None:
+        """Train on a batch while others are in flight."""
+        raise NotImplementedError
+
+    def end_batch(self) -> None:
+        """Reduce the gradients of a batch and step the optimizer, by what stands for these instructions."""
+        replaced = self._replaced.instructions
+        for kind, name in AT_THE_END.items():
+            run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
+            is_of_ties = kind is schedule.ReduceTiedGrads
+            with self._ties_reduced() if is_of_ties else nullcontext():
+                run()
 
     @contextmanager
     def _ties_reduced(self) -> Iterator[None]:
@@ -564,7 +578,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _run_forward(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
         buffers, is_last = self.pipe_buffers, stage + 1 == len(devices)
-        self.module.__dict__["micro_batch"] = number
+        self.module.__dict__["micro_batch"] = (
+            number % self._numbers_per_batch if self._numbers_per_batch else number
+        )
         if stage == 0 or is_last:
             self._load(number, slot, stage, devices)
         if stage > 0:

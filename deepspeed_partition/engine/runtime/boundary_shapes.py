@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -30,6 +30,8 @@ HEADER_SIZE = 256
 """Numbers in a header: 40 tensors of four dimensions fit."""
 MARK_BYTES = 16
 _NOT_LOOKED_FOR = -1
+MOST_KEPT = 2**16
+"""Most shapes of activations of a boundary that are kept, where batches follow one another without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +140,15 @@ class ShapesDifferError(RuntimeError):
         return type(self), (str(self), self.expected)
 
 
-Bases = dict[Message, int | None]
-"""The activation by whose shapes another one is received: its number, or None for those of the batch before."""
+class Bases(Protocol):
+    """Numbers of the activations by whose shapes others are received; None for those of the batch before."""
+
+    def __getitem__(self, message: Message, /) -> int | None: ...
 
 
-def bases_of(program: Program) -> Bases:
+def bases_of(program: Program) -> dict[Message, int | None]:
     """Return, for each activation, the last one over its boundary that is taken before its receive is posted."""
-    bases: Bases = {}
+    bases: dict[Message, int | None] = {}
     for instructions in program.lists:
         taken: dict[int, int] = {}
         for each in instructions:
@@ -173,6 +177,11 @@ class ShapesOfBoundary:
         self._of.clear()
         self._surprises = False
 
+    def begin_endless(self) -> None:
+        """Begin batches that follow one another without end: who has taken none yet is told each time."""
+        self.tells_each, self._before = False, None
+        self._of.clear()
+
     def expected(self, basis: int | None) -> Shapes | None:
         """Return the shapes for which a receiver makes room; None where a header tells them."""
         if self.tells_each:
@@ -188,6 +197,9 @@ class ShapesOfBoundary:
         elif before is not None or any(shapes != each for each in self._of.values()):
             self._surprises = True
         self._of[number] = shapes
+        if len(self._of) > MOST_KEPT:
+            for old in list(self._of)[: MOST_KEPT // 2]:
+                del self._of[old]
 
     @property
     def first(self) -> Shapes | None:

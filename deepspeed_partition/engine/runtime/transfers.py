@@ -128,6 +128,7 @@ class Transfers:
         self, pipelines: Sequence[Sequence[int]], device_of_stage: Sequence[int], device: torch.device
     ) -> None:
         self._device = device
+        self._num_boundaries = len(device_of_stage) - 1
         self.through_host = host_staging.goes_through_host(device)
         self._on_streams = device.type != "cpu" and not self.through_host
         """Whether messages are kernels on streams of the device."""
@@ -249,6 +250,21 @@ class Transfers:
         self._shapes = self._shapes_of[trains]
         for shapes in self._shapes.values():
             shapes.begin()
+        for line in self._lines.values():
+            line.begin()
+
+    def start_endless(self, bases: Bases, *, shapes_may_differ: bool) -> None:
+        """Begin batches of training that follow one another without end, until :meth:`finish`.
+
+        Args:
+            bases: of all activations.
+            shapes_may_differ: from one micro-batch to another.
+        """
+        self._find_computing_stream()
+        self._shapes_may_differ = shapes_may_differ
+        self._bases, self._shapes = bases, self._shapes_of[True]
+        for boundary in range(self._num_boundaries):
+            self._shapes[boundary].begin_endless()
         for line in self._lines.values():
             line.begin()
 

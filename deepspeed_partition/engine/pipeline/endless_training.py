@@ -1,0 +1,500 @@
+"""Training without a drain between batches: the pattern of a plan goes on beneath the calls of ``train_batch``.
+
+A call runs one segment of the lists (``schedule/endless.py``) and returns when the loss of its batch is known; the
+backwards and the update of the batch follow in the next one. Each stage uses the version of its weights that
+``weight_versions`` says (``held_weights.py``).
+
+*At rest* nothing is in flight, all updates of the batches that were trained on are done, and all stages have the
+same version. Forwards that ran ahead of the last call are then run to their end and forgotten, as if they had not
+begun: their data comes again, buffers and seeds are put back. A *run* goes from one rest to the next; in it,
+micro-batches, batches and versions are counted from 0.
+
+An error on one rank cannot be given up as in a step that drains, for the batches in flight are not all its own.
+The rank goes on without computing until all ranks have heard of it at a meeting; then all raise it at the same
+place of the lists, and the engine refuses further steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure, raise_everywhere
+from deepspeed_partition.engine.pipeline.before_step import Buffers
+from deepspeed_partition.engine.pipeline.held_weights import (
+    CAN_KEEP_COUNTS,
+    Gradients,
+    Settings,
+    Weights,
+    counts_kept,
+)
+from deepspeed_partition.engine.pipeline.meetings import UNLIMITED, Facts, Meeting, Meetings
+from deepspeed_partition.engine.pipeline.parts import all_that_moves, held_modules
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.first_failure import in_words
+from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.schedule.endless import (
+    EndlessBases,
+    EndlessInstruction,
+    EndlessProgram,
+    EndlessRun,
+)
+from deepspeed_partition.schedule.instructions import Compute, Update
+
+if TYPE_CHECKING:
+    from deepspeed_partition.engine.engine import MadPipeEngine
+
+NONE = "none"
+"""Mode for benchmarks alone: forward and backward use the newest version, which may differ between them."""
+
+
+class EndlessTraining:
+    """Training of one engine, on one plan, without a drain between batches.
+
+    Args:
+        engine: whose lists, weights and data are used.
+        mode: ``weight_versions``, or ``NONE``.
+        program: lists of all devices.
+    """
+
+    def __init__(self, engine: MadPipeEngine, mode: str, program: EndlessProgram) -> None:
+        self._engine, self._mode, self.program = engine, mode, program
+        self._per_batch = program.num_micro_batches
+        self._num_read_ahead = max(1, program.batches_ahead) if engine.runs_ahead else 0
+        """Batches whose data is read before their call: it may end, and the pipeline comes to rest then."""
+        module: Any = engine.module
+        self._devices = tuple(module.device_of_stage)
+        self._last_stage = len(self._devices) - 1
+        self._run: EndlessRun | None = None
+        self._meetings: Meetings | None = None
+        self._meeting: Meeting | None = None
+        self.num_trained = 0
+        """Number of the batches of this run whose call has returned."""
+        self._end: int | None = None
+        """Number of the micro-batch before which the run ends, where that is known."""
+        self.loss = 0.0
+        """Loss of the last batch."""
+        self.watcher: Callable[[EndlessInstruction], object] | None = None
+        """Function that is told of each instruction before it runs; for tests."""
+
+    # Between two calls
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether batches are in flight; else the pipeline is at rest."""
+        return self._run is not None
+
+    def weights_of(self, stage: int) -> Weights:
+        """The versions of the weights of a stage of this rank, while batches are in flight."""
+        return self._weights[stage]
+
+    def come_to_rest(self) -> None:
+        """Bring the pipeline to rest. Collective.
+
+        Raises:
+            Exception: what a rank has met since the last meeting, on every rank.
+        """
+        if self._run is None:
+            return
+        engine = self._engine
+        engine._lockstep.begin_batch(engine._transfers.ranks[0])
+        with engine._lockstep.ended_by_errors():
+            outcome = self._meet(Facts(fails=self._attempt.has_failed, rests=True)).outcome
+            if outcome.fails:
+                self._raise_failure()
+            if outcome.trains:
+                raise RuntimeError("one rank brings the pipeline to rest, and another one begins a batch")
+            if self._end is None:
+                self._end = self.num_trained * self._per_batch + self.program.ahead
+            self._drain()
+        engine.batch_data.put_back(self._unused(), self._error_of_data)
+
+    # A call
+
+    def train(self) -> None:
+        """Run the segment of the next batch; its mean loss is :attr:`loss` afterwards. Collective.
+
+        Raises:
+            StopIteration: there is no data for it, on every rank.
+            Exception: what a rank has met, on every rank.
+        """
+        has_trained = False
+        while not has_trained:
+            if self._run is None:
+                self._begin()
+            with self._engine._lockstep.ended_by_errors():
+                has_trained = self._train()
+
+    def _begin(self) -> None:
+        """Begin a run. All ranks begin it, or none."""
+        engine, program, module = self._engine, self.program, self._engine.module
+        engine._lockstep.begin_batch(engine._transfers.ranks[0])
+        with engine._lockstep.ended_by_errors():
+            if self._meetings is None:
+                engine._step_of_user.look()  # before ranks come to their first update one after the other
+                self._meetings = Meetings(engine._pipelines(), self._devices[self._last_stage])
+            engine._begin_batch(self._per_batch)
+        engine._transfers.start_endless(EndlessBases(program), shapes_may_differ=bool(engine.dynamic_shape))
+        engine._reserve_pipe_buffers(program.num_slots[engine.stage_id])
+        engine.batch_state.in_halves = frozenset()
+        self._attempt = _Attempt(engine, engine.batch_state, self._per_batch, engine._runner())
+        engine._batch = self._attempt
+        engine._is_plain = engine._passes.begin()
+        self._run = EndlessRun(program, engine.stage_id, self._is_over)
+        self.num_trained, self._end = 0, None
+        self._reads = engine.is_first_stage() or engine.is_last_stage()
+        self._iterator = engine.data_iterator
+        self._items: dict[int, Any] = {}
+        """Micro-batches of this batch and later ones, which may have to come again."""
+        self._error_of_data: Exception | None = None
+        """What reading of data was answered with, behind what was read."""
+        own: list[int] = module.own_stages
+        parameters = {stage: _trainable(module, stage) for stage in own}
+        self._weights = {stage: Weights(parameters[stage]) for stage in own}
+        self._gradients = {stage: Gradients(parameters[stage]) for stage in own}
+        self._parameters = [each for stage in own for each in parameters[stage]]
+        self._oldest = dict.fromkeys(own, 0)
+        """For each stage, the first micro-batch that has had no backward."""
+        self._settings = Settings(engine.basic_optimizer)
+        self._of_batch: dict[int, tuple[list[dict[str, Any]], int, int]] = {}
+        self._totals: dict[int, Any] = {}
+        """Sums of the losses of batches, on the last stage."""
+        self._has_told_loss = -1
+        self._num_forwards = dict(module._num_forwards)
+        self._buffers = _BuffersOfStages(module, own, program.batches_ahead)
+
+    def _train(self) -> bool:
+        """Run a segment; return whether there was data for it: else the pipeline is at rest."""
+        engine, batch, run = self._engine, self.num_trained, self._run
+        assert run is not None and self._meetings is not None
+        engine.fwd_outputs = []
+        if batch:
+            engine._lockstep.begin_batch(engine._transfers.ranks[0])
+        self._of_batch[batch] = self._settings.now(), engine.global_steps, engine.global_samples
+        num_there = self._read_ahead(batch)
+        fails = self._attempt.has_failed
+        self._meeting = self._meet(
+            Facts(fails=fails, trains=True, asks=bool(engine.wants_to_stop()), num_batches=num_there)
+        )
+        expected = self._meetings.expect_loss()
+        self._run_all(run.segment())
+        outcome = self._look_at_meeting()
+        if self._end is not None and self._end <= batch * self._per_batch:
+            self._drain()  # there is no data for this batch: the next run begins with that
+            engine.batch_data.put_back(self._unused(), self._error_of_data)
+            if expected is None:
+                self._tell_loss(batch, float("nan"))
+            else:
+                self._meetings.told_loss(expected)
+            return False
+        if expected is None and self._has_told_loss < batch:  # where it was not computed
+            self._tell_loss(batch, float("nan"))
+        if expected is not None:
+            self.loss = self._meetings.told_loss(expected)
+        if outcome.fails:
+            self._raise_failure()
+        if self._attempt.has_failed:
+            self._fail_at_next_meeting()
+        self.num_trained += 1
+        if not self._reads:
+            engine.batch_data.count_unread(self._per_batch)
+        for number in [each for each in self._items if each < self.num_trained * self._per_batch]:
+            del self._items[number]
+        if outcome.asks:
+            engine.when_asked_to_stop()
+        if self._end == self.num_trained * self._per_batch:
+            self._drain()
+            engine.batch_data.put_back(self._unused(), self._error_of_data)
+        return True
+
+    def _read_ahead(self, batch: int) -> int:
+        """Read the data that this call may begin with; return of how many batches of the run it is there."""
+        engine, data = self._engine, self._engine.batch_data
+        if not self._reads:
+            return UNLIMITED
+        if engine.data_iterator is not self._iterator:
+            if self._items and any(number >= batch * self._per_batch for number in self._items):
+                self._attempt.fail(RuntimeError(ANOTHER_ITERATOR), "the reading of data")
+            self._iterator = engine.data_iterator
+        wanted = (batch + self._num_read_ahead + 1) * self._per_batch
+        while data.num_read < wanted and self._error_of_data is None:
+            number = data.num_read
+            try:
+                data.read(number)
+            except Exception as error:  # of the user's data: it is raised when its batch's turn comes
+                self._error_of_data = error
+        for number in range(batch * self._per_batch, data.num_read):
+            if number in data.kept and number not in self._items:
+                self._items[number] = data.kept[number]
+        num_there = data.num_read - (self._error_of_data is not None)
+        return UNLIMITED if num_there >= wanted else num_there // self._per_batch
+
+    def _is_over(self, number: int) -> bool:
+        """Whether a micro-batch comes no more in this run; what all ranks know of the data decides it."""
+        ahead = (self.num_trained + self._num_read_ahead) * self._per_batch
+        if self._end is None and number >= ahead and self._meeting is not None:
+            self._look_at_meeting()
+        return self._end is not None and number >= self._end
+
+    def _look_at_meeting(self) -> Facts:
+        assert self._meeting is not None
+        outcome = self._meeting.outcome
+        if outcome.num_batches < UNLIMITED and self._end is None:
+            self._end = outcome.num_batches * self._per_batch
+        if outcome.fails:
+            self._attempt.go_without()
+        return outcome
+
+    def _meet(self, facts: Facts) -> Meeting:
+        assert self._meetings is not None
+        return self._meetings.begin(facts)
+
+    # Instructions
+
+    def _run_all(self, instructions: Iterator[EndlessInstruction]) -> None:
+        for instruction in instructions:
+            watch.runs(instruction)
+            if self.watcher is not None:
+                self.watcher(instruction)
+            if isinstance(instruction, Update):
+                if instruction.kind == "U":
+                    self._update(instruction.batch)
+            elif isinstance(instruction, Compute):
+                self._compute(instruction)
+            else:
+                self._attempt.execute(instruction)
+        watch.runs(None)
+
+    def _compute(self, compute: Compute) -> None:
+        engine, stage, number = self._engine, compute.stage, compute.micro_batch
+        batch, place = divmod(number, self._per_batch)
+        weights, is_loss = self._weights[stage], stage == self._last_stage and compute.kind == "F"
+        if compute.kind == "F" and place == 0:
+            self._buffers.begin(stage, batch)
+        if compute.kind == "B":
+            self._gradients[stage].use(batch)
+        weights.use(min(self._version(compute), weights.newest))
+        if is_loss:
+            engine.total_loss = self._totals.pop(batch, None)
+        engine.__dict__["_numbers_per_batch"] = self._per_batch
+        try:
+            self._attempt.execute(compute)
+        finally:
+            engine.__dict__["_numbers_per_batch"] = 0
+        if is_loss:
+            self._totals[batch], engine.total_loss = engine.total_loss, None
+            if place + 1 == self._per_batch:
+                self._tell_loss(batch, self._mean_loss(batch))
+        if compute.kind == "B":
+            self._oldest[stage] = number + 1
+            self._attempt.forget(stage, number)
+            self._let_go(stage)
+
+    def _version(self, compute: Compute) -> int:
+        if self._mode == NONE:
+            return self._weights[compute.stage].newest
+        return self.program.version(self._mode, compute.stage, compute.micro_batch)
+
+    def _needed(self, stage: int) -> int:
+        """The oldest version that micro-batches in flight, or still to come, use on a stage."""
+        if self._mode == NONE:
+            return self._weights[stage].newest
+        return self.program.version(self._mode, stage, self._oldest[stage])
+
+    def _let_go(self, stage: int) -> None:
+        self._weights[stage].let_go(self._needed(stage))
+
+    def _mean_loss(self, batch: int) -> float:
+        total = self._totals.pop(batch)
+        if total is None:
+            return float("nan")
+        return float(self._engine._scale_loss_by_gas(total))
+
+    def _tell_loss(self, batch: int, loss: float) -> None:
+        assert self._meetings is not None
+        if batch == self.num_trained:  # not of a batch that is given up
+            self._has_told_loss = batch
+            self.loss = self._meetings.tell_loss(loss)
+
+    def _update(self, batch: int) -> None:
+        """Step the optimizer with the gradients of a batch: a new version of the weights of this rank."""
+        if batch >= self.num_trained + (self._meeting is not None):
+            return  # its call has not come: it is given up
+        engine: Any = self._engine
+        settings, steps, samples = self._of_batch.pop(batch)
+        for stage, gradients in self._gradients.items():
+            gradients.use(batch)
+            self._weights[stage].next(keeps=self._needed(stage) <= batch)
+        present = engine.global_steps, engine.global_samples, engine.lr_scheduler
+        engine.global_steps, engine.global_samples, engine.lr_scheduler = steps, samples, None
+        try:
+            with self._settings.applied(settings), counts_kept(self._parameters):
+                engine.end_batch()
+        finally:
+            engine.global_steps, engine.global_samples, engine.lr_scheduler = present
+        for gradients in self._gradients.values():
+            gradients.used()
+        for stage in self._weights:
+            self._let_go(stage)
+
+    # The end of a run
+
+    def _drain(self) -> None:
+        """Run what is left of the run; nothing is in flight afterwards."""
+        run, engine = self._run, self._engine
+        assert run is not None and self._meetings is not None
+        self._meeting = None
+        self._run_all(run.rest())
+        engine._transfers.finish()
+        self._meetings.finish()
+        if any(gather_objects(self._attempt.has_failed)):
+            self._raise_failure()
+        self._run = None
+        for stage, weights in self._weights.items():
+            weights.use(weights.newest)
+            weights.let_go(weights.newest)
+            self._gradients[stage].forget()
+            engine.module._num_forwards[stage] = self._num_forwards[stage] + self.num_trained * self._per_batch
+        engine.module.micro_offset = engine.module._num_forwards[engine.module._shown]
+        self._buffers.put_back(self.num_trained)
+        engine.total_loss = None
+        engine.batch_state.clear()
+        engine.let_batch_go()
+
+    def _unused(self) -> list[Any]:
+        """The micro-batches that were read for batches that were not trained on."""
+        return [
+            item for number, item in sorted(self._items.items()) if number >= self.num_trained * self._per_batch
+        ]
+
+    # Errors
+
+    def _fail_at_next_meeting(self) -> NoReturn:
+        """Go on without computing until all ranks have heard of what this one has met; raise it with them."""
+        assert self._run is not None and self._meetings is not None
+        self.num_trained += 1
+        outcome = self._meet(Facts(fails=True)).outcome
+        if outcome.trains:
+            expected = self._meetings.expect_loss()
+            self._of_batch[self.num_trained] = self._settings.now(), 0, 0
+            self._run_all(self._run.segment())
+            if expected is None:
+                self._tell_loss(self.num_trained, float("nan"))
+            else:
+                self._meetings.told_loss(expected)
+        self._raise_failure()
+
+    def _raise_failure(self) -> NoReturn:
+        """Raise what the first rank has met, on every rank; the engine goes on no more."""
+        engine, attempt = self._engine, self._attempt
+        found = [each for each in gather_objects(attempt.told_failure()) if each is not None]
+        watch.forget_failures()
+        first = min(found, key=lambda each: (each.order, each.rank))
+        self._run = None
+        engine._lockstep.end_together(
+            f"a batch before ended with {in_words(first.error)}, met by rank {first.rank} in {first.place}, while "
+            "other batches were in flight"
+        )
+        raise_everywhere(first, attempt.failure)
+
+
+ANOTHER_ITERATOR = (
+    "train_batch was given another iterator while forwards run ahead on what was read from the one before: call "
+    "engine.come_to_rest() on every rank first, which gives these micro-batches back"
+)
+
+
+class _Attempt(Batch):
+    """A run in which some rank may fail, and none then computes any more."""
+
+    @property
+    def has_failed(self) -> bool:
+        return not self._computes
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def told_failure(self) -> Failure | None:
+        """What this rank has met, for the others."""
+        return self._failure and self._portable(self._failure)
+
+    def go_without(self) -> None:
+        """Compute no more."""
+        self._compute_no_more()
+
+    def forget(self, stage: int, number: int) -> None:
+        """Forget a micro-batch that has had its backward on a stage."""
+        self._input_shapes.pop((stage, number), None)
+
+
+class _BuffersOfStages:
+    """Buffers of each stage as they were before its forwards on a batch that may be given up."""
+
+    def __init__(self, module: Any, stages: list[int], num_ahead: int) -> None:
+        self._restore: dict[int, dict[int, Callable[[], None]]] = {stage: {} for stage in stages}
+        self._num_kept = num_ahead + 1 if num_ahead else 0
+        self._buffers: dict[int, list[Buffers]] = {}
+        for stage in stages:
+            layers = nn.ModuleList([each for each in module._functions[stage] if isinstance(each, nn.Module)])
+            has_any = any(True for _ in layers.buffers())
+            self._buffers[stage] = [Buffers(layers) for _ in range(self._num_kept + 1 if has_any else 0)]
+
+    def begin(self, stage: int, batch: int) -> None:
+        """Note the buffers of a stage before its first forward on a batch."""
+        copies = self._buffers[stage]
+        if copies and self._num_kept:
+            kept = self._restore[stage]
+            kept.pop(batch - len(copies), None)
+            kept[batch] = copies[batch % len(copies)].before_step(all_of_them=False)
+
+    def put_back(self, batch: int) -> None:
+        """Let the forwards of a batch, and of those behind it, not have been."""
+        for kept in self._restore.values():
+            if batch in kept:
+                kept[batch]()
+
+
+def _trainable(module: Any, stage: int) -> list[nn.Parameter]:
+    """The parameters of a stage of this rank that train, each once."""
+    first, last = module.allocation.stages[stage].layers
+    held = held_modules(module)
+    found: dict[int, nn.Parameter] = {}
+    for part in all_that_moves(module):
+        if part.name in held and first <= part.layers[0] < last:
+            found.update({id(each): each for each in held[part.name].parameters() if each.requires_grad})
+    return list(found.values())
+
+
+def why_not_endless(engine: Any) -> str | None:
+    """Why an engine cannot train without a drain between batches, and what to do; None where it can."""
+    module = engine.module
+    if not engine.runs_lists:
+        return f"DeepSpeed's own schedule runs here, because {engine.reason_for_deepspeeds_schedule()}"
+    if engine.plan is None:
+        return "it needs the pattern of a plan: give partition_method='madpipe', or a plan"
+    if not CAN_KEEP_COUNTS:
+        return "it needs torch 2.4 or newer"
+    if engine.flushes is not None:
+        return "the loss is that of a whole batch, so that each batch drains the pipeline"
+    stage_of = {
+        layer: number for number, stage in enumerate(module.allocation.stages) for layer in range(*stage.layers)
+    }
+    for part in all_that_moves(module):
+        if len({stage_of[layer] for layer in part.layers}) > 1:
+            layers = ", ".join(map(str, part.layers))
+            return (
+                f"layers {layers} share weights and are on different stages, which would have different versions"
+            )
+    if engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler:
+        return "the scale of the loss in fp16 depends on the update before: use bf16 or fp32"
+    if engine.zero_optimization() or engine.bfloat16_enabled():
+        return "ZeRO and bf16 are not supported with it: use fp32 without ZeRO"
+    if engine.sharded is not None:
+        return "pipelines share out the weights of their stages (shard_weights), which have one version"
+    if type(module).get_additional_losses is not PipelineModule.get_additional_losses:
+        return "get_additional_losses() is of the batches that the last stage has run, which are several"
+    return None

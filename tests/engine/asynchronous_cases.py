@@ -1,0 +1,329 @@
+"""What must hold of training without a drain between batches: run by any_plan_multiproc.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from deepspeed_partition import Plan
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.schedule.instructions import Compute
+from tests.engine import plans
+from tests.engine.pipelines import WIDTH, Block, Whole, loss_fn, mlp, tied
+from tests.engine.running import (
+    NUM_MICRO_BATCHES,
+    all_tensors,
+    batches,
+    mine,
+    raised,
+    same,
+    start,
+)  # fmt: skip
+
+MODES = ("stashing", "2bw", "vertical-sync")
+MAPS = {
+    2: {(0, 1): [0, 3, 8], (0, 1, 0): [0, 3, 6, 8], (0, 1, 0, 1): [0, 1, 4, 6, 8]},
+    4: {(0, 1, 2, 3): [0, 1, 3, 5, 8], (0, 1, 2, 3, 0, 1): [0, 1, 3, 4, 5, 6, 8]},
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adam": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+}
+
+
+def maps() -> list[tuple[tuple[int, ...], list[int]]]:
+    return list(MAPS[dist.get_world_size()].items())
+
+
+def plan_for(devices: Sequence[int], cuts: Sequence[int], mode: str, per_update: int = NUM_MICRO_BATCHES) -> Plan:
+    """A pattern, of which the stages have several micro-batches in flight."""
+    platform = plans.platform_of(max(devices) + 1, bandwidth=40.0, comm_buffers=4)
+    plan = plans.packed(plans.chain_of(cuts[-1]), platform, cuts, devices)
+    return replace(plan, weight_versions=mode, micro_batches_per_update=per_update)
+
+
+def begin(plan: Plan, optimizer: Any, config: Any = None, specs: Any = None, **more: Any) -> Any:
+    """An engine that does not clip; started twice as many processes, there are two pipelines."""
+    config = {"gradient_clipping": 0.0, **(config or {})}
+    engine, _, _ = start(
+        specs or mlp(), None, config, num_stages=plan.platform.num_devices, plan=plan, optimizer=optimizer, **more
+    )  # fmt: skip
+    assert engine.weight_versions == plan.weight_versions
+    return engine
+
+
+def call(engine: Any, items: Any) -> float:
+    return float(engine.train_batch(items if engine.is_first_stage() or engine.is_last_stage() else None))
+
+
+class Delayed:
+    """The same delayed updates in one process: a loop that keeps all old weights.
+
+    Args:
+        version: of the weights of a stage for a micro-batch, both counted from the last rest.
+        plan: whose stages have the versions.
+    """
+
+    def __init__(
+        self, make_optimizer: Any, version: Callable[[int, int], int], plan: Plan, specs: Any = None,
+        make_scheduler: Any = None, clip: float = 0.0,
+    ) -> None:  # fmt: skip
+        state = torch.get_rng_state()
+        self.model = Whole(specs or mlp())
+        torch.set_rng_state(state)
+        self.optimizer, self.version = make_optimizer(self.model), version
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self.stages = [number for number, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
+        self.clip = clip
+        self.rest()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+    def rest(self) -> None:
+        self.history, self.number = [self.weights], 0
+
+    def train(self, batch: Sequence[Any]) -> float:
+        parameters = dict(self.model.named_parameters())
+        self.optimizer.zero_grad()
+        for each in parameters.values():
+            each.grad = torch.zeros_like(each)
+        total = 0.0
+        for inputs, labels in batch:
+            used = {
+                name: self.history[self.version(self.stages[int(name.split(".")[0])], self.number)][name].clone()
+                for name in parameters
+            }
+            for each in used.values():
+                each.requires_grad_()
+            loss = loss_fn(torch.func.functional_call(self.model, used, inputs), labels) / len(batch)
+            gradients = torch.autograd.grad(loss, list(used.values()))
+            for name, each in zip(used, gradients, strict=True):
+                parameters[name].grad += each
+            total += loss.item()
+            self.number += 1
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.history.append(self.weights)
+        return total
+
+
+def alone(engine: Any, make_optimizer: Any, **more: Any) -> Delayed:
+    """What an engine that has begun to train must equal."""
+    program, mode = engine._endless.program, engine.weight_versions
+    return Delayed(make_optimizer, functools.partial(program.version, mode), engine.plan, **more)
+
+
+def same_weights(engine: Any, expected: Delayed, digits: float = 1e-5) -> None:
+    found = all_tensors(engine)
+    for name, weight in expected.weights.items():
+        assert torch.allclose(found[name], weight, rtol=digits, atol=digits / 10), name
+
+
+def delayed_updates_equal_one_process(_: Path) -> None:
+    """For each mode, on contiguous stages and several per device, with each optimizer; losses and weights."""
+    data = batches(9)
+    all_maps = maps()
+    for turn, mode in enumerate(MODES):
+        for place, (name, make) in enumerate(OPTIMIZERS.items()):
+            devices, cuts = all_maps[(turn + place) % len(all_maps)]
+            engine = begin(plan_for(devices, cuts, mode), make)
+            items = mine(engine, data)
+            losses = [call(engine, items) for _ in data]
+            assert not engine._endless.is_under_way, "the data has ended"
+            expected = alone(engine, make)
+            same(losses, [expected.train(batch) for batch in data])
+            same_weights(engine, expected)
+            delays = [batch - engine._endless.program.version(mode, 0, 4 * batch) for batch in range(6)]
+            assert max(delays) == 1, (mode, name, "versions are older than the last one")
+
+
+def rests_on_the_way(folder: Path) -> None:
+    """Evaluation, a checkpoint and a rest; forwards that ran ahead have not been, also for buffers and counts."""
+    data = batches(12)
+    make = OPTIMIZERS["momentum"]
+    for mode, (devices, cuts) in zip(MODES, maps() * 2, strict=False):
+        engine = begin(plan_for(devices, cuts, mode), make)
+        items = mine(engine, data)
+        losses = [call(engine, items) for _ in range(3)]
+        expected = alone(engine, make)
+        wanted = [expected.train(batch) for batch in data[:3]]
+        assert engine._endless.is_under_way and engine.global_steps == 3
+        engine.eval_batch(iter(data[0]))
+        same_weights(engine, expected)
+        losses += [call(engine, items) for _ in range(2)]
+        expected.rest()
+        wanted += [expected.train(batch) for batch in data[3:5]]
+        where = str(folder / mode)
+        engine.save_checkpoint(where)
+        same_weights(engine, expected)
+        losses += [call(engine, items)]
+        engine.come_to_rest()
+        engine.come_to_rest()
+        expected.rest()
+        wanted += [expected.train(batch) for batch in data[5:6]]
+        same_weights(engine, expected)
+        same(losses, wanted)
+        seen = {name: int(each) for name, each in all_tensors(engine).items() if name.endswith("seen")}
+        assert set(seen.values()) == {6 * NUM_MICRO_BATCHES + NUM_MICRO_BATCHES}, seen
+        dist.barrier()
+        # In another mode, and on another map.
+        other = MODES[MODES.index(mode) - 1]
+        again = begin(plan_for(*maps()[0], other), make)
+        again.load_checkpoint(where)
+        items = mine(again, data[5:])
+        found = [call(again, items) for _ in data[5:9]]
+        again.come_to_rest()
+        program = again._endless.program
+        resumed = Delayed(make, expected.version, engine.plan)
+        for batch in data[:5]:
+            if resumed.number == 3 * NUM_MICRO_BATCHES:
+                resumed.rest()
+            resumed.train(batch)
+        resumed.rest()
+        resumed.version = functools.partial(program.version, other)
+        resumed.stages = [number for number, stage in enumerate(again.plan.stages) for _ in range(*stage.layers)]
+        same(found, [resumed.train(batch) for batch in data[5:9]])
+        same_weights(again, resumed)
+
+
+def forwards_and_backwards_use_the_same_weights(_: Path) -> None:
+    """In all bits, whatever was updated in between; and no more versions are held than the plan says."""
+    data = batches(8)
+    for mode, (devices, cuts) in zip(MODES, maps() * 2, strict=False):
+        engine = begin(plan_for(devices, cuts, mode), OPTIMIZERS["sgd"])
+        used: dict[tuple[int, int], list[torch.Tensor]] = {}
+        held: dict[int, int] = {}
+        plain = type(engine)._run
+
+        def run(
+            instruction: Any, engine: Any = engine, plain: Any = plain, used: Any = used, held: Any = held
+        ) -> None:
+            if isinstance(instruction, Compute):
+                stage, number = instruction.stage, instruction.micro_batch
+                versions = engine._endless.weights_of(stage)
+                weights = [each.detach().clone() for each in versions.parameters]
+                held[stage] = max(held.get(stage, 0), versions.num_held)
+                if instruction.kind == "F":
+                    used[stage, number] = weights
+                else:
+                    both = zip(used.pop((stage, number)), weights, strict=True)
+                    assert all(torch.equal(one, other) for one, other in both)
+            plain(engine, instruction)
+
+        engine.__dict__["_run"] = run
+        items = mine(engine, data)
+        [call(engine, items) for _ in data]
+        assert not used
+        planned = engine.plan.versions
+        for stage, most in held.items():
+            assert most == planned.num_held(stage), (mode, stage, most, planned.num_held(stage))
+
+
+class FailsAt(nn.Module):
+    """Raises in the forward of one micro-batch."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 3 * NUM_MICRO_BATCHES + 2:
+            raise ArithmeticError("met in a layer")
+        return self.linear(x)
+
+
+def errors_in_a_layer_end_all_ranks(_: Path) -> None:
+    data = batches(8)
+    for place in (1, 6):
+        specs = [LayerSpec(nn.Linear, 8, WIDTH), *(LayerSpec(Block, WIDTH) for _ in range(6))]
+        specs[place] = LayerSpec(FailsAt)
+        specs.append(LayerSpec(nn.Linear, WIDTH, 4))
+        engine = begin(plan_for(*maps()[0], "stashing"), OPTIMIZERS["sgd"], specs=specs)
+        items = mine(engine, data)
+        with raised(ArithmeticError, "met in a layer"):
+            for _ in data:
+                call(engine, items)
+        with raised(RuntimeError, "ArithmeticError: met in a layer", "start again from a checkpoint"):
+            call(engine, items)
+        with raised(RuntimeError, "start again from a checkpoint"):
+            engine.come_to_rest()
+
+
+def data_that_ends_or_fails(_: Path) -> None:
+    """The last batch brings the pipeline to rest; an error of the data comes when its batch's turn has come."""
+    data = batches(6)
+    make = OPTIMIZERS["sgd"]
+    engine = begin(plan_for(*maps()[0], "2bw"), make)
+    items = mine(engine, data[:2])
+    losses = [call(engine, items) for _ in range(2)]
+    assert not engine._endless.is_under_way
+    with raised(StopIteration, "after 0 micro-batches"):
+        engine.train_batch(items)
+    more = mine(engine, data[2:4])
+    losses += [call(engine, more) for _ in range(2)]
+
+    def failing() -> Any:
+        yield from mine(engine, data[4:5])
+        raise LookupError("met in the data")
+
+    broken = failing()
+    losses.append(call(engine, broken))
+    assert not engine._endless.is_under_way
+    with raised(LookupError, "met in the data"):
+        engine.train_batch(broken)
+    expected = alone(engine, make)
+    wanted = []
+    for run in (data[:2], data[2:4], data[4:5]):
+        expected.rest()
+        wanted += [expected.train(batch) for batch in run]
+    same(losses, wanted)
+    same_weights(engine, expected)
+
+
+def what_asynchronous_training_refuses(_: Path) -> None:
+    devices, cuts = maps()[0]
+    sgd = OPTIMIZERS["sgd"]
+    engine = begin(plan_for(devices, cuts, "stashing"), sgd, specs=tied())
+    with raised(
+        ValueError, "'stashing' cannot be had here", "layers 0, 7 share weights", "leave weight_versions out"
+    ):
+        engine.train_batch(iter(batches(1, tokens=True)[0]))
+    engine = begin(plan_for(devices, cuts, "2bw"), sgd)
+    data = batches(4)
+    items, other = mine(engine, data), mine(engine, data)
+    call(engine, items)
+    with raised(RuntimeError, "another iterator", "engine.come_to_rest()"):
+        call(engine, other)
+        call(engine, other)
+    assert all(gather_objects(True))
+
+
+CASES = {
+    2: [
+        delayed_updates_equal_one_process,
+        rests_on_the_way,
+        forwards_and_backwards_use_the_same_weights,
+        errors_in_a_layer_end_all_ranks,
+        data_that_ends_or_fails,
+        what_asynchronous_training_refuses,
+    ],
+    3: [],
+    4: [delayed_updates_equal_one_process],
+}
